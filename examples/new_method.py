@@ -42,7 +42,7 @@ class Scaffold(fl.Method):
     def train(self, client: fl.ClientContext, task: fl.Task) -> fl.Result:
         """Train with corrected gradients; send the change of cᵢ."""
         own = {name: client.memory.get(name, torch.zeros_like(common)) for name, common in task.extra.items()}
-        sums: dict[str, Tensor] = {}
+        sums, batches = dict[str, Tensor](), client.batches()
 
         def corrections(leaves):
             shift = {leaf: (task.extra[name] - own[name]).to(leaf) for name, leaf in leaves.items()}
@@ -56,8 +56,8 @@ class Scaffold(fl.Method):
 
             return [corrected]
 
-        result = fl.sgd(client, task, adjusts=corrections)
-        means = {name: total.cpu() / result.log.batches for name, total in sums.items()}
+        result = fl.sgd(client, task, adjusts=corrections, batches=batches)
+        means = {name: total.cpu() / batches.steps for name, total in sums.items()}
         client.memory.update(means)
         return replace(result, extra={name: mean - own[name] for name, mean in means.items()})
 
