@@ -166,10 +166,8 @@ def serve(grid: Grid, context: Context) -> None:
     try:
         name, options = parsed(said)
         simulated = options.engine == "flower"
-        method, experiment = (
-            make_method(name, settings=options.settings()),
-            Experiment.of(options, ids=None if simulated else ()),
-        )
+        method = make_method(name, settings=options.settings())
+        experiment = Experiment.of(options, ids=None if simulated else ())
         engine = GridEngine(
             grid,
             nodes=said["nodes"],

@@ -54,6 +54,10 @@ class GridEngine:
         simulated: Number of processes of Flower's simulation; 0: the nodes are devices. Each node of a simulation has all
             clients and writes their memories into the folder of the run, and a process that fails ends the run. Devices say
             which clients they have, keep their memories and personal models, and cannot stop a run.
+
+    Attributes:
+        workers: Number of clients that train at once.
+        keeps_models: Whether personal models stay on the nodes.
     """
 
     def __init__(
@@ -67,17 +71,8 @@ class GridEngine:
     ) -> None:
         self._grid, self._nodes, self._wait_seconds, self._simulated = grid, nodes, wait_seconds, simulated
         self._ttl = timeout_seconds or _TTL_SECONDS
+        self.workers, self.keeps_models = simulated or 1, not simulated
         self._node_of: dict[int, int] = {}  # client id → the device that has it
-
-    @property
-    def workers(self) -> int:
-        """Number of clients that train at once."""
-        return self._simulated or max(1, len(set(self._node_of.values())))
-
-    @property
-    def keeps_models(self) -> bool:
-        """Whether personal models stay on the nodes."""
-        return not self._simulated
 
     def introduce(self, spec: RunSpec) -> dict[int, Client]:
         """Wait for the devices, and ask each which clients it has.
@@ -106,6 +101,7 @@ class GridEngine:
                 self._node_of |= dict.fromkeys(own, node)
         if not found:
             raise WorkerDiedError("; ".join(["no SuperNode can be used", *refused]))
+        self.workers = len(set(self._node_of.values()))
         return dict(sorted(found.items()))
 
     def _await_nodes(self) -> None:
