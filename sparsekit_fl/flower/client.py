@@ -46,13 +46,13 @@ class Submodel:
         trained, mask = self.model, self._mask
         if isinstance(trained, sk.LearnableMask):
             # Only now: Flower keeps a half-changed state when the training raises.
-            self._context.state[_IMPORTANCE] = _arrays(trained.importance())
+            self._context.state[_IMPORTANCE] = arrays_of(trained.importance())
             mask, trained = trained.unit_mask(), trained.compact()
             self._context.state[_MASK] = mask_record(mask)
         assert mask is not None, "a mask is the server's, or learned"
         seconds = self._seconds or time.perf_counter() - self._began
         (name,) = self._message.content.array_records
-        content = RecordDict({name: _arrays(trained.state_dict()), "metrics": MetricRecord(dict(metrics))})
+        content = RecordDict({name: arrays_of(trained.state_dict()), "metrics": MetricRecord(dict(metrics))})
         content[KEY] = mask_record(mask, seconds=seconds)
         return Message(content, reply_to=self._message)
 
@@ -161,7 +161,8 @@ def _state(message: Message) -> dict[str, Tensor]:
     return dict(arrays.to_torch_state_dict())
 
 
-def _arrays(state: Mapping[str, Tensor]) -> ArrayRecord:
+def arrays_of(state: Mapping[str, Tensor]) -> ArrayRecord:
+    """Return a state as Flower carries it."""
     return ArrayRecord({name: Array(tensor.detach().cpu().numpy()) for name, tensor in state.items()})
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from torch import nn
@@ -21,7 +21,7 @@ from sparsekit.graph import StateDict
 from sparsekit.measure import CostModel
 from sparsekit_fl.client.messages import Request, Update, WorkCost
 from sparsekit_fl.client.packing import Kept
-from sparsekit_fl.flower.client import KEY, mask_record, read_mask, traced
+from sparsekit_fl.flower.client import KEY, arrays_of, mask_record, read_mask, traced
 from sparsekit_fl.methods.server import ClientInfo, ServerContext, mean
 from sparsekit_fl.problem.data import Capability
 from sparsekit_fl.server import check_update
@@ -86,8 +86,7 @@ class SubmodelStrategy(Strategy):
             if not self._learned:
                 mask = sk.make_mask(sk.criteria.Ordered(), self._graph, ratio, sk.ScoringContext(weights=self._state))
                 (name,) = content.array_records
-                kept = Kept(self._graph, mask).gather_all(self._state)
-                content[name] = ArrayRecord({key: Array(tensor.numpy()) for key, tensor in kept.items()})
+                content[name] = arrays_of(Kept(self._graph, mask).gather_all(self._state))
                 content[KEY] = mask_record(mask, ratio=ratio)
             self._sent[node] = Request(round=server_round, client_id=node, state={}, mask=mask, ratio=ratio)
             messages.append(Message(content, node, message.metadata.message_type))
@@ -123,8 +122,7 @@ class SubmodelStrategy(Strategy):
         # In the order of nodes, so that the sums do not depend on which reply came first.
         ordered = [good[node] for node in sorted(good)]
         updates, weights = [update for _, update, _ in ordered], [weight for *_, weight in ordered]
-        merged = mean(server, updates, weights=weights, over="all" if self._learned else "holders")
-        arrays = ArrayRecord({name: Array(tensor.numpy()) for name, tensor in merged.items()})
+        arrays = arrays_of(mean(server, updates, weights=weights, over="all" if self._learned else "holders"))
         for reply, update, _ in ordered:
             (name,), (metrics,) = reply.content.array_records, reply.content.metric_records.values()
             if isinstance(self._ratio, BanditRatios):
