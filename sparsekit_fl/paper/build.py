@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from sparsekit_fl.paper.presets import Preset
 from sparsekit_fl.problem.data import Capability, Client, ClientData
 from sparsekit_fl.problem.datasets import DataSource, datasets
 from sparsekit_fl.problem.images import ImageTransform
-from sparsekit_fl.problem.metrics import TokenAccuracy, accuracy
+from sparsekit_fl.problem.metrics import accuracy
 from sparsekit_fl.problem.models import factory_spec, models
 from sparsekit_fl.problem.partition import partitions
 from sparsekit_fl.problem.problem import Problem
@@ -127,7 +128,7 @@ def _problem_for(source: DataSource, name: str) -> tuple[Problem, DataSource]:
     problem = Problem(
         model=spec.factory(source.kind, shape, source.classes),
         example_inputs=tuple(torch.zeros_like(one) for one in source.train.batch(slice(1))[0]),
-        metrics={"accuracy": TokenAccuracy(source.never_right) if source.kind == "tokens" else accuracy},
+        metrics={"accuracy": partial(accuracy, never_right=source.never_right) if source.kind == "tokens" else accuracy},
         channels_last=spec.channels_last,
     )
     return problem, source

@@ -52,25 +52,17 @@ class TensorData:
         if isinstance(self.inputs, Tensor):
             object.__setattr__(self, "inputs", (self.inputs,))
         tensors = (*self.inputs, self.targets)
-        if not self.inputs or not all(isinstance(tensor, Tensor) and tensor.ndim for tensor in tensors):
+        shapes = [tuple(one.shape) if isinstance(one, Tensor) else type(one).__name__ for one in tensors]
+        if not self.inputs or not all(isinstance(one, tuple) and one[:1] == shapes[-1][:1] != () for one in shapes):
             raise DataError(
-                f"inputs and targets must be tensors with a first dimension of examples, "
-                f"got {[type(t).__name__ for t in tensors]}"
-                "; pass TensorData(inputs=(images,), targets=labels)"
+                f"inputs and targets must be tensors with one row per example, got {shapes};"
+                " pass TensorData(inputs=(images,), targets=labels)"
             )
-        rows = [len(tensor) for tensor in tensors]
-        if len(set(rows)) > 1:
-            raise DataError(f"inputs have {rows[:-1]} rows and targets {rows[-1]}; every tensor needs one row per example")
-        if self.index is None:
+        rows, index = len(self.targets), self.index
+        if index is None:
             return
-        if self.index.dtype != torch.int64 or self.index.ndim != 1:
-            raise DataError(
-                f"index must be an int64 tensor of shape (examples,), got {self.index.dtype} {tuple(self.index.shape)}"
-            )
-        if len(self.index) and not (int(self.index.min()) >= 0 and int(self.index.max()) < rows[0]):
-            raise DataError(
-                f"index must be in [0, {rows[0]}), got values from {int(self.index.min())} to {int(self.index.max())}"
-            )
+        if index.dtype != torch.int64 or index.ndim != 1 or (len(index) and (index.min() < 0 or index.max() >= rows)):
+            raise DataError(f"index must be an int64 tensor (examples,) of rows in [0, {rows}), got {index}")
 
     def __len__(self) -> int:
         return len(self.targets) if self.index is None else len(self.index)
@@ -129,20 +121,13 @@ def read(split: Any, positions: list[int]) -> Batch:
         return split.batch(positions)
     try:
         items = [split[position] for position in positions]
-    except (TypeError, IndexError, AttributeError, KeyError) as error:
-        raise DataError(f"an item of a {type(split).__name__} could not be read: {error!r}") from error
-    if not all(isinstance(item, tuple | list) and len(item) > 1 for item in items):
+        first, *more, targets = (torch.stack([_tensor(value) for value in column]) for column in zip(*items, strict=True))
+    except (TypeError, IndexError, AttributeError, KeyError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"every item of a {type(split).__name__} must be (input, …, target); wrap it in a data set of that form"
-        )
-    try:
-        *inputs, targets = (torch.stack([_tensor(value) for value in column]) for column in zip(*items, strict=True))
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(
-            f"the items of a {type(split).__name__} must hold tensors, arrays or numbers of one shape: {error}; convert, resize"
-            " or pad them in the data set's own transform"
+            f"every item of a {type(split).__name__} must be (input, …, target), of tensors, arrays or numbers of one shape:"
+            f" {error!r}; convert, resize or pad them in the data set's own transform"
         ) from error
-    return tuple(inputs), targets
+    return (first, *more), targets
 
 
 def arranged(tensor: Tensor) -> Tensor:
@@ -151,14 +136,12 @@ def arranged(tensor: Tensor) -> Tensor:
     return tensor.to(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
 
 
-def _shared(split: Any, what: str) -> Any:
+def _shared(split: Any) -> Any:
     """Return TensorData in place of a torch data set of tensors, or of a part of one; another split as it is."""
     if isinstance(split, TensorDataset):
-        if len(split.tensors) < 2:
-            raise DataError(f"{what} has {len(split.tensors)} tensor; pass TensorDataset(inputs, targets)")
         return TensorData(tuple(split.tensors[:-1]), split.tensors[-1])
     if isinstance(split, Subset):
-        whole = _shared(split.dataset, what)
+        whole = _shared(split.dataset)
         return whole.take(list(split.indices)) if isinstance(whole, TensorData) else split
     return split
 
@@ -236,7 +219,7 @@ class ClientData:
             if not hasattr(split, "__len__"):
                 raise DataError(f"{name} must be TensorData or a map-style data set with a length, got {type(split).__name__}")
             if len(split):
-                object.__setattr__(self, name, _shared(split, name))
+                object.__setattr__(self, name, _shared(split))
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,10 +246,9 @@ class Client(Checked):
             raise InvalidValueError(
                 f"data of client {self.id} must be ClientData(train=…, val=…, test=…), got {type(self.data).__name__}"
             )
-        sizes = {name: len(getattr(self.data, name)) for name in ("train", "val", "test")}
         for name in ("train", "test"):
-            if not sizes[name]:
+            if not len(getattr(self.data, name)):
                 raise DataError(
-                    f"{name} of client {self.id} is empty (numbers of examples: {sizes}); every client needs examples to train"
-                    " on and to be scored with (val alone may be None): leave this client out, or deal again"
+                    f"{name} of client {self.id} is empty; every client needs examples to train on and to be scored with (val"
+                    " alone may be None): leave this client out, or deal again"
                 )

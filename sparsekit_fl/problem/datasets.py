@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import NoneType
 
 import torch
 from torch import Tensor
@@ -63,34 +64,24 @@ class DataSource:
         if self.kind not in ("image", "tokens", "other"):
             raise DataError(f"kind of data source {self.name!r} must be 'image', 'tokens' or 'other', got {self.kind!r}")
         for what, pool in (("train", self.train), ("test", self.test)):
-            if pool is not None:
-                self._check(what, pool)
+            if not isinstance(pool, TensorData | NoneType):
+                raise DataError(f"{what} of {self.name!r} must be TensorData, got {type(pool).__name__}")
+            inputs = None if pool is None else pool.inputs[0]
+            if self.kind == "image" and inputs is not None and (inputs.dtype != torch.uint8 or inputs.ndim != 4):
+                raise DataError(
+                    f"{what} images of {self.name!r} must be uint8 (rows, C, H, W), got {inputs.dtype} {tuple(inputs.shape)};"
+                    " for anything else pass kind='other'"
+                )
+            labels = None if pool is None or self.kind == "tokens" or not self.classes else pool.labels()
+            if labels is not None and len(labels) and (labels.min() < 0 or labels.max() >= self.classes):
+                wrong = int(labels.min() if labels.min() < 0 else labels.max())
+                raise DataError(f"{what} of {self.name!r} has label {wrong}, which is not in [0, {self.classes})")
         if self.kind == "image" and not len(self.mean) == len(self.std) == self.shape[0]:
             raise DataError(
                 f"mean and std of {self.name!r} need one number per channel ({self.shape[0]}), got {self.mean} and {self.std}"
             )
-        if self.owners is not None and len(self.owners) != len(self.train):
-            raise DataError(f"owners of {self.name!r} must name {len(self.train)} examples, got {len(self.owners)}")
         if self.owners is None and self.test is None:
             raise DataError(f"{self.name!r} has neither test examples nor owners; give test=, or owners= that split their own")
-
-    def _check(self, what: str, pool: TensorData) -> None:
-        if not isinstance(pool, TensorData):
-            raise DataError(f"{what} of {self.name!r} must be TensorData, got {type(pool).__name__}")
-        inputs, labels = pool.inputs[0], pool.labels()
-        wanted = {"image": "uint8 (rows, C, H, W)", "tokens": "integers (rows, T)"}.get(self.kind)
-        fits = inputs.dtype == torch.uint8 if self.kind == "image" else not inputs.is_floating_point()
-        if wanted and not (fits and inputs.ndim == wanted.count(",") + 1 and len(pool.inputs) == 1):
-            raise DataError(
-                f"{what} inputs of {self.kind} source {self.name!r} must be {wanted}, got {inputs.dtype}"
-                f" {tuple(inputs.shape)}; for anything else pass kind='other'"
-            )
-        if not len(labels) or (self.kind == "other" and not self.classes):
-            return
-        if int(labels.max()) >= self.classes:
-            raise DataError(f"{what} of {self.name!r} has label {int(labels.max())}, but classes is {self.classes}")
-        if self.kind != "tokens" and int(labels.min()) < 0:
-            raise DataError(f"{what} of {self.name!r} has label {int(labels.min())}; leave out examples without a class")
 
     @property
     def shape(self) -> torch.Size:

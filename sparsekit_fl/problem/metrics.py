@@ -1,7 +1,6 @@
 """Metrics and losses: a sum and its weight travel together, so that averages over batches and clients are exact."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch.nn.functional as F
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from sparsekit.errors import DataError
 
-__all__ = ["IGNORED", "Metric", "TokenAccuracy", "accuracy", "cross_entropy", "lower_is_better"]
+__all__ = ["IGNORED", "Metric", "accuracy", "cross_entropy", "lower_is_better"]
 
 IGNORED = -100
 """The target that no loss and no metric counts (torch's own default), for padding."""
@@ -21,44 +20,31 @@ Splits are scored in batches, so that it must be a mean over examples. Weight 0:
 """
 
 
-@dataclass(frozen=True)
-class TokenAccuracy:
-    """`accuracy` in which some tokens never count as right.
-
-    Args:
-        never_right: Token ids, such as the one for unknown words: as targets they count as asked for, never as right.
-
-    Source: Caldas et al., LEAF (arXiv 1812.01097): predicting "unknown" is not rewarded.
-    """
-
-    never_right: tuple[int, ...] = ()
-
-    def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        if outputs.ndim != targets.ndim + 1 or outputs.shape[:-1] != targets.shape:
-            raise DataError(
-                f"outputs must be (…, classes) for targets (…), got {tuple(outputs.shape)} and {tuple(targets.shape)};"
-                " put the classes last, or write a metric of your own"
-            )
-        right = outputs.argmax(-1) == targets
-        for token in self.never_right:
-            right = right & (targets != token)
-        return right.sum(), _counted(targets)
-
-
-def accuracy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def accuracy(outputs: Tensor, targets: Tensor, *, never_right: Collection[int] = ()) -> tuple[Tensor, Tensor]:
     """Return the numbers of correct and of counted targets.
 
     Args:
         outputs: Scores, float `(N, classes)` or `(N, T, classes)`; the largest wins.
         targets: int64 `(N,)` or `(N, T)`; `IGNORED` does not count.
+        never_right: Token ids, such as the one for unknown words: as targets they count as asked for, never as right.
 
     Returns:
         `(correct, counted)`, scalars; per token for sequences.
 
     Raises:
         DataError: the shapes do not fit.
+
+    Source: Caldas et al., LEAF (arXiv 1812.01097), for `never_right`: predicting "unknown" is not rewarded.
     """
-    return TokenAccuracy()(outputs, targets)
+    if outputs.ndim != targets.ndim + 1 or outputs.shape[:-1] != targets.shape:
+        raise DataError(
+            f"outputs must be (…, classes) for targets (…), got {tuple(outputs.shape)} and {tuple(targets.shape)};"
+            " put the classes last, or write a metric of your own"
+        )
+    right = outputs.argmax(-1) == targets
+    for token in never_right:
+        right = right & (targets != token)
+    return right.sum(), _counted(targets)
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:

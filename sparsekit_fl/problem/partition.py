@@ -16,6 +16,7 @@ from sparsekit_fl.problem.datasets import DataSource
 _log = logging.getLogger(__name__)
 
 _LEAST = 10  # examples of a client, at least
+_ATTEMPTS = 200  # to draw shares that give every client enough
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -107,10 +108,7 @@ def pathological(
     rows, tests = _rows_by_class(source, "pathological")
     if lack_classes is not None:
         if lack_classes >= source.classes:
-            raise InvalidValueError(
-                f"lack_classes must be an integer in [0, {source.classes - 1}], got {lack_classes}; 0 gives every client all"
-                f" {source.classes} classes"
-            )
+            raise InvalidValueError(f"lack_classes must be in [0, {source.classes - 1}], got {lack_classes}")
         # Two examples of a class are needed, one to train and one to validate.
         images_per_class = max(2, classes_per_client * images_per_class // (source.classes - lack_classes))
         classes_per_client, distinct = source.classes - lack_classes, True
@@ -145,32 +143,24 @@ def _draw_classes(left: list[int], count: int, rng: np.random.Generator, *, dist
 
 def _shard_size(name: str, rows: list[Indices], clients: int, per_client: int, size: int) -> int:
     """Return the largest size, at most the one given, of which there are enough shards."""
-
-    def count(size: int) -> int:
-        return sum(len(members) // size for members in rows)
-
     needed = clients * per_client
-    fitting = next((smaller for smaller in range(size, 1, -1) if count(smaller) >= needed), None)
+    fitting = next((one for one in range(size, 1, -1) if sum(len(members) // one for members in rows) >= needed), None)
     if fitting is None:
         raise DataError(
-            f"{name!r} has {count(2)} shards of two examples of one class, and {clients} clients need {per_client} each;"
-            f" use at most {count(2) // per_client} clients, fewer classes per client, or a larger data set"
+            f"{name!r} has too few examples for {clients} clients with {per_client} shards of two examples of one class each;"
+            " use fewer clients, fewer classes per client, or a larger data set"
         )
     if fitting < size:
         _log.warning("%s has fewer than %d shards of %d examples; shards of %d are used", name, needed, size, fitting)
     return fitting
 
 
-_ATTEMPTS = 200
-
-
 def dirichlet(source: DataSource, *, clients: int, rng: np.random.Generator, alpha: Positive = 0.5) -> list[ClientData]:
     """Deal each class to the clients in shares drawn from a symmetric Dirichlet distribution; each example is dealt once.
 
-    A client that already has its even part of all examples gets no more, as is usual. The test examples of a class are dealt in
-    the same shares as its training examples. A draw that gives a client less than ten training and validation examples
-    together, or no test example, is repeated. A tenth of each client's training examples, at random, is held out for
-    validation.
+    The test examples of a class are dealt in the same shares as its training examples. A draw that gives a client less than ten
+    training and validation examples together, or no test example, is repeated. A tenth of each client's training examples, at
+    random, is held out for validation.
 
     Args:
         source: With one label per example and a test set.
@@ -181,44 +171,28 @@ def dirichlet(source: DataSource, *, clients: int, rng: np.random.Generator, alp
     Raises:
         DataError: no draw gave every client enough.
 
-    Source: Hsu, Qi, Brown, arXiv 1909.06335; Li et al., ICDE 2022 (arXiv 2102.02079) for the even part.
+    Source: Li et al., ICDE 2022 (arXiv 2102.02079), where a client also gets no more once it has its even part of all examples.
     """
-    rows, tests = _rows_by_class(source, "dirichlet")
-    examples, scored = (sum(map(len, members)) for members in (rows, tests))
-    for _ in range(_ATTEMPTS if examples >= clients * _LEAST and scored >= clients else 0):
-        found = _deal(rows, tests, clients, alpha, rng)
-        if all(len(mine) >= _LEAST and len(test) for mine, test in found):
+    pools = _rows_by_class(source, "dirichlet")
+    for _ in range(_ATTEMPTS):
+        ends = rng.dirichlet(np.full(clients, alpha), size=source.classes).cumsum(axis=1)[:, :-1].clip(max=1)
+        dealt = []
+        for members in pools:
+            places = [np.rint(end * len(rows)).astype(np.int64) for rows, end in zip(members, ends, strict=True)]
+            parts = [np.split(rng.permutation(rows), place) for rows, place in zip(members, places, strict=True)]
+            dealt.append([np.concatenate(own) for own in zip(*parts, strict=True)])
+        if min(map(len, dealt[0])) >= _LEAST and min(map(len, dealt[1])):
             break
     else:
         raise DataError(
-            f"{examples} training and {scored} test examples of {source.name!r} cannot be dealt to {clients} clients"
-            f" with at least {_LEAST} and 1 each at alpha={alpha}; use fewer clients, or a larger alpha"
+            f"{source.name!r} cannot be dealt to {clients} clients with at least {_LEAST} training examples and a test example"
+            f" each at alpha={alpha}; use fewer clients, or a larger alpha"
         )
     splits = []
-    for mine, test in found:
+    for mine, test in zip(*dealt, strict=True):
         kept, held = np.split(rng.permutation(mine), [-_tenth(mine)])
         splits.append(_hand(source, [np.sort(kept)], [np.sort(held)], [np.sort(test)]))
     return splits
-
-
-def _deal(
-    rows: list[Indices], tests: list[Indices], clients: int, alpha: float, rng: np.random.Generator
-) -> list[tuple[Indices, Indices]]:
-    even = sum(map(len, rows)) / clients
-    held = np.zeros(clients, dtype=np.int64)
-    mine: list[list[Indices]] = [[] for _ in range(clients)]
-    scored: list[list[Indices]] = [[] for _ in range(clients)]
-    for members, testers in zip(rows, tests, strict=True):
-        shares = rng.dirichlet(np.full(clients, alpha)) * (held < even)
-        total = shares.sum()
-        shares = shares / total if total > 0 else np.full(clients, 1 / clients)
-        cumulative = np.minimum(np.cumsum(shares)[:-1], 1.0)
-        for target, indices in ((mine, members), (scored, testers)):
-            pieces = np.split(rng.permutation(indices), np.rint(cumulative * len(indices)).astype(np.int64))
-            for client, piece in enumerate(pieces):
-                target[client].append(piece)
-        held = np.asarray([sum(map(len, pieces)) for pieces in mine])
-    return [(np.concatenate(own), np.concatenate(test)) for own, test in zip(mine, scored, strict=True)]
 
 
 def natural(source: DataSource, *, clients: int, rng: np.random.Generator) -> list[ClientData]:  # noqa: ARG001 - draws nothing

@@ -56,18 +56,11 @@ class Problem:
         if isinstance(self.example_inputs, Tensor):
             object.__setattr__(self, "example_inputs", (self.example_inputs,))
         if not isinstance(self.example_inputs, tuple) or not self.example_inputs:
+            raise InvalidValueError("example_inputs must be a tuple of at least one input, as in (torch.zeros(1, 3, 32, 32),)")
+        if not self.metrics or not all(map(callable, self.metrics.values())) or "loss" in self.metrics:
             raise InvalidValueError(
-                "example_inputs must be a tuple with at least one input, as in (torch.zeros(1, 3, 32, 32),)"
-            )
-        if not self.metrics or not all(callable(metric) for metric in self.metrics.values()):
-            raise InvalidValueError(
-                f"metrics must map names to functions, got {self.metrics!r};"
-                " for example {'accuracy': sparsekit_fl.problem.metrics.accuracy}"
-            )
-        if "loss" in self.metrics:
-            raise InvalidValueError(
-                "no metric may be called 'loss', as results give the loss under this name; rename it, for example to"
-                " 'log_loss' (lower is better) or 'score'"
+                f"metrics must map names, none of them 'loss', to functions, got {self.metrics!r}; as in"
+                " {'accuracy': sparsekit_fl.metrics.accuracy}"
             )
         object.__setattr__(self, "metrics", dict(self.metrics))
 
@@ -107,8 +100,8 @@ def check_fit(problem: Problem, clients: Sequence[Client]) -> None:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise InvalidValueError("no parameter of the model requires a gradient, so there is nothing to train")
         model.eval()
-        shapes = [_shape(one) for one in problem.example_inputs]
         advice = "pass a model for these, or inputs that model(*example_inputs) takes"
+        shapes = [_shape(one) for one in problem.example_inputs]
         with torch.no_grad(), _blamed(f"the model fails on example_inputs {shapes}", advice, TraceError):
             model(*problem.example_inputs)
 
@@ -119,25 +112,16 @@ def check_fit(problem: Problem, clients: Sequence[Client]) -> None:
         with _blamed(f"the model does not take the data of {who} ({shown})", advice):
             outputs = _outputs(problem, model, inputs)
         if isinstance(outputs, Tensor) and not targets.is_floating_point() and outputs.shape[:-1] == targets.shape:
-            _check_labels(problem, outputs, here)
+            _check_labels(problem, outputs.detach(), here)
 
         text = f"loss or metrics fail on outputs {_shape(outputs)} with targets {tuple(targets.shape)} of {who}"
         with _blamed(text, "pass a model with outputs that the loss takes, or a loss and metrics for these"):
             loss = problem.loss(outputs, targets)
             with torch.no_grad():
-                measured = {name: metric(outputs, targets) for name, metric in problem.metrics.items()}
-        if not isinstance(loss, Tensor) or loss.ndim:
-            raise DataError(f"loss must give a scalar tensor, got {_shape(loss)}; take the mean over the batch")
-        if not loss.requires_grad:
-            raise DataError("the loss does not depend on the model's parameters; compute it from outputs that carry gradients")
-        for name, value in measured.items():
-            if not isinstance(value, tuple) or len(value) != 2:
-                raise DataError(f"metric {name!r} must give (sum, weight), got {type(value).__name__}")
-            if math.isnan(value[0]) and value[1] > 0:
-                raise DataError(
-                    f"metric {name!r} is not a number on two examples of {who}, and would be none in the mean over clients"
-                    " either; give weight 0 where it is not defined"
-                )
+                for metric in problem.metrics.values():
+                    _sum, _weight = metric(outputs, targets)
+        if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
+            raise DataError(f"loss must give a scalar tensor with a gradient, got {_shape(loss)}; take the mean over the batch")
         # A mean does not change when every example is there twice. A loss that compares examples may change, but not double.
         once = float(loss.detach())
         with torch.no_grad():
@@ -166,26 +150,25 @@ def _outputs(problem: Problem, model: nn.Module, inputs: tuple[Tensor, ...]) -> 
 def _check_labels(problem: Problem, outputs: Tensor, clients: Sequence[Client]) -> None:
     """Raise DataError if the loss fails on a label because the model has too few outputs."""
     classes = outputs.shape[-1]
-    fine: dict[int, Tensor] = {}  # by id; clients share tensors, so each is looked at once
+    suspect: dict[int, bool] = {}  # by id of the targets, which clients share
 
     def wrong(labels: Tensor) -> Tensor:
         return (labels >= classes) | ((labels < 0) & (labels != IGNORED))
 
     for client, name in itertools.product(clients, ("train", "val", "test")):
         split = getattr(client.data, name)
-        if not isinstance(split, TensorData) or split.targets.is_floating_point() or id(split.targets) in fine:
+        if not isinstance(split, TensorData) or split.targets.is_floating_point():
             continue
-        if not wrong(split.targets).any():
-            fine[id(split.targets)] = split.targets
+        if id(split.targets) not in suspect:
+            suspect[id(split.targets)] = bool(wrong(split.targets).any())
+        if not suspect[id(split.targets)]:
             continue
-        labels = split.labels()
-        rows = wrong(labels).reshape(len(labels), -1).any(dim=1).nonzero().flatten().tolist()
-        if rows:
-            label = labels[rows[0] : rows[0] + 1]
-            text = f"client {client.id} has label {int(label[wrong(label)][0])} in example {rows[0]} of {name}"
-            advice = "build it for all classes, counted from 0, or correct the label"
-            with _blamed(f"{text} ({len(rows)} such examples), but the model has {classes} outputs", advice):
-                problem.loss(outputs.detach()[:1], label.cpu())
+        for label in split.labels():
+            if wrong(label).any():
+                text = f"client {client.id} has label {int(label[wrong(label)][0])} in {name}"
+                advice = "build it for all classes, counted from 0, or correct the label"
+                with _blamed(f"{text}, but the model has {classes} outputs", advice):
+                    problem.loss(outputs[:1], label[None].cpu())
 
 
 def _shape(value: Any) -> str:

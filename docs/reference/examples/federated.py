@@ -244,9 +244,6 @@ def top2(outputs, targets):
 
 metric: fl.metrics.Metric = top2
 
-# sparsekit_fl.metrics.TokenAccuracy
-metric = fl.metrics.TokenAccuracy(never_right=(0,))
-
 # sparsekit_fl.metrics.cross_entropy
 loss = fl.metrics.cross_entropy(torch.randn(4, 2), torch.tensor([0, 1, 0, 1]))
 

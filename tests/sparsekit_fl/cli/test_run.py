@@ -127,7 +127,7 @@ def test_clients_that_cannot_train_are_named_in_the_summary_and_the_exit_code_is
         ("fedlps --preset cifar", "unknown preset"),
         ("fedlps --model vgg111", "did you mean 'vgg11'"),
         ("fedlps --engine proceses", "did you mean 'processes'"),
-        ("fedlps --model lstm", "takes token ids"),
+        ("fedlps --model lstm", "takes data of kind 'tokens'"),
         ("fedlps --rounds 0", "rounds must be greater than or equal to 1, got 0"),
         ("fedlps --rounds many", "not a valid int"),
         ("fedlps --cohort 21", "there are only 20 clients"),

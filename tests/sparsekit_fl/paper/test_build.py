@@ -118,7 +118,7 @@ def test_examples_of_any_kind_are_dealt_by_partition_and_number_of_clients(own: 
         with pytest.raises(InvalidValueError, match="brings its own problem, so model cannot be changed"):
             build_task(preset, model="cnn")
     else:
-        with pytest.raises(DataError, match="the data are neither images nor tokens"):
+        with pytest.raises(DataError, match="takes data of kind 'image', these are 'other'"):
             build_task(preset, **dealt)
 
 

@@ -77,14 +77,14 @@ def test_validation_data_may_lack() -> None:
 @pytest.mark.parametrize(
     ("make", "given", "message"),
     [
-        (TensorData, [(torch.zeros(3, 1),), torch.zeros(2)], "rows"),
+        (TensorData, [(torch.zeros(3, 1),), torch.zeros(2)], r"one row per example, got \[\(3, 1\), \(2,\)\]"),
         (TensorData, [(torch.zeros(3),), torch.zeros(3), torch.tensor([3])], r"\[0, 3\)"),
         (TensorData, [(torch.zeros(3),), torch.zeros(3), torch.tensor([0.0])], "int64"),
-        (TensorData, [([1, 2],), torch.zeros(2)], "tensors"),
+        (TensorData, [([1, 2],), torch.zeros(2)], "must be tensors"),
         (read, [Pairs([{"x": 1}]), [0]], "input, …, target"),
         (read, [Pairs([(object(), 1)]), [0]], "tensors, arrays or numbers"),
-        (read, [Pairs([(torch.zeros(2), 1), (torch.zeros(3), 1)]), [0, 1]], "of one shape: stack expects"),
-        (fl.ClientData, [TensorDataset(torch.zeros(2)), pool(), pool()], "inputs, targets"),
+        (read, [Pairs([(torch.zeros(2), 1), (torch.zeros(3), 1)]), [0, 1]], "of one shape: .*stack expects"),
+        (fl.ClientData, [TensorDataset(torch.zeros(2)), pool(), pool()], "inputs and targets must be tensors"),
         (fl.Capability, [0], "ratio"),
         (fl.Capability, [1.5], "ratio"),
         (fl.Capability, [float("nan")], "ratio"),

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ from torch import nn
 
 import sparsekit_fl as fl
 from sparsekit_fl.client.fit import Examples, evaluate
-from sparsekit_fl.problem.metrics import IGNORED, TokenAccuracy, accuracy, cross_entropy
+from sparsekit_fl.problem.metrics import IGNORED, accuracy, cross_entropy
 
 SCORES = torch.tensor([[2.0, 1.0], [0.0, 3.0], [5.0, 1.0]])
 
@@ -17,7 +18,7 @@ SCORES = torch.tensor([[2.0, 1.0], [0.0, 3.0], [5.0, 1.0]])
     [
         (accuracy, SCORES, [0, 0, 0], (2, 3)),
         (accuracy, SCORES[None], [[0, 1, IGNORED]], (2, 2)),
-        (TokenAccuracy(never_right=(1,)), SCORES[None], [[0, 1, IGNORED]], (1, 2)),
+        (partial(accuracy, never_right=(1,)), SCORES[None], [[0, 1, IGNORED]], (1, 2)),
     ],
     ids=["labels", "tokens without padding", "unknown words are never right"],
 )

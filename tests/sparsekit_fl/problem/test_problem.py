@@ -1,4 +1,3 @@
-import math
 from typing import Any
 
 import pytest
@@ -37,7 +36,6 @@ def test_a_fitting_problem_passes_and_leaves_the_global_generator_alone() -> Non
     before = torch.random.get_rng_state()
     for loss in (F.cross_entropy, lambda outputs, targets: F.cross_entropy(outputs, targets) * 1e-3):
         check_fit(problem(loss=loss, metrics={"accuracy": accuracy}), [client(), client(id=6)])
-    check_fit(problem(metrics={"undefined": lambda outputs, targets: (math.nan, 0.0)}), [client()])
     check_fit(problem(), [fl.Client(id=0, data=fl.ClientData(range(3), range(0), range(2)))])
     assert torch.equal(before, torch.random.get_rng_state())
 
@@ -52,30 +50,16 @@ def sum_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         ({"model": linear()}, client(), InvalidValueError, "ready Linear"),
         ({"loss": "mse"}, client(), InvalidValueError, "loss must be callable"),
         ({"example_inputs": ()}, client(), InvalidValueError, "example_inputs"),
-        ({"metrics": {}}, client(), InvalidValueError, "metrics must map"),
-        ({"metrics": {"loss": accuracy}}, client(), InvalidValueError, "no metric may be called 'loss'"),
+        ({"metrics": {"loss": accuracy}}, client(), InvalidValueError, "metrics must map names, none of them 'loss'"),
         ({"model": dict}, client(), InvalidValueError, "must build a torch.nn.Module, got dict"),
         ({"model": Frozen}, client(), InvalidValueError, "nothing to train"),
         ({}, client(width=4), DataError, r"does not take the data of client 5 .*\(2, 4\)"),
-        (
-            {},
-            client(label=7),
-            DataError,
-            r"client 5 has label 7 in example 2 of test \(1 such examples\), .* 2 outputs",
-        ),
-        ({}, client(label=-1), DataError, "client 5 has label -1 in example 2 of test"),
+        ({}, client(label=7), DataError, "client 5 has label 7 in test, but the model has 2 outputs"),
+        ({}, client(label=-1), DataError, "client 5 has label -1 in test"),
         ({"loss": lambda outputs, targets: outputs}, client(), DataError, "scalar"),
-        ({"loss": lambda outputs, targets: 0.5}, client(), DataError, "scalar tensor, got float"),
-        ({"loss": lambda outputs, targets: torch.ones(())}, client(), DataError, "does not depend on the model's parameters"),
         ({"loss": sum_loss}, client(), InvalidValueError, "loss must be the mean over the batch"),
         ({"loss": F.binary_cross_entropy}, client(), DataError, "loss or metrics fail"),
-        ({"metrics": {"accuracy": lambda outputs, targets: 0.5}}, client(), DataError, r"\(sum, weight\)"),
-        (
-            {"metrics": {"accuracy": lambda outputs, targets: (math.nan, 2.0)}},
-            client(),
-            DataError,
-            "'accuracy' is not a number",
-        ),
+        ({"metrics": {"accuracy": lambda outputs, targets: 0.5}}, client(), DataError, "loss or metrics fail"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_first_round(
