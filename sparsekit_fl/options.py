@@ -159,7 +159,8 @@ class Checked:
     """
 
     def __post_init__(self) -> None:
-        for option in _limited_options(type(self)):
+        kind: Any = type(self)  # which the cache does not take for hashable
+        for option in _limited_options(kind):
             option.check(getattr(self, option.name))
 
 

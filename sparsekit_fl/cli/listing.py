@@ -71,7 +71,8 @@ def _describe(
     from sparsekit_fl.methods import make_method
 
     made = make_method(method)
-    values, options = made.options(), options_of(type(made))
+    kind: Any = type(made)
+    values, options = made.options(), options_of(kind)
     rows = {name: f"{options[name].about} Default: {text_of(value)}." for name, value in values.items()}
     if not as_json:
         print_wrapped(made.name)
