@@ -19,72 +19,51 @@ from sparsekit.errors import DataError, install_hint
 _log = logging.getLogger(__name__)
 
 
-def find_folder(name: str, root: Path | str | None, *, aliases: Sequence[str] = (), layout: str) -> Path:
-    """Return the folder of a data set under the user's data directory.
+def find_files(
+    name: str, root: Path | str | None, *patterns: str, layout: str, repo: str = "", aliases: Sequence[str] = ()
+) -> list[list[Path]]:
+    """Find the files of a data set.
 
     Args:
         name: The data set.
-        root: The data directory; a directory that itself bears the name of the data set is accepted too. None is an error.
+        root: The user's data directory, or the folder of the data set in it; None to fetch the hub's copy.
+        patterns: Of the names of files; each must have some, anywhere in the folder.
+        layout: What should be there, for the message.
+        repo: The data set's id on the hub; empty if it is not there.
         aliases: Other spellings of the folder.
-        layout: What should be inside, for the message.
+
+    Returns:
+        The files of each pattern, sorted.
 
     Raises:
-        DataError: there is none.
+        DataError: files are missing, or cannot be fetched; the message says how to provide them.
     """
-    if root is None:
-        raise DataError(f"{name!r} has no copy on the hub that can be fetched; pass --data-dir DIR with DIR/{layout}")
-    root, names = Path(root).expanduser(), (name, *aliases)
-    candidates = [*(root / spelling for spelling in names), *([root] if root.name in names else [])]
-    found = next(filter(Path.is_dir, candidates), None)
-    if found is None:
-        inside = sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
-        raise DataError(
-            f"data set {name!r} is not in {str(root)!r}: expected {layout}, found the folders {inside[:20] or 'none'};"
-            " correct --data-dir, or put the files there"
+    ways = f"pass --data-dir DIR with DIR/{layout}"
+    if repo:
+        ways = (
+            f"either {ways} (the files of the hub data set {repo}), or install the hub's client with {install_hint('data')} and"
+            " leave --data-dir out, on a machine with a network"
         )
-    return found
-
-
-def find_split_files(
-    name: str, root: Path | str | None, *, repo: str, aliases: Sequence[str] = (), test_names: Sequence[str] = ("test",)
-) -> tuple[list[Path], list[Path]]:
-    """Find the parquet files of the training and the test split, each sorted by name.
-
-    Args:
-        name: The data set.
-        root: The user's data directory, in which `<name>/**/train*.parquet` is looked for; None to fetch the hub's copy.
-        repo: The data set's id on the hub.
-        aliases: Other spellings of the folder.
-        test_names: How test files begin, in order of preference.
-
-    Raises:
-        DataError: files are missing, or cannot be fetched; the message says both ways to provide them.
-    """
-    layout = f"{name}/train.parquet and {name}/{test_names[0]}.parquet"
-    both_ways = (
-        f"either pass --data-dir DIR with DIR/{layout} (the files of the hub data set {repo}),"
-        f" or install the hub's client with {install_hint('data')} and leave --data-dir out, on a machine with a network"
-    )
-    if root is None:
+    if root is not None:
+        root, names = Path(root).expanduser(), (name, *aliases)
+        folders = [*(root / spelling for spelling in names), *([root] if root.name in names else [])]
+        folder = next(filter(Path.is_dir, folders), folders[0])
+    elif not repo:
+        raise DataError(f"{name!r} has no copy on the hub that can be fetched; {ways}")
+    else:
         _log.info("fetching the hub data set %s (kept in the hub's cache)", repo)
-        wanted = [f"{folder}{prefix}*.parquet" for prefix in ("train", *test_names) for folder in ("", "*/")]
+        wanted = [folder + pattern for pattern in patterns for folder in ("", "*/")]
         try:
             hub = importlib.import_module("huggingface_hub")
             folder = Path(hub.snapshot_download(repo, repo_type="dataset", allow_patterns=wanted))
         except Exception as error:
             # The hub's client raises many kinds, from requests' to its own; all mean that the copy cannot be had.
-            raise DataError(f"cannot fetch the hub data set {repo}: {error}; {both_ways}") from error
-    else:
-        folder = find_folder(name, root, aliases=aliases, layout=layout)
-    files = sorted(folder.rglob("*.parquet"))
-    train, *tests = ([path for path in files if path.name.startswith(prefix)] for prefix in ("train", *test_names))
-    test = next(filter(None, tests), [])
-    if not train or not test:
-        raise DataError(
-            f"{str(root or repo)!r} has no complete data set {name!r}: expected {layout},"
-            f" found {[path.name for path in files] or 'no parquet file'}; {both_ways}"
-        )
-    return train, test
+            raise DataError(f"cannot fetch the hub data set {repo}: {error}; {ways}") from error
+    found = [sorted(folder.rglob(pattern)) for pattern in patterns]
+    if not all(found):
+        there = sorted(path.name for path in folder.rglob("*") if path.is_file())[:20]
+        raise DataError(f"{str(folder)!r} does not hold the data set {name!r}: found {there or 'no file'}; {ways}")
+    return found
 
 
 # Raised when the tensors change their meaning: older entries are then not found.
@@ -108,10 +87,7 @@ def cached_tensors(name: str, files: Sequence[Path], decode: Callable[[], dict[s
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     key = hashlib.sha256(json.dumps([_FORMAT, name, stats]).encode()).hexdigest()[:20]
     given = os.environ.get("SPARSEKIT_CACHE") or platformdirs.user_cache_path("sparsekit", appauthor=False)
-    try:
-        entry = Path(given).expanduser() / f"{name}-{key}.safetensors"
-    except RuntimeError:  # no home directory
-        return decode()
+    entry = Path(given).expanduser() / f"{name}-{key}.safetensors"
     with contextlib.suppress(OSError, SafetensorError):
         return dict(load_file(entry))
     _log.info("decoding %s (%s), once", name, ", ".join(path.name for path in files))

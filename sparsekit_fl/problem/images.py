@@ -22,10 +22,8 @@ from sparsekit.rng import torch_generator
 from sparsekit_fl.errors import need
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.datasets import DataSource, datasets
-from sparsekit_fl.problem.files import cached_tensors, find_split_files
+from sparsekit_fl.problem.files import cached_tensors, find_files
 
-_IMAGE_COLUMNS = ("image", "img")
-_LABEL_COLUMNS = ("label", "fine_label")
 _DIGITS_TRAIN = 1437  # the first four fifths
 _VALIDATION = 0.1
 
@@ -89,16 +87,17 @@ def _load(
     mean: tuple[float, ...],
     std: tuple[float, ...],
     aliases: Sequence[str] = (),
-    test_names: Sequence[str] = ("test",),
+    test: str = "test",
 ) -> DataSource:
     """Read `<root>/<name>/**/*.parquet`, or the hub's copy, which is fetched once; `shape` is that of every image."""
-    files = find_split_files(name, root, repo=repo, aliases=aliases, test_names=test_names)
+    layout, patterns = f"{name}/train.parquet and {name}/{test}.parquet", ("train*.parquet", f"{test}*.parquet")
+    files = find_files(name, root, *patterns, layout=layout, repo=repo, aliases=aliases)
     pools = (
         cached_tensors(f"{name}-{split}", own, partial(read_images, own, shape))
         for split, own in zip(("train", "test"), files, strict=True)
     )
-    train, test = (TensorData((pool["images"],), pool["labels"]) for pool in pools)
-    return DataSource(name=name, kind="image", train=train, test=test, classes=classes, mean=mean, std=std)
+    learned, scored = (TensorData((pool["images"],), pool["labels"]) for pool in pools)
+    return DataSource(name=name, kind="image", train=learned, test=scored, classes=classes, mean=mean, std=std)
 
 
 def mnist(root: Path | str | None = None) -> DataSource:
@@ -127,8 +126,7 @@ def tiny_imagenet(root: Path | str | None = None) -> DataSource:
     # The true test labels were never published.
     return _load(
         "tiny-imagenet", root, repo="zh-plus/tiny-imagenet", classes=200, shape=(3, 64, 64),
-        mean=(0.4802, 0.4481, 0.3975), std=(0.2770, 0.2691, 0.2821), aliases=("tiny_imagenet",),
-        test_names=("valid", "val", "test"),
+        mean=(0.4802, 0.4481, 0.3975), std=(0.2770, 0.2691, 0.2821), aliases=("tiny_imagenet",), test="valid",
     )  # fmt: skip
 
 
@@ -153,33 +151,30 @@ def read_images(files: Sequence[Path], shape: tuple[int, int, int]) -> dict[str,
             table = parquet.read_table(path)
         except (OSError, ValueError) as error:
             raise DataError(f"{path} is not a readable parquet file: {error}; fetch it again") from error
-        encoded = table[_pick(table.column_names, _IMAGE_COLUMNS, path)]
+        encoded = _column(table, ("image", "img"), path)
         decoded = np.empty((len(encoded), *shape), dtype=np.uint8)
         for row, cell in enumerate(encoded.to_pylist()):
             decoded[row] = _decode(pillow, cell["bytes"] if isinstance(cell, dict) else cell, shape, f"row {row} of {path}")
         images.append(decoded)
-        labels.append(np.asarray(table[_pick(table.column_names, _LABEL_COLUMNS, path)].to_pylist(), dtype=np.int64))
-    every = images[0] if len(images) == 1 else np.concatenate(images)
-    return {"images": torch.from_numpy(every), "labels": torch.from_numpy(np.concatenate(labels))}
+        labels.append(np.asarray(_column(table, ("label", "fine_label"), path).to_pylist(), dtype=np.int64))
+    return {"images": torch.from_numpy(np.concatenate(images)), "labels": torch.from_numpy(np.concatenate(labels))}
 
 
-def _pick(columns: Sequence[str], wanted: Sequence[str], path: Path) -> str:
-    for name in wanted:
-        if name in columns:
-            return name
-    raise DataError(f"{path} has the columns {list(columns)}, expected one of {list(wanted)}")
+def _column(table: Any, names: Sequence[str], path: Path) -> Any:
+    found = next((name for name in names if name in table.column_names), None)
+    if found is None:
+        raise DataError(f"{path} has the columns {table.column_names}, expected one of {names}")
+    return table[found]
 
 
 def _decode(pillow: Any, encoded: Any, shape: tuple[int, int, int], what: str) -> np.ndarray[Any, Any]:
-    if not isinstance(encoded, bytes):
-        raise DataError(f"{what} holds no encoded picture (got {type(encoded).__name__}); it must hold PNG or JPEG bytes")
     try:
         picture = pillow.open(io.BytesIO(encoded))
         if picture.mode.startswith(("I", "F")):  # Pillow would clip it to white
             raise ValueError(f"it has more than 8 bits a channel (mode {picture.mode}); scale it to 8 bits first")
         pixels = np.asarray(picture.convert("L" if shape[0] == 1 else "RGB"))
-    except (OSError, ValueError, SyntaxError) as error:
-        raise DataError(f"{what} is not a picture that can be decoded: {error}") from error
+    except (OSError, TypeError, ValueError, SyntaxError) as error:
+        raise DataError(f"{what} is not an encoded picture, such as PNG: {error}") from error
     if pixels.shape[:2] != shape[1:]:
         raise DataError(f"{what} has {pixels.shape[1]}x{pixels.shape[0]} pixels, expected {shape[2]}x{shape[1]}")
     return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)

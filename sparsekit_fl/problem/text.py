@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from sparsekit.errors import DataError
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.datasets import DataSource
-from sparsekit_fl.problem.files import find_folder
+from sparsekit_fl.problem.files import find_files
 from sparsekit_fl.problem.metrics import IGNORED
 
 PADDING = 0
@@ -41,9 +41,6 @@ def token_source(name: str, users: Mapping[str, Sequence[Sequence[str]]], *, voc
     Returns:
         The source: inputs int64 `(rows, chunk − 1)`, targets int64 of the same shape, owners numbered as the users come, no
         test pool.
-
-    Raises:
-        DataError: nobody has a text of two words.
     """
     counts = Counter(word for texts in users.values() for text in texts for word in text)
     ranked = sorted(counts.keys() - set(_SPECIAL), key=lambda word: (-counts[word], word))
@@ -56,8 +53,6 @@ def token_source(name: str, users: Mapping[str, Sequence[Sequence[str]]], *, voc
             pieces = [piece for piece in encoded.split(chunk) if len(piece) > 1]
             rows += pieces
             owners += [owner] * len(pieces)
-    if not rows:
-        raise DataError(f"{name!r} holds no text of two words or more; check that the file has the expected layout")
     rows.append(torch.empty(chunk, dtype=torch.int64))  # so that every row gets its length
     inputs = pad_sequence(rows, batch_first=True, padding_value=PADDING)[:-1, :-1]
     targets = pad_sequence(rows, batch_first=True, padding_value=IGNORED)[:-1, 1:]
@@ -92,9 +87,7 @@ def read_leaf(paths: list[Path]) -> dict[str, list[list[str]]]:
             for user in content["users"]:
                 chunks = [chunk for sample in content["user_data"][user]["x"] for chunk in sample]
                 if not all(isinstance(chunk, list) and all(isinstance(word, str) for word in chunk) for chunk in chunks):
-                    raise DataError(
-                        f"{path}, user {user!r}: a sample of x must be a list of lists of words, not a text nor token ids"
-                    )
+                    raise TypeError("a sample of x must be a list of lists of words, not a text nor token ids")
                 users.setdefault(user, []).extend([word for word in chunk if word not in _MARKS] for chunk in chunks)
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{path} does not have LEAF's layout (users, num_samples, user_data → x, y): {error!r}") from error
@@ -112,29 +105,21 @@ def reddit(root: Path | str | None = None) -> DataSource:
         DataError: the files are not there or not of LEAF's layout.
     """
     layout = "reddit/*.json in LEAF's layout (https://github.com/TalwalkarLab/leaf, data/reddit)"
-    folder = find_folder("reddit", root, layout=layout)
-    paths = sorted(folder.rglob("*.json"), key=lambda path: (_SPLITS.get(path.parent.name, 0), str(path)))
-    if not paths:
-        raise DataError(f"{str(folder)!r} holds no JSON file; expected {layout}")
+    (found,) = find_files("reddit", root, "*.json", layout=layout)
+    paths = sorted(found, key=lambda path: (_SPLITS.get(path.parent.name, 0), str(path)))
     return token_source("reddit", read_leaf(paths), vocabulary=_VOCABULARY)
 
 
 def speeches(text: str) -> dict[str, list[list[str]]]:
     """Return speaker → speeches in order, each a list of lower-case words and punctuation marks.
 
-    Args:
-        text: Blocks separated by blank lines; the first line of a block is `SPEAKER:`.
-
-    Raises:
-        DataError: no block begins with a speaker.
+    The blocks of the text are separated by blank lines; the first line of a block is `SPEAKER:`.
     """
     spoken: dict[str, list[list[str]]] = {}
     for block in re.split(r"\n\s*\n", text):
         head, _, body = block.strip().partition("\n")
         if head.endswith(":") and body:
             spoken.setdefault(head[:-1], []).append(_WORD.findall(body.lower()))
-    if not spoken:
-        raise DataError("the text has no speaker: each speech must begin with a line 'SPEAKER:' and end with a blank line")
     return spoken
 
 
@@ -148,7 +133,5 @@ def shakespeare(root: Path | str | None = None) -> DataSource:
         DataError: the file is not there.
     """
     layout = "shakespeare/input.txt, the 'tinyshakespeare' file of A. Karpathy's char-rnn"
-    path = find_folder("shakespeare", root, aliases=("tinyshakespeare",), layout=layout) / "input.txt"
-    if not path.is_file():
-        raise DataError(f"{str(path)!r} does not exist; expected {layout}")
+    ((path, *_),) = find_files("shakespeare", root, "input.txt", layout=layout, aliases=("tinyshakespeare",))
     return token_source("shakespeare", speeches(path.read_text(encoding="utf-8")), vocabulary=_VOCABULARY)
