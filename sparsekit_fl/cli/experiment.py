@@ -9,15 +9,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
+from sparsekit.errors import InvalidValueError
 from sparsekit_fl.cli.options import MOST_WORKERS, RunOptions
 from sparsekit_fl.config import HETEROGENEITY, RunConfig, TrainingConfig
+from sparsekit_fl.paper.presets import preset_for
 
 if TYPE_CHECKING:
     from sparsekit_fl.callbacks import Callback
     from sparsekit_fl.engines import Engine
     from sparsekit_fl.methods.base import Method
-    from sparsekit_fl.paper.presets import Preset
     from sparsekit_fl.problem.data import Client
     from sparsekit_fl.problem.problem import Problem
     from sparsekit_fl.results import RunResult
@@ -43,17 +43,9 @@ class Experiment:
         from sparsekit_fl.rounds import run
 
         return run(
-            method,
-            self.problem,
-            self.clients,
-            self.config,
-            engine=self.engine,
-            callbacks=callbacks,
-            out=options.out,
-            resume=resume,
-            experiment=self.described,
-            init=options.init,
-        )
+            method, self.problem, self.clients, self.config, engine=self.engine, callbacks=callbacks, out=options.out,
+            resume=resume, experiment=self.described, init=options.init,
+        )  # fmt: skip
 
     @staticmethod
     def of(options: RunOptions, *, ids: Collection[int] | None = None) -> Experiment:
@@ -68,80 +60,60 @@ class Experiment:
         """
         from sparsekit_fl.client.fit import check_training
         from sparsekit_fl.engines import check_device
-        from sparsekit_fl.paper.build import build_task, have_capabilities
-        from sparsekit_fl.paper.presets import preset_for
+        from sparsekit_fl.paper.build import build_task
 
         if options.device is not None:
             check_device(options.device, name="--device")
         if sys.stderr.isatty() and not (options.quiet or options.as_json):
             # Reading a data set for the first time takes a while, and says so.
             logging.getLogger("sparsekit_fl").setLevel(logging.INFO)
-        preset = preset_for(preset=options.preset, dataset=options.dataset)
         engine = None if options.engine == "flower" else _engine(options)
         # Checked before the data are read, which may take long; only the data tell the number of clients.
-        check_training(_config(options, preset, sys.maxsize).training)
+        config = _config(options, [], sys.maxsize)
+        check_training(config.training)
         if options.init is not None and not options.init.exists():
             raise InvalidValueError(f"init {options.init} does not exist; pass a file of weights, or the folder of a run")
-        task = build_task(
-            preset,
+        problem, clients, described = build_task(
+            preset_for(preset=options.preset, dataset=options.dataset),
             model=options.model,
             clients=options.clients,
             partition=options.partition,
             options=options.partition_options() or None,
             data_dir=options.data_dir,
-            seed=options.seed or 0,
+            seed=config.seed,
             ids=ids,
         )
-        count = len(task.clients) if ids is None else sys.maxsize
-        more = {} if options.init is None else {"init": str(options.init)}
-        return Experiment(
-            problem=task.problem,
-            clients=task.clients,
-            config=_config(options, preset, count, keep=have_capabilities(task.clients)),
-            engine=engine,
-            described={**task.described, **more},
-        )
+        config = _config(options, clients, len(clients) if ids is None else sys.maxsize)
+        described = {**described, **({} if options.init is None else {"init": str(options.init)})}
+        return Experiment(problem=problem, clients=clients, config=config, engine=engine, described=described)
 
     def with_clients(self, options: RunOptions, clients: list[Client]) -> Experiment:
         """Return the same experiment with the clients of devices, whose number was not known before."""
-        from sparsekit_fl.paper.build import have_capabilities
-        from sparsekit_fl.paper.presets import preset_for
-
-        preset = preset_for(preset=options.preset, dataset=options.dataset)
-        config = _config(options, preset, len(clients), keep=have_capabilities(clients))
-        return replace(self, clients=clients, config=config, described={**self.described, "clients": len(clients)})
+        described = {**self.described, "clients": len(clients)}
+        return replace(self, clients=clients, config=_config(options, clients, len(clients)), described=described)
 
 
-def _config(options: RunOptions, preset: Preset, clients: int, *, keep: bool = False) -> RunConfig:
-    """Return the options of the run, those of the preset where none were given.
+def _config(options: RunOptions, clients: Sequence[Client], count: int) -> RunConfig:
+    """Return the options of a run of `count` clients, those of the preset where none were given."""
+    from sparsekit_fl.problem.data import Capability  # here: help texts need no torch
 
-    Args:
-        options: What the user gave.
-        preset: Decides the rest.
-        clients: Number of clients.
-        keep: The clients have capabilities of their own, which stay unless levels were asked for.
-    """
     given = options.given_of(TrainingConfig, RunConfig)
-    if options.heterogeneity == "own" or (keep and options.heterogeneity is None):
+    # Capabilities that clients bring along stay, unless levels were asked for.
+    brought = any(client.capability != Capability() for client in clients)
+    if options.heterogeneity == "own" or (brought and options.heterogeneity is None):
         given = {"capability": "fixed", **given, "capability_levels": None}
     elif options.heterogeneity is not None:
         given["capability_levels"] = HETEROGENEITY[options.heterogeneity]
-    return preset.config(given, clients)
+    return preset_for(preset=options.preset, dataset=options.dataset).config(given, count)
 
 
 def _engine(options: RunOptions) -> Engine:
     from sparsekit_fl.engines import devices, registry
 
-    name = options.engine or "processes"
-    try:
-        make = registry[name]
-    except InvalidValueError as error:
-        if not isinstance(error.__cause__, ModuleNotFoundError):
-            raise
-        raise MissingDependencyError(f"engine {name!r} needs {error.__cause__.name}; {install_hint(name)}") from error
+    make = registry[options.engine or "processes"]
     for option in ("supernodes", "ray_address"):
         if getattr(options, option) is not None:
-            raise InvalidValueError(f"{option} is not for engine {name!r}; leave it out, or add --engine flower")
+            raise InvalidValueError(f"{option} is not for this engine; leave it out, or add --engine flower")
     # A GPU is shared best by one process.
     most = min(cores(), MOST_WORKERS) if options.device in (None, "cpu") else len(devices(str(options.device)))
     engine: Engine = make(workers=options.workers or most)

@@ -27,11 +27,6 @@ def _run(method_name: str, options: RunOptions) -> None:
     from sparsekit_fl.methods import make_method
 
     method = make_method(method_name, settings=options.settings())
-    if method.capability is not None and options.capability not in (None, method.capability):
-        raise InvalidValueError(
-            f"capability {options.capability} contradicts {method.name!r}, which is about {method.capability} capabilities;"
-            " leave the option out"
-        )
     callbacks = options.callbacks()
     experiment = Experiment.of(options)
     with LiveProgress(quiet=options.quiet or options.as_json) as progress:
@@ -58,14 +53,11 @@ def _keeping_options(method: str, options: RunOptions) -> Callback:
     from sparsekit_fl.checkpoint import write_atomically
 
     class Keeping(Callback):
-        written = False
-
         def on_round_end(self, run: RunView, record: RoundRecord) -> None:
             del record
-            if run.out is not None and not self.written:
+            if run.out is not None and not (run.out / "run.toml").exists():
                 text = written(method, {**options.given, "seed": run.config.seed})
                 write_atomically(run.out / "run.toml", text.encode())
-                self.written = True
 
     return Keeping()
 

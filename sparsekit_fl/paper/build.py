@@ -1,9 +1,10 @@
 """build_task: load the data of a preset, divide them among clients, and fit the model to them."""
 
 import inspect
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.options import read_keywords
 from sparsekit_fl.paper.presets import Preset
-from sparsekit_fl.problem.data import Capability, Client, ClientData
+from sparsekit_fl.problem.data import Client, ClientData
 from sparsekit_fl.problem.datasets import DataSource, datasets
 from sparsekit_fl.problem.images import ImageTransform
 from sparsekit_fl.problem.metrics import accuracy
@@ -20,8 +21,6 @@ from sparsekit_fl.problem.partition import partitions
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.streams import Streams
 
-_FORMS = "a DataSource, (Problem, DataSource) or (Problem, list of Client)"
-
 
 class Task(NamedTuple):
     """A problem and its clients, with their data; `described` names what was built, for the result."""
@@ -29,11 +28,6 @@ class Task(NamedTuple):
     problem: Problem
     clients: list[Client]
     described: Mapping[str, Any]
-
-
-def have_capabilities(clients: Iterable[Client]) -> bool:
-    """Tell whether any of the clients has another capability than the default."""
-    return any(client.capability != Capability() for client in clients)
 
 
 def build_problem(preset: Preset, **options: Any) -> tuple[Problem, list[Client]]:
@@ -81,12 +75,12 @@ def build_task(
         changes |= {"clients": clients, "partition": partition, "options": options}
     given = [name for name, value in changes.items() if value is not None]
     if given:
-        parts = "problem" if isinstance(data, DataSource) else "problem and clients"
         raise InvalidValueError(
-            f"{preset.dataset!r} brings its own {parts}, so {', '.join(given)} cannot be changed; leave it out, or let the"
-            " factory return a DataSource" + (", alone or with its Problem" if parts != "problem" else "")
+            f"{preset.dataset!r} brings its own {'problem' if isinstance(data, DataSource) else 'problem and clients'}, so"
+            f" {', '.join(given)} cannot be changed; leave it out, or let the factory return a DataSource"
         )
-    name = _name_of(problem) if problem else model or preset.model
+    made = getattr(problem.model, "func", problem.model) if problem else None
+    name = f"{made.__module__}:{made.__qualname__}" if hasattr(made, "__qualname__") else model or preset.model
     count = preset.clients if clients is None else clients
     described: dict[str, Any] = {"preset": preset.name, "dataset": preset.dataset, "model": name}
     if not isinstance(data, DataSource):
@@ -134,24 +128,17 @@ def _problem_for(source: DataSource, name: str) -> tuple[Problem, DataSource]:
     return problem, source
 
 
-def _name_of(problem: Problem) -> str:
-    made = getattr(problem.model, "func", problem.model)
-    return f"{made.__module__}:{made.__qualname__}" if hasattr(made, "__qualname__") else type(problem.model()).__name__
-
-
 def _load(
     name: str, root: Path | None, seed: int, ids: Collection[int] | None
 ) -> tuple[Problem | None, DataSource | list[Client]]:
     factory = datasets.find(name)
-    if not callable(factory):
-        raise InvalidValueError(f"{name!r} must be a function, got {type(factory).__name__}; it is called to load the data")
     accepted = inspect.signature(factory).parameters
     found = factory(**{word: value for word, value in {"root": root, "seed": seed, "ids": ids}.items() if word in accepted})
     problem, data = found if isinstance(found, tuple) and len(found) == 2 else (None, found)
-    if isinstance(data, DataSource) and (problem is None or isinstance(problem, Problem)):
+    if isinstance(problem, Problem | NoneType) and isinstance(data, DataSource):
         return problem, data
-    roster = list(data) if isinstance(problem, Problem) else []
-    # A server without data asks for no client.
-    if isinstance(problem, Problem) and (roster or ids is not None) and all(isinstance(one, Client) for one in roster):
-        return problem, roster
-    raise InvalidValueError(f"{name!r} must return {_FORMS}, got {type(found).__name__}")
+    if isinstance(problem, Problem) and all(isinstance(one, Client) for one in data):
+        return problem, list(data)
+    raise InvalidValueError(
+        f"{name!r} must return a DataSource, (Problem, DataSource) or (Problem, list of Client), got {type(found).__name__}"
+    )

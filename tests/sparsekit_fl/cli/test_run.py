@@ -137,7 +137,6 @@ def test_clients_that_cannot_train_are_named_in_the_summary_and_the_exit_code_is
         ("fedlps --heterogeneity much", "heterogeneity must be 'low', 'median', 'high' or 'own', got 'much'"),
         ("fedlps --resume", "--resume needs --out"),
         ("fedlps --data-dir /no/such/folder", "is not a folder"),
-        ("run rcr-fix --set capability=dynamic", "contradicts 'rcr-fix'"),
         ("fedlps --partition dirichlet --set partition.distinct=true", "'dirichlet' has no option 'distinct'"),
         ("fedlps --set partition.alpha=0.3", "'pathological' has no option 'alpha'"),
         ("fedlps --set partition.classes_per_client=99", "classes_per_client must be in [1, 10], got 99"),
