@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from data_contracts import DatasetContract
+from data_contracts import check_dataset
 from PIL import Image
 
 import sparsekit_fl as fl
@@ -36,9 +36,9 @@ def write(path: Path, images: list, labels: list[int], *, image: str = "image", 
     pq.write_table(pa.table({image: images, label: labels}), path)
 
 
-def write_mnist(root: Path, folder: str = "mnist") -> None:
-    write(root / folder / "train.parquet", [encoded("L", 28, v) for v in (10, 20, 30)], [1, 0, 9])
-    write(root / folder / "test.parquet", [encoded("L", 28, 40)], [3])
+def write_mnist(root: Path) -> None:
+    write(root / "mnist" / "train.parquet", [encoded("L", 28, v) for v in (10, 20, 30)], [1, 0, 9])
+    write(root / "mnist" / "test.parquet", [encoded("L", 28, 40)], [3])
 
 
 def assert_normalised(source: fl.DataSource) -> None:
@@ -47,22 +47,13 @@ def assert_normalised(source: fl.DataSource) -> None:
     assert pixels.std((0, 2, 3)).tolist() == pytest.approx(source.std, abs=0.01)
 
 
-class TestMnistContract(DatasetContract):
-    @pytest.fixture(autouse=True)
-    def _files(self, tmp_path: Path) -> None:
-        self.root = tmp_path
-        write_mnist(tmp_path)
-
-    def make_source(self) -> fl.DataSource:
-        return fl.datasets["mnist"](str(self.root))
-
-    def test_pictures_and_labels_come_in_the_order_of_the_file(self) -> None:
-        source = self.make_source()
-        assert source.train.inputs[0].shape == (3, 1, 28, 28)
-        assert source.train.inputs[0][:, 0, 0, 0].tolist() == [10, 20, 30]
-        assert source.train.labels().tolist() == [1, 0, 9]
-        assert source.test is not None
-        assert source.test.labels().tolist() == [3]
+def test_pictures_and_labels_come_in_the_order_of_the_file(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    source = check_dataset(lambda: fl.datasets["mnist"](str(tmp_path)))
+    assert source.train.inputs[0].shape == (3, 1, 28, 28)
+    assert source.train.inputs[0][:, 0, 0, 0].tolist() == [10, 20, 30]
+    assert source.train.labels().tolist() == [1, 0, 9]
+    assert source.test.labels().tolist() == [3]
 
 
 def test_cifar100_uses_its_fine_labels_and_files_in_several_parts(tmp_path: Path) -> None:
@@ -109,16 +100,11 @@ def test_without_a_directory_the_copy_of_the_hub_is_fetched(tmp_path: Path, monk
     assert asked == [("ylecun/mnist", "dataset", wanted)]
 
 
-class TestDigitsContract(DatasetContract):
-    def make_source(self) -> fl.DataSource:
-        return fl.datasets["digits"](None)
-
-    def test_they_are_complete_and_normalised(self) -> None:
-        source = self.make_source()
-        assert source.test is not None
-        assert (len(source.train), len(source.test)) == (1437, 360)
-        assert source.test.labels().unique().tolist() == list(range(10))
-        assert_normalised(source)
+def test_digits_are_complete_and_normalised() -> None:
+    source = check_dataset(lambda: fl.datasets["digits"](None))
+    assert (len(source.train), len(source.test)) == (1437, 360)
+    assert source.test.labels().unique().tolist() == list(range(10))
+    assert_normalised(source)
 
 
 def test_of_batches_a_tenth_is_for_validation_and_the_same_seed_gives_the_same() -> None:
@@ -134,40 +120,31 @@ def test_of_batches_a_tenth_is_for_validation_and_the_same_seed_gives_the_same()
 def test_files_are_decoded_once_and_again_where_they_or_the_cache_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "train.parquet"
+    file, calls = tmp_path / "train.parquet", []
     file.write_bytes(b"one")
-    calls = []
 
-    def read() -> dict[str, torch.Tensor]:
-        def decode() -> dict[str, torch.Tensor]:
-            calls.append(None)
-            return {"images": torch.arange(6, dtype=torch.uint8).reshape(2, 3), "labels": torch.tensor([4, 5])}
+    def decode() -> dict[str, torch.Tensor]:
+        calls.append(None)
+        return {"images": torch.arange(6, dtype=torch.uint8).reshape(2, 3), "labels": torch.tensor([4, 5])}
 
-        return cached_tensors("own", [file], decode)
+    def read(decoded: int) -> torch.Tensor:
+        images = cached_tensors("own", [file], decode)["images"]
+        assert images.tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert len(calls) == decoded
+        return images
 
-    first, second = read(), read()
-    assert len(calls) == 1
-    assert second["images"].tolist() == first["images"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    second["images"][0] = 9
-    assert read()["images"].tolist() == first["images"].tolist(), "whoever writes to a tensor changes no file"
-    maps = Path("/proc/self/maps")
-    assert not maps.exists() or "own-" in maps.read_text(), "processes share the pages"
-
+    read(1)[0] = 9
+    read(1)[0] = 9  # whoever writes to a tensor changes no file
     file.write_bytes(b"another")
-    read()
+    read(2)
     stamp = file.stat().st_mtime_ns + 1_000_000_000
     os.utime(file, ns=(stamp, stamp))
-    read()
-    assert len(calls) == 3
-
+    read(3)
     for entry in (tmp_path / "cache").iterdir():
         entry.write_bytes(b"rubbish")
-    assert read()["images"].shape == (2, 3)
-    assert len(calls) == 4
-
+    read(4)
     monkeypatch.setenv("SPARSEKIT_CACHE", str(file))
-    assert read()["images"].tolist() == [[0, 1, 2], [3, 4, 5]], "no folder to write to costs time, never the run"
-    assert len(calls) == 5
+    read(5)  # no folder to write to costs time, never the run
 
 
 def images(channels: int, side: int) -> torch.Tensor:
@@ -214,7 +191,6 @@ def test_the_real_files_are_complete(
 ) -> None:
     monkeypatch.setenv("SPARSEKIT_CACHE", str(pytestconfig.cache.mkdir("sparsekit")))
     source: fl.DataSource = fl.datasets[name](data_dir)
-    assert source.test is not None
     assert (len(source.train), len(source.test)) == (train, test)
     assert np.bincount(source.test.labels(), minlength=classes).min() >= 80
     assert_normalised(source)

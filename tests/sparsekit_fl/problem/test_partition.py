@@ -4,7 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_contracts import PartitionContract
+from data_contracts import check_partition
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,44 +35,22 @@ def texts(sizes: tuple[int, ...] = (10, 40, 5, 40, 20)) -> fl.DataSource:
     )  # fmt: skip
 
 
-class Dealt(PartitionContract):
-    make_source = staticmethod(pictures)
-
-    def deal(self, source: fl.DataSource, **options: Any) -> list[fl.ClientData]:
-        return dirichlet(source, **options)
-
-    def partition(self, source: fl.DataSource, clients: int, rng: np.random.Generator) -> list[fl.ClientData]:
-        return self.deal(source, clients=clients, rng=rng)
+@pytest.mark.parametrize(
+    ("deal", "source"), [(dirichlet, pictures()), (partial(pathological, images_per_class=10), pictures()), (natural, texts())]
+)
+def test_every_client_gets_examples_of_its_own(deal: Any, source: fl.DataSource) -> None:
+    check_partition(deal, source)
 
 
-class TestDirichletContract(Dealt):
-    pass
-
-
-class TestPathologicalContract(Dealt):
-    deal = staticmethod(partial(pathological, images_per_class=10))
-
-
-class TestNaturalContract(Dealt):
-    make_source = staticmethod(texts)
-    deal = staticmethod(natural)
-
-
-def test_each_client_has_its_number_of_classes_and_a_tenth_to_validate() -> None:
-    splits = pathological(pictures(), clients=10, rng=np.random.default_rng(0), images_per_class=10)
-    for hand in splits:
-        classes = hand.train.labels().unique().tolist()
-        assert len(classes) == 2
-        assert hand.train.labels().bincount(minlength=5)[classes].tolist() == [9, 9]
-        assert hand.val.labels().bincount(minlength=5)[classes].tolist() == [1, 1]
-        assert hand.test.labels().bincount(minlength=5)[classes].tolist() == [10, 10]
-
-
-def test_a_shard_is_consecutive_examples_of_one_class() -> None:
+def test_each_client_has_consecutive_examples_of_its_number_of_classes_and_a_tenth_to_validate() -> None:
     source = pictures()
     members = {c: torch.nonzero(source.train.targets == c).flatten().tolist() for c in range(5)}
-    for hand in pathological(source, clients=5, rng=np.random.default_rng(1), images_per_class=10):
-        for c in hand.train.labels().unique().tolist():
+    for hand in pathological(source, clients=10, rng=np.random.default_rng(0), images_per_class=10):
+        classes = hand.train.labels().unique().tolist()
+        assert len(classes) == 2
+        for split, count in ((hand.train, 9), (hand.val, 1), (hand.test, 10)):
+            assert split.labels().bincount(minlength=5)[classes].tolist() == [count, count]
+        for c in classes:
             rows = [row for split in (hand.train, hand.val) for row in split.index.tolist() if source.train.targets[row] == c]
             start = members[c].index(min(rows))
             assert start % 10 == 0

@@ -2,10 +2,10 @@ import json
 from pathlib import Path
 
 import pytest
-from data_contracts import DatasetContract
+from data_contracts import check_dataset
 
 from sparsekit.errors import DataError
-from sparsekit_fl.problem.datasets import DataSource, datasets
+from sparsekit_fl.problem.datasets import datasets
 from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.text import read_leaf, speeches, token_source
 
@@ -30,15 +30,10 @@ def test_speakers_keep_the_order_of_their_speeches() -> None:
     }
 
 
-class TestShakespeareContract(DatasetContract):
-    @pytest.fixture(autouse=True)
-    def _files(self, tmp_path: Path) -> None:
-        (tmp_path / "tinyshakespeare").mkdir()
-        (tmp_path / "tinyshakespeare" / "input.txt").write_text(PLAY)
-        self.root = str(tmp_path)
-
-    def make_source(self) -> DataSource:
-        return datasets["shakespeare"](self.root)
+def test_the_file_of_shakespeare_is_read(tmp_path: Path) -> None:
+    (tmp_path / "tinyshakespeare").mkdir()
+    (tmp_path / "tinyshakespeare" / "input.txt").write_text(PLAY)
+    check_dataset(lambda: datasets["shakespeare"](str(tmp_path)))
 
 
 def leaf(users: dict[str, dict]) -> str:
@@ -54,36 +49,22 @@ USERS = {
 }
 
 
-class TestRedditContract(DatasetContract):
-    @pytest.fixture(autouse=True)
-    def _files(self, tmp_path: Path) -> None:
-        (tmp_path / "reddit" / "train").mkdir(parents=True)
-        (tmp_path / "reddit" / "train" / "part.json").write_text(leaf(USERS))
-        self.root = tmp_path
-
-    def make_source(self) -> DataSource:
-        return datasets["reddit"](self.root)
-
-    def test_the_chunks_of_every_user_are_read(self) -> None:
-        assert read_leaf([self.root / "reddit" / "train" / "part.json"]) == {
-            "ann": [["<BOS>", "hello", "there"], ["you", "<EOS>"], ["bye", "now"]],
-            "bob": [["good", "morning", "all"], ["see", "you"]],
-        }
+def test_the_chunks_of_every_user_of_reddit_are_read(tmp_path: Path) -> None:
+    part = tmp_path / "reddit" / "train" / "part.json"
+    part.parent.mkdir(parents=True)
+    part.write_text(leaf(USERS))
+    check_dataset(lambda: datasets["reddit"](tmp_path))
+    assert read_leaf([part]) == {
+        "ann": [["<BOS>", "hello", "there"], ["you", "<EOS>"], ["bye", "now"]],
+        "bob": [["good", "morning", "all"], ["see", "you"]],
+    }
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "LEAF's layout"),
-        ('{"users": ["a"]}', "LEAF's layout"),
-        *(
-            (leaf({"a": {"x": [sample]}}), "must be a list of lists of words")
-            for sample in ("a b", ["a", "b"], [1, 2], [[1, 2]])
-        ),
-    ],
+    "text", ["{", '{"users": ["a"]}', *(leaf({"a": {"x": [sample]}}) for sample in ("a b", ["a", "b"], [1, 2], [[1, 2]]))]
 )
-def test_other_layouts_are_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_other_layouts_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "a.json"
     path.write_text(text)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match="LEAF's layout"):
         read_leaf([path])
