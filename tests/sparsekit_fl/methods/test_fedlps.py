@@ -69,7 +69,11 @@ def test_a_bandit_learns_the_utility_gained_per_second_which_in_the_paper_leaves
     assert rewards == pytest.approx([gain / seconds for gain in gains])
 
 
-@pytest.mark.parametrize(("method", "pull"), [(fedlps(mu=0.5), 1.0 / 99), (fedlps_paper(mu=0.5), 1.0)], ids=["ours", "paper"])
+@pytest.mark.parametrize(
+    ("method", "pull"),
+    [(fedlps(mu=0.5), 1.0 / 99), (fedlps(mu=0.5, pattern="ordered"), 1.0 / 99), (fedlps_paper(mu=0.5), 1.0)],
+    ids=["ours", "ordered", "paper"],
+)
 def test_the_pull_is_the_gradient_of_a_mean_of_squares_and_in_the_paper_of_a_sum(method, pull, monkeypatch) -> None:
     """μ‖θ − ω‖² has the gradient 2μ (θ − ω); the tiny model has 99 entries."""
     module, heard = sys.modules[FedLPS.__module__], []
