@@ -15,13 +15,13 @@ from sparsekit_fl.methods.base import Method
 from sparsekit_fl.methods.depthfl import DepthFL as depthfl
 from sparsekit_fl.methods.fedlps import FedLPS as fedlps, fedlps_magnitude, fedlps_ordered, fedlps_paper, fedlps_random
 from sparsekit_fl.methods.fedlps import flst, p_ucbv_dyn, p_ucbv_fix, rcr_dyn, rcr_fix
-from sparsekit_fl.methods.ordered_dropout import FedP3 as fedp3, FjORD as fjord
 from sparsekit_fl.methods.personal_masks import FedSpa as fedspa, Hermes as hermes, LotteryFL as lotteryfl
 from sparsekit_fl.methods.sampling import REFL as refl, Oort as oort
-from sparsekit_fl.methods.submodels import EFD as efd, FedMP as fedmp, FedRolex as fedrolex, HeteroFL as heterofl
+from sparsekit_fl.methods.submodels import EFD as efd, FedMP as fedmp, FedRolex as fedrolex
+from sparsekit_fl.methods.submodels import FjORD as fjord, HeteroFL as heterofl
 from sparsekit_fl.methods.weight_masks import CS as cs, PruneFL as prunefl
-from sparsekit_fl.methods.whole_models import Ditto as ditto, FedAvg as fedavg, FedPer as fedper, FedProx as fedprox
-from sparsekit_fl.methods.whole_models import FedRep as fedrep, Local as local, PerFedAvg as per_fedavg
+from sparsekit_fl.methods.whole_models import Ditto as ditto, FedAvg as fedavg, FedP3 as fedp3, FedPer as fedper
+from sparsekit_fl.methods.whole_models import FedProx as fedprox, FedRep as fedrep, Local as local, PerFedAvg as per_fedavg
 from sparsekit_fl.options import read_keywords, read_settings
 
 _MADE = {name: kind for name, kind in dict(globals()).items() if isinstance(kind, type) and issubclass(kind, Method)}

@@ -1,19 +1,20 @@
 """Submodels: the server sends each client as many units as it can train, and averages each entry over its holders.
 
-HeteroFL, FedRolex and eFD differ in the units that they choose. In FedMP, a bandit per client chooses how many, and the mean is
-over all.
+HeteroFL, FedRolex and eFD differ in the units that they choose. FjORD draws a width at every step. In FedMP, a bandit per
+client chooses how many units, and the mean is over all.
 """
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from sparsekit.allocation import make_mask, mask_from_scores, ratio_counts
 from sparsekit.bandit import Interval
@@ -22,7 +23,9 @@ from sparsekit.finetuning import recalibrate_batchnorm
 from sparsekit.graph import UnitMask
 from sparsekit.layers import is_convolution
 from sparsekit.rng import torch_generator
-from sparsekit_fl.client.context import Memory
+from sparsekit_fl.client.context import Memory, rowmask_flops
+from sparsekit_fl.client.fit import Batch
+from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.methods.base import ClientContext, Method, Result, ServerContext, StateDict, Task, Update, sgd
 from sparsekit_fl.methods.server import Over, Weights
 from sparsekit_fl.options import Fraction, Hint, Positive
@@ -175,6 +178,82 @@ class EFD(HeteroFL):
     weights = "examples"
 
     scaler: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FjORD(Submodels):
+    """Ordered dropout up to the client's capability; nested entries are averaged over the clients that hold them, by examples.
+
+    Every step trains a prefix of the client's submodel, of a width drawn uniformly from those it affords: the levels from which
+    the run draws capabilities, so that the widths of all clients coincide (0.2, 0.4, …, 1 in the paper). The widths are
+    physically narrow modules that share the leaves of the widest. One optimiser steps those: its momentum and weight decay also
+    move what the drawn width does not hold, as in the reference code. Batch norm statistics are separate per width while
+    training and taken from the client's data for scoring, where that code averages those of each width. A client deploys the
+    width that it can run. Distillation, which the reference code leaves off unless asked for, is left out.
+    """
+
+    source = "Horváth et al., FjORD: Fair and Accurate FL with Ordered Dropout, NeurIPS 2021, arXiv 2102.13451, Algorithm 1"
+    weights = "examples"
+
+    def train(self, client: ClientContext, task: Task) -> Result:
+        """Train; the work of a step is that of the widths that it ran."""
+        ratio = task.ratio
+        widths = [*(level for level in sorted(set(client.levels)) if level < ratio), ratio]
+        masks = [units(client, Ordered(), width, task.state) for width in widths]
+        narrower = [_Width(client, task.state, masks[-1], mask) for mask in masks[:-1]]
+        batches = client.batches()
+        # With one width nothing is drawn, so that the run is FedAvg's to the bit.
+        steps = batches.steps
+        drawn = iter(client.rng.integers(len(widths), size=steps).tolist() if narrower else [0] * steps)
+        counts, examples = [0] * len(widths), [0] * len(widths)
+        runs: list[Callable[[Batch], Any]] = [
+            *(width.outputs for width in narrower),
+            lambda batch: client.masked.model(*batch.inputs),
+        ]
+
+        def forward(batch: Batch) -> tuple[Any, Tensor]:
+            place = next(drawn)
+            counts[place] += 1
+            examples[place] += batch.size
+            outputs = runs[place](batch)
+            return outputs, client.problem.loss(outputs, batch.targets)
+
+        result = sgd(client, replace(task, mask=masks[-1]), batches=batches, forward=forward)
+        costs = client.costs
+        compact = sum(3 * costs.forward_flops(mask) * count for mask, count in zip(masks, examples, strict=True))
+        # Each step's batch counted as full, as the paper counts; with one width to the digit.
+        padded = sum(3 * rowmask_flops(costs, mask) * count for mask, count in zip(masks, counts, strict=True))
+        work = WorkCost(flops=compact, flops_paper=padded * result.log.padded_examples // steps)
+        return replace(result, work=work)
+
+    def deploy(self, client: ClientContext, state: StateDict) -> Task:
+        """Return as much of the global model as the client can run."""
+        ratio = client.capability.ratio
+        return Task(state=state, mask=None if ratio == 1.0 else units(client, Ordered(), ratio, state), ratio=ratio)
+
+
+class _Width:
+    """A narrower submodel that slices the parameters of the widest one.
+
+    The client's narrow model is loaded with this width and copied.
+    """
+
+    def __init__(self, client: ClientContext, start: StateDict, widest: UnitMask, mask: UnitMask) -> None:
+        client.load(start, mask)
+        self._masked, self._module = client.masked, client.masked.compact().train()
+        outer, inner = client.graph.kept_indices(widest), client.graph.kept_indices(mask)
+        self._places = {
+            name: [(dim, torch.searchsorted(outer[name][dim], kept).to(client.device)) for dim, kept in axes.items()]
+            for name, axes in inner.items()
+        }
+
+    def outputs(self, batch: Batch) -> Any:
+        """Run this width; the sliced parts of the widest model's weights get gradients, everything else zeros."""
+        parts: dict[str, Tensor] = {**self._masked.named_weights()}
+        for name in parts.keys() & self._places.keys():
+            for dim, places in self._places[name]:
+                parts[name] = parts[name].index_select(dim, places)
+        return functional_call(self._module, parts, batch.inputs)
 
 
 class EUCB:

@@ -1,4 +1,4 @@
-"""Methods whose clients train the whole model: FedAvg, FedProx, Per-FedAvg, and those with personal models or heads.
+"""Methods whose clients train the whole model: FedAvg, FedProx, Per-FedAvg, those with personal models or heads; and FedP3.
 
 `local` is the baseline to beat: on clients that hold few classes it is a strong rival, so every table should show it.
 """
@@ -12,14 +12,17 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from sparsekit.criteria import Ordered
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph import head_entries
+from sparsekit.graph import Layer, WeightMask, head_entries, layer_weights, to_weights
 from sparsekit_fl.client.context import part_flops
 from sparsekit_fl.client.fit import Adjust, Batch, Batches, LocalStep
 from sparsekit_fl.client.messages import WorkCost
-from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, StateDict, Task, UnitGraph, sgd
+from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, ServerContext, StateDict, Task, UnitGraph, sgd
 from sparsekit_fl.methods.client import Leaves, keep_model, kept_model, load_leaves, trained_leaves
-from sparsekit_fl.options import Count, Hint, NonNegative
+from sparsekit_fl.methods.submodels import units
+from sparsekit_fl.methods.weight_masks import largest_weights
+from sparsekit_fl.options import Count, Hint, NonNegative, Ratio
 
 _HEAD_SHARE = 0.4  # of FedRep's local epochs
 _LARGEST_BATCH = 256  # of Per-FedAvg's adaptation step before deployment
@@ -223,3 +226,61 @@ def _halves(client: ClientContext) -> tuple[Batches, Batches]:
         head.padded_examples = first * client.training.batch_size
         body.padded_examples = whole.padded_examples - head.padded_examples
     return head, body
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedP3(Method):
+    """Each client owns a few layers, receives the others pruned, trains a submodel, and sends its own layers back.
+
+    The layers are assigned as by "OPU2" in the reference code: two that follow each other, cyclically (by group of clients
+    there, by client here, since its groups are those of a five-layer network). The others come pruned by magnitude, and their
+    weights that arrive as zero train like the others. The head stays with the client. The reference code has no local pruning;
+    of the paper's strategies we take ordered dropout at the client's capability, which is the same first units at every step,
+    so the client trains one narrow model. Each entry is averaged over the clients that send it.
+
+    Args:
+        layers: Number of layers that a client owns; 1, 2 and 3 are "LowerB", "OPU2" and "OPU3" of the reference code. It owns
+            all but the head if there are no more.
+        kept: Share of the weights of each other layer that is sent.
+    """
+
+    source = "Yi et al., FedP3: Federated Personalized and Privacy-friendly Network Pruning, ICLR 2024, arXiv 2404.09816"
+    masked = True
+    weights = "uniform"
+    over = "holders"
+    needs_units = True
+
+    layers: Count = 2
+    kept: Ratio = 0.9
+
+    def check(self, problem: Problem, graph: UnitGraph) -> None:
+        """Raise if the model has no units, or no head that can stay with a client."""
+        super().check(problem, graph)
+        check_head(graph, 1)
+
+    def private(self, graph: UnitGraph) -> Collection[str]:
+        """Return the entries of the head."""
+        return head_entries(graph.layers)
+
+    def own_layers(self, graph: UnitGraph, client_id: int) -> tuple[Layer, ...]:
+        """Return the layers that a client owns, cyclically, from layer k modulo their number for client k; never the head."""
+        layers = graph.layers[:-1]
+        return tuple(layers[(client_id + step) % len(layers)] for step in range(min(self.layers, len(layers))))
+
+    def assign(self, server: ServerContext, client_id: int) -> Task:
+        """Send the client's own layers whole, the others pruned."""
+        mine = {name for layer in self.own_layers(server.graph, client_id) for name in layer.entries}
+        names = [name for name in layer_weights(server.graph.layers, server.graph.shapes) if name not in mine]
+        mask = largest_weights(server.state, names, self.kept) if names and self.kept < 1.0 else None
+        return Task(mask=mask, ratio=server.roster[client_id].capability.ratio)
+
+    def train(self, client: ClientContext, task: Task) -> Result:
+        """Train the first units of every group, and upload those of the client's own layers."""
+        graph, first = client.graph, units(client, Ordered(), task.ratio, task.state)
+        result = sgd(client, replace(task, mask=first))
+        keep_model(client, result, "last")
+        mine = {name for layer in self.own_layers(graph, client.client.id) for name in layer.entries}
+        others = [name for name in graph.shapes if name not in mine and name not in self.private(graph)]
+        upload = {name: keep for name, keep in to_weights(graph, first).items() if name in mine}
+        nothing = {name: torch.zeros(graph.shapes[name], dtype=torch.bool) for name in others}
+        return replace(result, upload=WeightMask({**upload, **nothing}))
