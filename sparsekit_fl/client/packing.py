@@ -1,4 +1,4 @@
-"""Tensors of a state: arithmetic, what of them travels under a mask, and the way to bytes and back, in the safetensors format.
+"""Tensors of a state: what of them travels under a mask, and the way to bytes and back, in the safetensors format.
 
 Never a pickled object: what comes from a wire or a disk is parsed by the safetensors library, which checks it.
 """
