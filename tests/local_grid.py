@@ -48,15 +48,13 @@ def gone(message: Message, _: Message | None = None) -> Message:
     return Message(Error(code=5, reason="node unavailable"), reply_to=message)
 
 
-def planted(
-    change: Fault, task: str = "train", *, clients: Container[int] = ALL, rounds: Container[int] = ALL, times: int = 10**6
-) -> Fault:
-    """A fault in the first `times` replies of these clients to a task of these rounds."""
+def planted(change: Fault, task: str = "train", *, clients: Container[int] = ALL, times: int = 10**6) -> Fault:
+    """A fault in the first `times` replies of these clients to a task."""
     left = [times]
 
     def fault(message: Message, reply: Message) -> Message | None:
         asked = task_of(message)
-        if not left[0] or asked["task"] != task or asked["client_id"] not in clients or asked["round"] not in rounds:
+        if not left[0] or asked["task"] != task or asked["client_id"] not in clients:
             return reply
         left[0] -= 1
         return change(message, reply)
@@ -190,29 +188,24 @@ class InProcess:
 
     Args:
         nodes: Number of nodes that share the clients; None gives each client one.
-        seed: Seed of the shuffling.
-        fault, twice, delay: For the grid.
         devices: Whether nodes are devices, which say which clients they have and keep memories and models; else they are
             those of a simulation.
         folder: Where devices keep memories; None: in the folder of the run.
-        options: For the engine.
+        timeout_seconds: For the engine.
+        grid: For the grid: `fault`, `twice`, `delay`, `seed`.
     """
 
     def __init__(
         self,
         *,
         nodes: int | None = None,
-        seed: int = 0,
-        fault: Fault | None = None,
-        twice: bool = False,
-        delay: Callable[[Message], int] | None = None,
         devices: bool = False,
         folder: Path | None = None,
-        **options: Any,
+        timeout_seconds: float | None = None,
+        **grid: Any,
     ) -> None:
-        self._nodes = nodes
-        self._grid: dict[str, Any] = {"seed": seed, "fault": fault, "twice": twice, "delay": delay}
-        self._folder, self._devices, self._options = folder, devices, options
+        self._nodes, self._devices, self._folder = nodes, devices, folder
+        self._timeout, self._grid = timeout_seconds, grid
         self.workers, self.keeps_models = 1, devices
 
     @contextmanager
@@ -226,9 +219,8 @@ class InProcess:
         else:
             nodes = [Node(spec, clients, memories)] * count
         app = make_app(lambda context, _: nodes[context.node_id - 1000])
-        engine = GridEngine(
-            LocalGrid(app, nodes=count, **self._grid), nodes=count, simulated=int(not self._devices), **self._options
-        )
+        grid = LocalGrid(app, nodes=count, **self._grid)
+        engine = GridEngine(grid, nodes=count, simulated=int(not self._devices), timeout_seconds=self._timeout)
         if self._devices:
             engine.introduce(spec)
         with engine.open(spec, clients, memories) as run_clients:
