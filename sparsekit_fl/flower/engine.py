@@ -30,7 +30,6 @@ _POLL_SECONDS, _LOOK_SECONDS, _QUERY_SECONDS = 0.02, 0.5, 120.0
 _TYPE = "sparsekit.raw"  # of the array in a message
 _MOST_CLIENTS = 1_000_000  # of a device
 _TTL_SECONDS = 12 * 3600.0  # of messages without a timeout
-_EXPIRED = (3, 4)  # Flower's codes for a message, or a reply, that is no longer there
 
 _Number = Annotated[int, Field(ge=0, lt=2**40)]
 _Positive = Annotated[int, Field(ge=1, lt=2**40)]
@@ -179,13 +178,13 @@ class GridEngine:
                 waiting[id] = message.metadata.dst_node_id
             else:
                 yield message.metadata.dst_node_id, "its node is gone"
-        late, end = f"no reply within {seconds:g} seconds", time.monotonic() + seconds
+        end = time.monotonic() + seconds
         while waiting and time.monotonic() < end:
             for reply in self._grid.pull_messages(list(waiting)):
                 if (node := waiting.pop(reply.metadata.reply_to_message_id, None)) is not None:
-                    yield node, late if reply.has_error() and reply.error.code in _EXPIRED else reply
+                    yield node, reply
             time.sleep(_POLL_SECONDS if waiting else 0.0)
-        yield from ((node, late) for node in waiting.values())
+        yield from ((node, f"no reply within {seconds:g} seconds") for node in waiting.values())
 
 
 def _failed(request: Request, reason: str) -> Reply:
