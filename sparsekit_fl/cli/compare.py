@@ -43,7 +43,7 @@ def _compare(
             " Or --config FILE names them."
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(help="Number of seeds: --seed, --seed + 1, …", rich_help_panel=_AXES)] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds: --seed, --seed + 1, …", rich_help_panel=_AXES)] = 3,
     options: RunOptions,
 ) -> None:
     """Run several methods over several seeds, and print mean ± deviation.
@@ -51,7 +51,6 @@ def _compare(
     With --out DIR, every run has a folder in DIR: finished runs are not repeated, and interrupted ones continue. DIR also gets
     report.html, with tables and a picture; `sparsekit report DIR` writes it again.
     To use more cores, start several of these commands at once, with the same --out and other methods or seeds.
-    Clients are evaluated ten times in a run, at least every 10 rounds, unless --eval-every is given.
     """
     # What trains is imported only now, so that --help is quick.
     from sparsekit_fl.comparison import comparisons_of
@@ -69,7 +68,8 @@ def _compare(
             f"--set {next(iter(options.settings()))}: no option of a run; those of a method stand behind its name, as in"
             " 'fedprox mu=0.1'"
         )
-    grid = _grid(options, seeds)
+    first = options.seed or 0
+    grid = [options.replaced(seed=seed, out=None) for seed in range(first, first + seeds)]
     tasks = [(method, run) for run in grid for method in made.values()]
     try:
         options.callbacks()  # if the options are wrong, nothing begins
@@ -114,20 +114,6 @@ def _distinct(texts: Sequence[str]) -> dict[str, Method]:
     for method in map(make_method, in_published_order(registry) if ALL in texts else ()):
         made.setdefault(method.name, method)
     return made
-
-
-def _grid(options: RunOptions, seeds: int) -> list[RunOptions]:
-    """Return one set of options per seed."""
-    from sparsekit_fl.paper.presets import preset_for
-
-    if seeds < 1:
-        raise InvalidValueError(f"--seeds must be an integer >= 1, got {seeds}")
-    first, every = options.seed or 0, options.eval_every
-    if every is None:
-        # Curves and times to a target need points, also in a short run.
-        rounds = options.rounds or preset_for(preset=options.preset, dataset=options.dataset).rounds
-        every = max(1, min(10, rounds // 10))
-    return [options.replaced(seed=seed, eval_every=every, out=None) for seed in range(first, first + seeds)]
 
 
 @lru_cache(maxsize=1)

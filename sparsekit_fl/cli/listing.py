@@ -14,7 +14,7 @@ import typer
 from sparsekit.cli import AsJson, command_app, print_json, print_lines, print_wrapped
 from sparsekit.errors import UnknownNameError, nearest
 from sparsekit.registry import load_object
-from sparsekit_fl.cli.options import PARTITION, RunOptions, about_of, path_of, paths_of, text_of
+from sparsekit_fl.cli.options import PARTITION, about_of, path_of, paths, text_of
 from sparsekit_fl.options import options_of
 from sparsekit_fl.paper.presets import Preset
 
@@ -54,7 +54,7 @@ def _run_options() -> dict[str, str]:
     """Return path → meaning of the options of a run, of training and of all partitions."""
     from sparsekit_fl.problem.partition import partitions
 
-    found = {path_of(name): about_of(name) for name in dict.fromkeys(paths_of(RunOptions).values())}
+    found = {path_of(name): about_of(name) for name in dict.fromkeys(paths().values())}
     for name in partitions:
         for option in options_of(partitions[name]).values():
             if option.default is not MISSING:

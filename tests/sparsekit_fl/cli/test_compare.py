@@ -1,12 +1,9 @@
 """`sparsekit compare`: trials, reuse, and the numbers in table and files."""
 
 import json
-import os
 import re
 import signal
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -49,7 +46,7 @@ def test_methods_times_seeds_with_mean_and_deviation(tmp_path: Path, capsys: pyt
 
 
 METHODS = """
-import os, signal
+import os
 from dataclasses import dataclass
 from sparsekit_fl import Method
 
@@ -61,18 +58,9 @@ class Broken(Method):
     def train(self, client, task):
         if os.path.exists("mended"):
             return super().train(client, task)
-        if client.round < int(os.environ.get("BREAKS_IN", 1)):
-            return super().train(client, task)
         raise RuntimeError("no such luck")
 
-@dataclass(frozen=True, kw_only=True)
-class Killed(Method):
-    def train(self, client, task):
-        if client.round == 2 and not os.path.exists("mended"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().train(client, task)
-
-broken, killed = Broken, Killed
+broken = Broken
 """
 
 
@@ -105,26 +93,6 @@ def test_a_failed_trial_loses_no_other_and_is_tried_again(
     assert "broken: It breaks." in captured.out
 
 
-@pytest.mark.same_bits
-def test_the_same_command_continues_after_a_kill_and_refuses_other_options(mine: str, tmp_path: Path) -> None:
-    methods = ["fedavg", f"{mine}:killed"]
-    command = ["compare", *methods, "--seeds", "1", *TINY, "--out", str(tmp_path / "out"), "--json"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    line = [sys.executable, "-c", "from sparsekit.cli.main import main; main()", *command]
-    assert subprocess.run(line, env=environment, capture_output=True, check=False).returncode == -signal.SIGKILL
-    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*") if path.is_file() and path.name != ".lock"}
-    assert execute([*command, "--lr", "0.01"]) == 2
-    assert files == {path: path.stat().st_mtime_ns for path in files}, "a refusal changes nothing"
-
-    # The finished run is kept, and only the second round of the other is run.
-    (tmp_path / "mended").touch()
-    assert execute(command) == 0
-    rounds = (tmp_path / "out/killed-seed0/rounds.jsonl").read_text().splitlines()
-    assert [json.loads(line)["round"] for line in rounds] == [1, 2]
-    result = {name: json.loads((tmp_path / f"out/{name}-seed0/result.json").read_text()) for name in ("fedavg", "killed")}
-    assert result["killed"]["final"] == result["fedavg"]["final"]
-
-
 def test_each_level_is_a_comparison_and_the_report_shows_all_of_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,36 +104,6 @@ def test_each_level_is_a_comparison_and_the_report_shows_all_of_them(
     assert execute(["report", str(tmp_path), "--json"]) == 0
     titles = [one["title"].rpartition(", ")[2] for one in json.loads(capsys.readouterr().out)]
     assert titles == ["heterogeneity high", "heterogeneity low"]
-
-
-@pytest.mark.same_bits
-def test_two_commands_at_once_with_one_folder_keep_each_others_trials(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = [sys.executable, "-c", "from sparsekit.cli.main import main; main()", "compare"]
-    both = [
-        subprocess.Popen(
-            [*line, *own, "--seeds", "1", *TINY, "--out", str(tmp_path / "both")], stderr=subprocess.PIPE, text=True
-        )
-        for own in (["fedavg", "fedprox"], ["local", "fedavg"])
-    ]
-    assert (
-        execute(["compare", "fedavg", "fedprox", "local", "--seeds", "1", *TINY, "--out", str(tmp_path / "alone"), "-q"]) == 0
-    )
-    for one in both:
-        text = one.communicate(timeout=300)[1]
-        # A trial that the other command is running is refused, not run twice.
-        assert one.returncode == 0 or (one.returncode == 2 and "another run is writing" in text), text
-    assert 0 in {one.returncode for one in both}
-    assert (tmp_path / "both/report.html").read_text().endswith("</html>")
-    capsys.readouterr()
-    assert execute(["report", str(tmp_path / "both"), "--json"]) == 0
-    (whole,) = json.loads(capsys.readouterr().out)
-    done = {(one["method"], one["seed"]) for one in whole["trials"]}
-    assert {("fedavg", 0)} < done
-    for method, seed in done:
-        results = [json.loads((tmp_path / f"{home}/{method}-seed{seed}/result.json").read_text()) for home in ("both", "alone")]
-        assert results[0]["final"] == results[1]["final"]
 
 
 def test_ctrl_c_keeps_what_is_done_and_says_how_to_continue(tmp_path: Path) -> None:

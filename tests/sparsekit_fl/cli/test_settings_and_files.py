@@ -12,7 +12,7 @@ from personal import SMALL, command
 from sparsekit.cli import command_app
 from sparsekit.cli.main import execute
 from sparsekit_fl.cli.listing import KINDS
-from sparsekit_fl.cli.options import RunOptions, paths_of, with_run_options, written
+from sparsekit_fl.cli.options import RunOptions, paths, with_run_options, written
 from sparsekit_fl.config import RunConfig, TrainingConfig
 from sparsekit_fl.methods import registry
 from sparsekit_fl.options import options_of
@@ -90,7 +90,7 @@ def test_every_option_is_listed_and_no_option_of_a_method_has_the_name_of_one_of
     assert all(listed.values())
     assert listed["rounds"].endswith("Default: that of the preset.")
     for name in registry:
-        assert not set(options_of(registry[name])) & set(paths_of(RunOptions)), name
+        assert not set(options_of(registry[name])) & set(paths()), name
 
 
 @pytest.mark.parametrize(
