@@ -40,11 +40,9 @@ class Hint:
 
     Args:
         text: Ends the message, after a semicolon; empty adds nothing.
-        name: Replaces the name of the field in the message.
     """
 
     text: str = ""
-    name: str | None = None
 
 
 Count = Annotated[int, Field(ge=1)]
@@ -131,10 +129,8 @@ class Option:
     def refusal(self, error: ValidationError, value: object, *, name: str | None = None) -> InvalidValueError:
         """Return the error about a value that is not allowed, in the words of pydantic."""
         told = [one["msg"].removeprefix("Input should be ").partition(", unable")[0] for one in error.errors()]
-        hints = _hints(self.hint)
-        called = next((hint.name for hint in hints if hint.name), name or self.name)
-        advice = next((f"; {hint.text}" for hint in hints if hint.text), "")
-        return InvalidValueError(f"{called} must be {' or '.join(told)}, got {value!r}{advice}")
+        advice = next((f"; {hint.text}" for hint in _hints(self.hint) if hint.text), "")
+        return InvalidValueError(f"{name or self.name} must be {' or '.join(told)}, got {value!r}{advice}")
 
 
 def _hints(hint: Any) -> list[Hint]:

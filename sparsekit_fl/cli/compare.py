@@ -40,7 +40,6 @@ def _compare(
         list[str] | None,
         typer.Argument(
             help="Methods by name, or package.module:function; 'NAME PATH=VALUE …' with other options; `all` for every one."
-            " Or --config FILE names them."
         ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds: --seed, --seed + 1, …", rich_help_panel=_AXES)] = 3,

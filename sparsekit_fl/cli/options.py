@@ -208,25 +208,22 @@ def written(method: str, given: Mapping[str, Any]) -> str:
     return toml_of({"method": method, **kept, **read_settings(given.get("set") or ())})
 
 
-def _read_file(path: Path) -> tuple[list[str], dict[str, Any]]:
-    """Read the methods that a TOML file names (`method` or `methods`), and path → value of its options."""
+def _read_file(path: Path) -> tuple[str | None, dict[str, Any]]:
+    """Read the method that a TOML file names, and path → value of its options."""
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidValueError(f"--config {path} cannot be read: {getattr(error, 'strerror', error)}") from error
     except tomllib.TOMLDecodeError as error:
         raise InvalidValueError(f"--config {path} is not TOML: {error}") from error
-    methods = raw.pop("methods", None) or [one for one in [raw.pop("method", None)] if one is not None]
-    if not isinstance(methods, list) or not all(isinstance(one, str) for one in methods):
-        raise InvalidValueError(f"method in {path} must be text, and methods a list of texts, got {methods!r}")
-    return methods, {name.replace("-", "_"): value for name, value in flat(raw).items()}
+    return raw.pop("method", None), {name.replace("-", "_"): value for name, value in flat(raw).items()}
 
 
 def with_run_options(command: Callable[..., None], *, without: tuple[str, ...] = ()) -> Callable[..., None]:
     """Give a command a flag for each of `FLAGS`, in place of its keyword-only parameter `options`, which gets a RunOptions.
 
     Flags override `--set`, which overrides `--config FILE`, or the `run.toml` of a run that is resumed. A file may also name
-    the methods.
+    the method.
 
     Args:
         command: The command.
@@ -246,14 +243,12 @@ def with_run_options(command: Callable[..., None], *, without: tuple[str, ...] =
         if file is None and given.get("resume") and "out" in given and (given["out"] / "run.toml").exists():
             file = given["out"] / "run.toml"  # the options that the run wrote into its folder
         if file is not None:
-            methods, filed = _read_file(file)
+            method, filed = _read_file(file)
             values = filed | values
-            if "methods" in own:
-                rest["methods"] = rest["methods"] or methods
-            elif "method" in own and len(methods) < 2:
-                rest["method"] = rest["method"] or next(iter(methods), None)
-            elif methods not in ([], [command.__name__.strip("_")]):
-                raise InvalidValueError(f"{file} is for method {methods[0]!r}; use `sparsekit run` or `compare` for it")
+            if "method" in own:
+                rest["method"] = rest["method"] or method
+            elif "methods" not in own and method not in (None, command.__name__.strip("_")):
+                raise InvalidValueError(f"{file} is for method {method!r}; use `sparsekit run` for it")
         return {**rest, "options": RunOptions.read(values, **given)}
 
     parameters = [parameter.replace(kind=parameter.KEYWORD_ONLY) for name, parameter in own.items() if name != "options"]

@@ -175,9 +175,7 @@ class Capability(Checked):
         110.6 MiB/s down as in the authors' released code.
     """
 
-    ratio: Annotated[
-        float, Field(gt=0, le=1), Hint("1 is a device that can train the whole model", name="capability ratio")
-    ] = 1.0
+    ratio: Annotated[float, Field(gt=0, le=1), Hint("1 is a device that can train the whole model")] = 1.0
     flops_per_second: Positive = math.nan  # the default stands for what the ratio gives
     uplink_bytes_per_second: Positive = 14.0 * _MIB
     downlink_bytes_per_second: Positive = 110.6 * _MIB
@@ -236,7 +234,7 @@ class Client(Checked):
         DataError: it has no example to train on, or none to be scored with.
     """
 
-    id: Annotated[NonNegativeCount, Hint(name="client id")]
+    id: NonNegativeCount
     data: ClientData
     capability: Capability = field(default_factory=Capability)
 

@@ -32,7 +32,7 @@ partitions = Registry(
 
 
 class Partition(Protocol):
-    """Deals a data set to clients; what it draws, it draws from `rng` alone. More keywords, with defaults, are its options."""
+    """Deals a data set to this number of clients; what it draws, it draws from `rng` alone. More keywords are its options."""
 
     def __call__(self, source: DataSource, *, clients: int, rng: np.random.Generator) -> list[ClientData]:
         """Return one ClientData per client, all views into the tensors of the source."""
@@ -85,9 +85,6 @@ def pathological(
     examples, drawn again for each client, of each class it owns, or on all there are if the class has fewer.
 
     Args:
-        source: With one label per example and a test set.
-        clients: Number of clients.
-        rng: For every draw.
         classes_per_client: Shards per client.
         images_per_class: Examples per shard. Where there are too few shards, they are as much smaller as it takes, with a
             warning.
@@ -163,9 +160,6 @@ def dirichlet(source: DataSource, *, clients: int, rng: np.random.Generator, alp
     random, is held out for validation.
 
     Args:
-        source: With one label per example and a test set.
-        clients: Number of clients.
-        rng: For every draw.
         alpha: Concentration; the smaller, the fewer classes per client: 0.1 is very uneven, 100 nearly even.
 
     Raises:
@@ -198,12 +192,7 @@ def dirichlet(source: DataSource, *, clients: int, rng: np.random.Generator, alp
 def natural(source: DataSource, *, clients: int, rng: np.random.Generator) -> list[ClientData]:  # noqa: ARG001 - draws nothing
     """Make clients of the users or speakers with most examples; each splits its own 80/10/10, the latest for testing.
 
-    Clients are in the order of the source.
-
-    Args:
-        source: With owners; a test set of its own is not used.
-        clients: Number of owners that take part; of equal ones, those that are listed first.
-        rng: Not used.
+    Clients are in the order of the source, whose test set is not used. Of equal ones, those that are listed first take part.
 
     Raises:
         DataError: the source has no owners, or too few with ten examples.
