@@ -115,13 +115,7 @@ def _engine(options: RunOptions) -> Engine:
         if getattr(options, option) is not None:
             raise InvalidValueError(f"{option} is not for this engine; leave it out, or add --engine flower")
     # A GPU is shared best by one process.
-    most = min(cores(), MOST_WORKERS) if options.device in (None, "cpu") else len(devices(str(options.device)))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    most = min(cores, MOST_WORKERS) if options.device in (None, "cpu") else len(devices(str(options.device)))
     engine: Engine = make(workers=options.workers or most)
     return engine
-
-
-def cores() -> int:
-    """Return the number of processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

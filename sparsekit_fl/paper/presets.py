@@ -5,7 +5,7 @@ Reading one imports neither data nor models.
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.resources import files
 from typing import Any
 
@@ -29,7 +29,6 @@ class Preset:
         training: Options of a client's training.
         partition: Name in the registry of partitions; None takes natural for data with owners, else pathological.
         options: Keywords for the partition.
-        source: Origin of the numbers.
     """
 
     name: str
@@ -41,7 +40,6 @@ class Preset:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     partition: str | None = "pathological"
     options: Mapping[str, object] = field(default_factory=dict)
-    source: str = ""
 
     def config(self, given: Mapping[str, Any], clients: int) -> RunConfig:
         """Return the options of a run.
@@ -51,20 +49,19 @@ class Preset:
                 with its own learning rate, momentum and weight decay.
             clients: Number of clients.
         """
-        trains = {field.name for field in fields(TrainingConfig)}
-        trained = {name: value for name, value in given.items() if name in trains}
-        kept = {name: getattr(self.training, name) for name in trains}
-        if trained.get("optimizer", self.training.optimizer) != self.training.optimizer:
+        kept = asdict(self.training)
+        if given.get("optimizer", self.training.optimizer) != self.training.optimizer:
             # The preset's rate, momentum and decay were chosen for its own optimizer.
             for name in ("lr", "momentum", "weight_decay"):
                 del kept[name]
-        training = TrainingConfig(**kept | trained)
         own: dict[str, Any] = {
             "rounds": self.rounds,
             "cohort": min(self.cohort, clients),
             "capability": "dynamic",
             "capability_levels": HETEROGENEITY["high"],
         }
+        trains = {field.name for field in fields(TrainingConfig)}
+        training = TrainingConfig(**kept | {name: value for name, value in given.items() if name in trains})
         return RunConfig(training=training, **own | {name: value for name, value in given.items() if name not in trains})
 
 
@@ -98,6 +95,4 @@ def preset_for(*, preset: str | None = None, dataset: str | None = None) -> Pres
         return PRESETS[dataset]
     if ":" not in dataset and dataset not in datasets:
         raise UnknownNameError(f"unknown dataset {dataset!r}; {nearest(dataset, datasets)}, or package.module:factory")
-    return replace(
-        PRESETS[DEFAULT], name="custom", dataset=dataset, partition=None, options={}, source="ours: the quick settings"
-    )
+    return replace(PRESETS[DEFAULT], name="custom", dataset=dataset, partition=None, options={})
