@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,14 +23,6 @@ INTERRUPTED, FAILED = 130, 2
 ALL = "all"
 
 _AXES = "What is compared"
-
-
-class Failure(NamedTuple):
-    """A run that ended with an error."""
-
-    method: str
-    seed: int
-    error: str
 
 
 def _compare(
@@ -53,7 +44,7 @@ def _compare(
     """
     # What trains is imported only now, so that --help is quick.
     from sparsekit_fl.comparison import comparisons_of
-    from sparsekit_fl.errors import RunInterrupted, need
+    from sparsekit_fl.errors import ResumeError, RunInterrupted, need
     from sparsekit_fl.report import write_report
 
     if options.engine == "flower":
@@ -67,19 +58,29 @@ def _compare(
             f"--set {next(iter(options.settings()))}: no option of a run; those of a method stand behind its name, as in"
             " 'fedprox mu=0.1'"
         )
-    first = options.seed or 0
+    first, finished, failed = options.seed or 0, list[Mapping[str, Any]](), list[dict[str, Any]]()
     grid = [options.replaced(seed=seed, out=None) for seed in range(first, first + seeds)]
     tasks = [(method, run) for run in grid for method in made.values()]
     try:
         options.callbacks()  # if the options are wrong, nothing begins
         _experiment(grid[0])
-        ended = [_ended(*task, options.out, f"{number}/{len(tasks)}") for number, task in enumerate(tasks, 1)]
+        for number, (method, run) in enumerate(tasks, 1):
+            label = f"{number}/{len(tasks)} {method.name}, seed {run.seed}"
+            try:
+                finished.append(_result(method, run, options.out, label))
+                told = "finished"
+            except (ResumeError, RunInterrupted):
+                raise
+            except Exception as error:  # noqa: BLE001 - anybody's method may fail in any way; the other runs continue
+                text = str(error) if isinstance(error, SparsekitError) else f"{type(error).__name__}: {error}"
+                failed.append({"method": method.name, "seed": run.seed, "error": text})
+                told = f"failed: {text}"
+            if not (options.quiet or options.as_json):
+                typer.echo(f"{label}: {told}", err=True)
     except (RunInterrupted, KeyboardInterrupt):
         kept = "nothing was kept, since there was no --out DIR" if options.out is None else "the same command line continues"
         typer.echo(f"stopped by the user; {kept}", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    failed = [one for one in ended if isinstance(one, Failure)]
-    finished = [one for one in ended if not isinstance(one, Failure)]
     comparisons = comparisons_of(finished, order=list(made))
     end = "Nothing was kept. With --out DIR you get every result, and report.html with tables and a picture."
     if options.out is not None:
@@ -89,12 +90,12 @@ def _compare(
         except MissingDependencyError as error:
             typer.echo(f"warning: {error}; then `sparsekit report {options.out}` writes report.html", err=True)
     if options.as_json:
-        print_json({**(comparisons[0].to_dict() if finished else {}), "failed": [one._asdict() for one in failed]})
+        print_json({**(comparisons[0].to_dict() if finished else {}), "failed": failed})
     else:
         for comparison in comparisons:
             show(comparison)
         for one in failed:
-            typer.echo(f"failed: {one.method}, seed {one.seed}: {one.error}")
+            typer.echo(f"failed: {one['method']}, seed {one['seed']}: {one['error']}")
         typer.echo(end)
     if failed:
         raise typer.Exit(FAILED)
@@ -121,47 +122,24 @@ def _experiment(options: RunOptions) -> Experiment:
     return Experiment.of(options)
 
 
-def _ended(method: Method, options: RunOptions, home: Path | None, number: str) -> Mapping[str, Any] | Failure:
+def _result(method: Method, options: RunOptions, home: Path | None, label: str) -> Mapping[str, Any]:
     """Return the result of a run: one that was finished before, or of a run from its last checkpoint on.
 
     Args:
         method: The method.
         options: With the seed of the run.
         home: The folder of the comparison, in which a run has a folder such as `fedavg-low-seed0`; None keeps nothing.
-        number: Which of all runs this is, for messages.
-
-    Raises:
-        RunInterrupted, KeyboardInterrupt: it was stopped.
-        ResumeError: its folder holds a run of other settings, or another command does this run.
+        label: Begins the lines of progress.
     """
     from sparsekit_fl.callbacks import LiveProgress
     from sparsekit_fl.checkpoint import holds_run
-    from sparsekit_fl.errors import ResumeError, RunInterrupted
-    from sparsekit_fl.stored import number_text, score_text
 
-    names = list(filter(None, (method.name, options.heterogeneity)))
-    label = f"{number} {', '.join(names)}, seed {options.seed}"
-    name = re.sub(r"[^\w.+-]+", "_", "-".join(names))
+    name = re.sub(r"[^\w.+-]+", "_", "-".join(filter(None, (method.name, options.heterogeneity))))
     folder = None if home is None else home / f"{name}-seed{options.seed}"
-    quiet, began = options.quiet or options.as_json, time.monotonic()
-    found: Mapping[str, Any] | Failure
-    try:
-        experiment, resume = _experiment(options), folder is not None and holds_run(folder)
-        with LiveProgress(quiet=quiet, label=label) as progress:
-            callbacks = [progress, *options.callbacks()]
-            found = result = experiment.run(method, options.replaced(out=folder), callbacks, resume=resume).to_dict()
-    except (ResumeError, RunInterrupted):
-        raise
-    except Exception as error:  # noqa: BLE001 - anybody's method may fail in any way; the other runs continue
-        text = str(error) if isinstance(error, SparsekitError) else f"{type(error).__name__}: {error}"
-        told, found = f"failed: {text}", Failure(method.name, options.seed, text)
-    else:
-        accuracy = result["final"]["personal"].get("accuracy")
-        score = "" if accuracy is None else f"{score_text('accuracy', accuracy)}, "
-        told = f"finished, {score}{number_text('seconds', time.monotonic() - began)}"
-    if not quiet:
-        typer.echo(f"{label}: {told}", err=True)
-    return found
+    experiment, resume = _experiment(options), folder is not None and holds_run(folder)
+    with LiveProgress(quiet=options.quiet or options.as_json, label=label) as progress:
+        callbacks = [progress, *options.callbacks()]
+        return experiment.run(method, options.replaced(out=folder), callbacks, resume=resume).to_dict()
 
 
 compare = command_app(

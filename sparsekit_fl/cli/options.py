@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args, get_origin
 
 import typer
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import ConfigDict, Field, create_model
 
 from sparsekit.cli import with_options
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
@@ -46,21 +46,15 @@ PARTITION = "partition."
 _FRONT = tuple(name for names in FLAGS.values() for name in names)
 _FROM_PRESET = {*options_of(Preset), *options_of(TrainingConfig), "heterogeneity"}
 
-
-if TYPE_CHECKING:
-
-    class _RunFields(BaseModel):
-        def __getattr__(self, name: str) -> Any: ...
-
-else:  # each option of a run and of training, None where it was not given
-    _RunFields = create_model("_RunFields", __config__=ConfigDict(**STRICT, frozen=True), **{
-        name: (option.hint, Field(None, description=option.about))
-        for name, option in (options_of(TrainingConfig) | options_of(RunConfig)).items()
-        if name not in ("training", "capability_levels")
-    })  # fmt: skip
+# Each option of a run and of training, None where it was not given.
+_RunFields: Any = create_model("_RunFields", __config__=ConfigDict(**STRICT, frozen=True), **{
+    name: (option.hint, Field(None, description=option.about))
+    for name, option in (options_of(TrainingConfig) | options_of(RunConfig)).items()
+    if name not in ("training", "capability_levels")
+})  # type: ignore[call-overload]  # fmt: skip
 
 
-class RunOptions(_RunFields):
+class RunOptions(_RunFields):  # type: ignore[misc]
     """What the user gave, of the options of a run and of these. `model_fields_set` tells what has its default.
 
     Args:

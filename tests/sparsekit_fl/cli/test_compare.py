@@ -88,8 +88,8 @@ def test_a_failed_trial_loses_no_other_and_is_tried_again(
     (tmp_path / "mended").touch()
     assert execute(command) == 0
     captured = capsys.readouterr()
-    assert "1/2 broken, seed 0: finished, accuracy" in captured.err
-    assert "2/2 fedavg, seed 0: finished, accuracy" in captured.err
+    assert "1/2 broken, seed 0: finished" in captured.err
+    assert "2/2 fedavg, seed 0: finished" in captured.err
     assert "broken: It breaks." in captured.out
 
 
