@@ -47,11 +47,12 @@ _FRONT = tuple(name for names in FLAGS.values() for name in names)
 _FROM_PRESET = {*options_of(Preset), *options_of(TrainingConfig), "heterogeneity"}
 
 # Each option of a run and of training, None where it was not given.
-_RunFields: Any = create_model("_RunFields", __config__=ConfigDict(**STRICT, frozen=True), **{
+_FIELDS: dict[str, Any] = {
     name: (option.hint, Field(None, description=option.about))
     for name, option in (options_of(TrainingConfig) | options_of(RunConfig)).items()
     if name not in ("training", "capability_levels")
-})  # type: ignore[call-overload]  # fmt: skip
+}
+_RunFields: Any = create_model("_RunFields", __config__=ConfigDict(**STRICT, frozen=True), **_FIELDS)
 
 
 class RunOptions(_RunFields):  # type: ignore[misc]
