@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,7 +13,6 @@ from sparsekit_fl.cli.options import RunOptions, with_run_options, written
 
 if TYPE_CHECKING:
     from sparsekit_fl.callbacks import Callback, RunView
-    from sparsekit_fl.comparison import Column
     from sparsekit_fl.results import RoundRecord, RunResult
 
 INCOMPLETE = 3
@@ -64,6 +62,9 @@ def _keeping_options(method: str, options: RunOptions) -> Callback:
 
 def _show(result: RunResult, options: RunOptions) -> None:
     """Print a result: JSON alone where that was asked for, else a table and what a reader should know."""
+    from sparsekit_fl.comparison import columns_of
+    from sparsekit_fl.stored import flat, number_text
+
     raw = result.to_dict()
     if options.as_json:
         print_json(raw)
@@ -71,7 +72,9 @@ def _show(result: RunResult, options: RunOptions) -> None:
     about, rounds = raw["config"].get("experiment", {}), raw["config"]["rounds"]
     where = f" · {about['model']} on {about['dataset']}" if {"model", "dataset"} <= set(about) else ""
     typer.secho(f"{raw['method']}{where} · {rounds} round{'' if rounds == 1 else 's'} · seed {raw['seed']}", bold=True)
-    print_lines(numbers(raw))
+    found, columns = flat(raw), sorted(columns_of([raw]), key=lambda column: column.path.startswith("cost"))
+    known = [column for column in columns if found.get(column.path) is not None]
+    print_lines([(column.title, number_text(column.unit, found[column.path])) for column in known])
     if result.stopped:
         typer.echo(f"stopped after round {result.rounds[-1].round}: {result.stopped}")
     if result.failures:
@@ -88,20 +91,6 @@ def _show(result: RunResult, options: RunOptions) -> None:
         print_wrapped("Nothing was kept. With --out DIR you get result.json, rounds.jsonl, the models, and runs that resume.")
     else:
         typer.echo(f"result.json, rounds.jsonl, checkpoint and models are in {options.out}")
-
-
-def numbers(result: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the scores and costs of a run with their titles; those of one unit have one prefix."""
-    from sparsekit_fl.comparison import columns_of
-    from sparsekit_fl.stored import flat, texts
-
-    found = flat(result)
-    values = {column: found[column.path] for column in columns_of([result]) if found.get(column.path) is not None}
-    told: dict[Column, str] = {}
-    for unit in {column.unit for column in values}:
-        alike = [column for column in values if column.unit == unit]
-        told |= dict(zip(alike, texts(unit, [values[column] for column in alike]), strict=True))
-    return [(column.title, told[column]) for column in sorted(values, key=lambda column: column.path.startswith("cost"))]
 
 
 def _fedlps(*, options: RunOptions) -> None:
