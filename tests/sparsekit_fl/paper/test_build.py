@@ -168,20 +168,3 @@ def test_presets_give_the_client_sizes_of_table_one(data_dir: Path, name: str, t
     assert max(len(client.data.test) for client in clients) == test
     assert all(torch.equal(a.data.train.index, b.data.train.index) for a, b in zip(clients, again, strict=True))
     assert clients[0].data.val.materialise().inputs[0].isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("partition", "options", "message"),
-    [
-        ("dirichlet", {"alpha": "abc"}, "partition.alpha must be a valid number, got 'abc'"),
-        (
-            "pathological",
-            {"images_per_class": 1},
-            "images_per_class must be greater than or equal to 2, got 1; one to train",
-        ),
-        ("pathological", {"distinct": "perhaps"}, "partition.distinct must be a valid boolean"),
-    ],
-)
-def test_an_option_of_a_partition_is_refused_by_its_name(partition: str, options: dict[str, object], message: str) -> None:
-    with pytest.raises(InvalidValueError, match=message):
-        build_task(preset_for(), partition=partition, options=options)
