@@ -16,7 +16,7 @@ from sparsekit_fl.problem.data import Client, ClientData
 from sparsekit_fl.problem.datasets import DataSource, datasets
 from sparsekit_fl.problem.images import ImageTransform
 from sparsekit_fl.problem.metrics import accuracy
-from sparsekit_fl.problem.models import factory_spec, models
+from sparsekit_fl.problem.models import ModelSpec, models
 from sparsekit_fl.problem.partition import partitions
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.streams import Streams
@@ -114,7 +114,10 @@ def _only(clients: list[Client], ids: Collection[int] | None) -> list[Client]:
 
 def _problem_for(source: DataSource, name: str) -> tuple[Problem, DataSource]:
     """Return the problem of a named model on a source, and the source as the model reads it."""
-    spec = factory_spec(name, models.find(name))
+    found = models.find(name)
+    if isinstance(found, torch.nn.Module) or not callable(getattr(found, "build", found)):
+        raise InvalidValueError(f"{name!r} must be a class or function that builds a model, got {type(found).__name__}")
+    spec = found if isinstance(found, ModelSpec) else ModelSpec(name=name, build=found)
     shape = spec.input_shape(source.kind, tuple(source.shape))
     if source.kind == "image":
         channels, height, width = shape

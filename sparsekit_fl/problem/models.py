@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsekit.errors import DataError, InvalidValueError
+from sparsekit.errors import DataError
 from sparsekit.registry import Registry
 from sparsekit.rng import torch_generator
 
@@ -94,21 +94,6 @@ class ModelSpec:
         if self.kind != "tokens":
             return model, (torch.zeros(shape),)
         return model, (torch.randint(self.classes, shape, generator=torch_generator(np.random.default_rng(0))),)
-
-
-def factory_spec(name: str, found: Any) -> ModelSpec:
-    """Return the spec that a name stands for: `found`, or one of the user's class or function that returns a module.
-
-    Raises:
-        InvalidValueError: it is neither; `name` is for the message.
-    """
-    if isinstance(found, ModelSpec):
-        return found
-    if isinstance(found, nn.Module) or not callable(found):
-        raise InvalidValueError(
-            f"{name!r} must be a class or function that builds a model, got {type(found).__name__}; wrap it in a function"
-        )
-    return ModelSpec(name=name, build=found)
 
 
 class Cnn(nn.Module):
