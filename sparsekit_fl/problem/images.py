@@ -82,12 +82,10 @@ def _load(
     root: Path | str | None,
     *,
     repo: str,
-    classes: int,
     shape: tuple[int, int, int],
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
     aliases: Sequence[str] = (),
     test: str = "test",
+    **known: Any,
 ) -> DataSource:
     """Read `<root>/<name>/**/*.parquet`, or the hub's copy, which is fetched once; `shape` is that of every image."""
     layout, patterns = f"{name}/train.parquet and {name}/{test}.parquet", ("train*.parquet", f"{test}*.parquet")
@@ -97,7 +95,7 @@ def _load(
         for split, own in zip(("train", "test"), files, strict=True)
     )
     learned, scored = (TensorData((pool["images"],), pool["labels"]) for pool in pools)
-    return DataSource(name=name, kind="image", train=learned, test=scored, classes=classes, mean=mean, std=std)
+    return DataSource(name=name, kind="image", train=learned, test=scored, **known)
 
 
 def mnist(root: Path | str | None = None) -> DataSource:
