@@ -79,8 +79,10 @@ def build_task(
             f"{preset.dataset!r} brings its own {'problem' if isinstance(data, DataSource) else 'problem and clients'}, so"
             f" {', '.join(given)} cannot be changed; leave it out, or let the factory return a DataSource"
         )
-    made: Any = getattr(problem.model, "func", problem.model) if problem else None
-    name = f"{made.__module__}:{made.__qualname__}" if hasattr(made, "__qualname__") else model or preset.model
+    name = model or preset.model
+    if problem is not None:
+        made: Any = getattr(problem.model, "func", problem.model)
+        name = f"{made.__module__}:{getattr(made, '__qualname__', type(made).__name__)}"
     count = preset.clients if clients is None else clients
     described: dict[str, Any] = {"preset": preset.name, "dataset": preset.dataset, "model": name}
     if not isinstance(data, DataSource):
