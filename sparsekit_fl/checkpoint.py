@@ -253,11 +253,10 @@ class RunFolder:
                 f"another run is writing to {path}; wait until it has ended, end it, or choose another folder"
             ) from None
         try:
-            found = [] if resume else _files_of_a_run(path)
-            if found:
+            files = (_CHECKPOINT, _RECORDS, "result.json", "clients/*", "models/*")
+            if not resume and any(found for name in files for found in path.glob(name)):
                 raise ResumeError(
-                    f"{path} already holds a run ({', '.join(found)}); resume it with resume=True (--resume), or choose another"
-                    " folder"
+                    f"{path} already holds a run; resume it with resume=True (--resume), or choose another folder"
                 )
             yield RunFolder(path, durable=True)
         finally:
@@ -337,9 +336,3 @@ class RunFolder:
     def clean(self) -> None:
         """Remove memories that the checkpoint does not name, as those of a round that was cut off."""
         self.memories.keep(self._versions)
-
-
-def _files_of_a_run(path: Path) -> list[str]:
-    """Return the files and folders that a fresh run would write over."""
-    files = [name for name in (_CHECKPOINT, _RECORDS, "result.json") if (path / name).exists()]
-    return files + [f"{name}/" for name in ("clients", "models") if any((path / name).glob("*"))]

@@ -71,7 +71,7 @@ def test_a_fresh_run_deletes_and_replaces_nothing_that_was_there(name: str, tmp_
     if name == "data.csv":
         tiny_run(out=tmp_path)
     else:
-        with pytest.raises(fl.errors.ResumeError, match=r"already holds a run .*choose another"):
+        with pytest.raises(fl.errors.ResumeError, match=r"already holds a run; .*choose another"):
             tiny_run(out=tmp_path)
     assert path.read_text() == "mine"
 
