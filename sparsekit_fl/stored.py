@@ -13,7 +13,6 @@ from sparsekit.errors import DataError
 SCHEMA_NUMBER: Final = 5
 """It goes up when a reader of the former schema would misread a file; what is only added leaves it as it is."""
 
-_NEEDED = ("schema", "method", "seed", "final", "cost", "rounds")
 _STEPS = {
     "share": ((0.01, "%"),),
     "flops": ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, "")),
@@ -32,19 +31,12 @@ def read_result(path: Path | str) -> dict[str, Any]:
     path = path / "result.json" if path.is_dir() else path
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-        missing = set(_NEEDED) - set(raw)
-    except OSError as error:
-        raise DataError(f"no result at {path}: {error.strerror}; pass the --out folder of a finished run") from error
-    except (json.JSONDecodeError, TypeError) as error:
-        raise DataError(f"{path} is not a result: {error}; pass the --out folder of a finished run") from error
-    if missing:
-        raise DataError(f"{path} is not a result: it lacks {', '.join(sorted(missing))}")
-    assert isinstance(raw, dict)
-    if raw["schema"] != SCHEMA_NUMBER:
-        raise DataError(
-            f"{path} has schema {raw['schema']}, and this version reads {SCHEMA_NUMBER}; install the one that wrote it"
-        )
-    return raw
+        schema, *_ = [raw[name] for name in ("schema", "method", "seed", "final", "cost", "rounds")]
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path} is not a result: {error!r}; pass the --out folder of a finished run") from error
+    if schema != SCHEMA_NUMBER:
+        raise DataError(f"{path} has schema {schema}, and this version reads {SCHEMA_NUMBER}; install the one that wrote it")
+    return dict(raw)
 
 
 def plain(value: Any) -> Any:

@@ -68,7 +68,7 @@ def test_a_result_is_read_as_it_was_and_one_of_another_version_or_a_damaged_one_
         (tmp_path / "result.json").write_text(json.dumps(raw | change))
         with pytest.raises(DataError, match=says):
             fl.load_result(tmp_path)
-    with pytest.raises(DataError, match="no result at"):
+    with pytest.raises(DataError, match="nowhere is not a result"):
         fl.load_result(tmp_path / "nowhere")
 
 
