@@ -201,9 +201,7 @@ def read_results(*folders: Path | str) -> list[dict[str, Any]]:
             key = json.dumps((result["method"], result["seed"], _protocol(result)), sort_keys=True)
             other, where = kept.setdefault(key, (result, path))
             if result["final"] != other["final"]:
-                raise DataError(
-                    f"{result['method']}, seed {result['seed']}, has one result in {where} and another in {path}; leave one out"
-                )
+                raise DataError(f"{path} and {where} are different results of one method, seed and setting; leave one out")
     return [result for result, _ in kept.values()]
 
 

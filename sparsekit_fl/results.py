@@ -12,7 +12,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, TypeAdapter
 
-from sparsekit.errors import DataError, SparsekitError
+from sparsekit.errors import DataError
 from sparsekit.graph import StateDict
 from sparsekit_fl.checkpoint import write_atomically
 from sparsekit_fl.client.messages import Evaluation, Scores, WorkCost
@@ -291,7 +291,5 @@ def load_result(path: Path | str) -> RunResult:
     raw = read_result(path)
     try:
         return RunResult.from_dict(raw)
-    except SparsekitError:
-        raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"the result at {path} is damaged: {error!r}; run again, or restore the file") from error

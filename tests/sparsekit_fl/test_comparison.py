@@ -109,7 +109,7 @@ def test_the_same_run_twice_counts_once_and_two_results_of_one_seed_are_refused(
         (tmp_path / name / "result.json").write_text(json.dumps(made))
     (comparison,) = comparisons_of(read_results(tmp_path / "copy", tmp_path / "deep"))
     assert list(comparison.table()["n"]) == ["1"]
-    with pytest.raises(DataError, match=r"a, seed 0, has one result in .* and another in .*; leave one out"):
+    with pytest.raises(DataError, match="are different results of one method, seed and setting; leave one out"):
         read_results(tmp_path)
 
 
