@@ -152,18 +152,17 @@ def run(
 def _checked(method: Method, clients: Sequence[Client], config: RunConfig, callbacks: Sequence[Callback]) -> dict[int, Client]:
     """Return the clients by id, if there can be a run of these."""
     if not isinstance(method, Method):
-        name = method if isinstance(method, str) else getattr(method, "__name__", "fedlps").lower()
-        raise InvalidValueError(f"method must be a Method, got {method!r}; call what makes one: fl.methods.{name}()")
+        raise InvalidValueError(f"method must be a Method, got {method!r}; call what makes one, as in fl.methods.fedlps()")
     for one in callbacks:
         if not isinstance(one, Callback):
-            hint = "make an object of it" if isinstance(one, type) else "inherit from sparsekit_fl.Callback"
-            raise InvalidValueError(f"callbacks must be Callback objects, got {one!r}; {hint}")
+            raise InvalidValueError(
+                f"callbacks must be objects of classes that inherit from sparsekit_fl.Callback, got {one!r}"
+            )
     roster = by_id(clients)
     if len(roster) != len(clients):
         raise InvalidValueError("client ids must be distinct; number them 0, 1, 2, …")
     if config.cohort > len(clients):
-        there = "is only 1 client" if len(clients) == 1 else f"are only {len(clients)} clients"
-        raise InvalidValueError(f"cohort is {config.cohort}, but there {there}; lower it, or pass more clients")
+        raise InvalidValueError(f"cohort is {config.cohort}, but clients are {len(clients)}; lower it, or pass more clients")
     return roster
 
 

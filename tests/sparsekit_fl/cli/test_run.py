@@ -116,7 +116,7 @@ def test_clients_that_cannot_train_are_named_in_the_summary_and_the_exit_code_is
         ("fedlps --model lstm", "takes data of kind 'tokens'"),
         ("fedlps --rounds 0", "rounds must be greater than or equal to 1, got 0"),
         ("fedlps --rounds many", "not a valid int"),
-        ("fedlps --cohort 21", "there are only 20 clients"),
+        ("fedlps --cohort 21", "but clients are 20"),
         ("fedlps --device tpu9", "--device 'tpu9' cannot be used"),
         ("fedlps --partition even", "unknown partition"),
         ("fedlps --heterogeneity much", "heterogeneity must be 'low', 'median', 'high' or 'own', got 'much'"),
