@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from sparsekit.allocation import check_ratio
-from sparsekit.errors import InvalidValueError, SparsekitError
+from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitMask
 from sparsekit.surgery import save_compact
 from sparsekit_fl.checkpoint import Memories
@@ -43,12 +43,9 @@ def answer(spec: RunSpec, client: Client, request: Request, memories: Memories) 
         reply, memory = run_client(spec, client, request, memory, out=memories.folder.parent)
         if request.task == "score" or (not memory and request.memory_round is None):
             return reply
-        try:
-            memories.write(client.id, request.round, memory)
-        except InvalidValueError as error:
-            raise _failure(request, spec, str(error)) from error
+        memories.write(client.id, request.round, memory)
         return replace(reply, stored=True)
-    except ClientError as error:
+    except (ClientError, InvalidValueError) as error:  # the last one is of a memory that cannot be saved
         return Reply(client_id=client.id, error=str(error), traceback=traceback.format_exc())
 
 
@@ -167,7 +164,10 @@ def _score(spec: RunSpec, client: Client, request: Request, memory: Memory, out:
         private = any(name not in state and name not in spec.frozen for name in full)
         is_global = model.state is full and model.mask is None and not private
     if out is not None and request.with_model and (calibrated or not is_global):
-        _save(spec, request, out)
+        # Of a weight mask, dropped entries are zeros.
+        path = model_path(out, client.id)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_compact(spec.masked.compact(), path, graph=spec.graph, mask=spec.masked.unit_mask())
     shared = test if request.with_shared else None
     if request.with_shared and not is_global:
         with _named(request, spec, "deploy"):
@@ -186,16 +186,6 @@ def _score(spec: RunSpec, client: Client, request: Request, memory: Memory, out:
     return Reply(client_id=client.id, evaluation=evaluation)
 
 
-def _save(spec: RunSpec, request: Request, out: Path) -> None:
-    """Write the narrow model with its mask; of a weight mask, dropped entries are zeros."""
-    path = model_path(out, request.client_id)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        save_compact(spec.masked.compact(), path, graph=spec.graph, mask=spec.masked.unit_mask())
-    except SparsekitError as error:
-        raise _failure(request, spec, f"its model cannot be saved: {error}") from error
-
-
 def _complete(spec: RunSpec, memory: Memory, received: StateDict) -> dict[str, Tensor]:
     """Return the whole dense state: entries from the server, and private ones, which are those of round 0 at first."""
     own = memory.setdefault("private", {})
@@ -210,8 +200,7 @@ def _named(request: Request, spec: RunSpec, hook: str) -> Iterator[None]:
     except ClientError:
         raise
     except Exception as error:
-        raise _failure(request, spec, f"in {hook}(): {type(error).__name__}: {error}") from error
-
-
-def _failure(request: Request, spec: RunSpec, text: str) -> ClientError:
-    return ClientError(f"client {request.client_id} failed in round {request.round} of method {spec.method.name!r}, {text}")
+        raise ClientError(
+            f"client {request.client_id} failed in round {request.round} of method {spec.method.name!r}, in {hook}():"
+            f" {type(error).__name__}: {error}"
+        ) from error

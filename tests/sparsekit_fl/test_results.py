@@ -48,7 +48,7 @@ def test_a_result_is_read_as_it_was_and_one_of_another_version_or_a_damaged_one_
     raw = finished.to_dict()
     cost = replace(finished.cost, flops_scoring=3, scoring_seconds=0.1)
     whole = replace(
-        finished, cost=cost, note="a note", stopped="enough", fingerprint={"code": "x"}, experiment={"dataset": "tiny"},
+        finished, cost=cost, note="a note", stopped="enough", experiment={"dataset": "tiny"},
         rounds=(*finished.rounds, replace(finished.rounds[0], dropped=((1, "why"),), cost=cost, loss=None)),
     )  # fmt: skip
     for result in (finished, whole):
