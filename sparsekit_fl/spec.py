@@ -56,13 +56,7 @@ class RunSpec:
     frozen: frozenset[str] = frozenset()
 
     @staticmethod
-    def build(
-        method: Method,
-        problem: Problem,
-        config: RunConfig,
-        *,
-        init: Path | str | StateDict | None = None,
-    ) -> RunSpec:
+    def build(method: Method, problem: Problem, config: RunConfig, *, init: Path | str | StateDict | None = None) -> RunSpec:
         """Make the model from the run's seed, trace its units and its costs.
 
         Args:
