@@ -160,7 +160,7 @@ def _score(spec: RunSpec, client: Client, request: Request, memory: Memory, out:
         model = method.deploy(ctx, full)
         load_leaves(ctx, model.state, model.mask)
         calibrated = method.recalibrates and calibrate(ctx, module)
-        test, validation = ctx.score(module, "test"), ctx.score(module, "val")
+        test, validation = ctx.score("test"), ctx.score("val")
         private = any(name not in state and name not in spec.frozen for name in full)
         is_global = model.state is full and model.mask is None and not private
     if out is not None and request.with_model and (calibrated or not is_global):
@@ -174,7 +174,7 @@ def _score(spec: RunSpec, client: Client, request: Request, memory: Memory, out:
             ctx.load({name: state.get(name, tensor) for name, tensor in spec.initial.items()}, None)
             if method.recalibrates:
                 calibrate(ctx, module)
-            shared = ctx.score(module, "test")
+            shared = ctx.score("test")
     evaluation = Evaluation(
         client_id=client.id,
         examples=len(client.data.test),

@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparsekit.graph import StateDict, UnitGraph, UnitMask, WeightMask
 from sparsekit.measure import CostModel, CostTerm
@@ -111,17 +111,10 @@ class ClientContext:
             rng=self.rng,
         )
 
-    def fit(self, module: nn.Module, batches: Batches, step: Step) -> TrainingLog:
-        """Run `step` over `batches`; see `training.fit`."""
-        return fit(
-            module,
-            batches,
-            step,
-            metrics=self.problem.metrics,
-            rng=self.rng,
-            amp=self.training.amp,
-            device=self.device,
-        )
+    def fit(self, batches: Batches, step: Step) -> TrainingLog:
+        """Run `step`, which trains the narrow model, over `batches`; see `client.fit.fit`."""
+        module, metrics, amp = self.masked.model, self.problem.metrics, self.training.amp
+        return fit(module, batches, step, metrics=metrics, rng=self.rng, amp=amp, device=self.device)
 
     def work(self, mask: UnitMask | WeightMask | None, log: TrainingLog) -> WorkCost:
         """Return the FLOPs of a fit under one mask; the paper's convention counts every batch as full."""
@@ -143,22 +136,19 @@ class ClientContext:
         padded = examples if padded_examples is None else padded_examples
         return WorkCost(flops=3 * compact * examples, flops_paper=3 * rowmask_flops(self.costs, mask) * padded)
 
-    def score(self, module: nn.Module, split: Split, *, positions: Tensor | None = None) -> Scores:
-        """Score a module on one split of this client; an empty split has no scores. Its FLOPs are counted.
+    def score(self, split: Split, *, positions: Tensor | None = None) -> Scores:
+        """Score the narrow model on one split of this client; an empty split has no scores. Its FLOPs are counted.
 
         Args:
-            module: What is scored. One that is not the narrow model's counts as whole, unless its attribute `mask` is the unit
-                mask of what it holds.
             split: The examples.
             positions: Positions of the examples that count, int64; None for all.
         """
         if len(getattr(self.client.data, split)) == 0:
             return {}
         examples = self.examples(split)
-        held = self.masked.unit_mask() if module is self.masked.model else getattr(module, "mask", None)
         count = len(examples) if positions is None else len(positions)
-        self.scored.append(count * self.costs.forward_flops(held if isinstance(held, UnitMask) else None))
-        return evaluate(module, self.problem, examples, positions=positions)
+        self.scored.append(count * self.costs.forward_flops(self.masked.unit_mask()))
+        return evaluate(self.masked.model, self.problem, examples, positions=positions)
 
 
 def client_seconds(cost: WorkCost, capability: Capability) -> float:

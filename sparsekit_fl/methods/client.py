@@ -124,7 +124,7 @@ def sgd(
     for leaf in frozen:
         leaf.requires_grad_(False)
     try:
-        log = client.fit(module, batches, step)
+        log = client.fit(batches, step)
     finally:
         for leaf in frozen:
             leaf.requires_grad_(True)
@@ -224,10 +224,9 @@ def keep_model(client: ClientContext, result: Result, keep: Keep) -> None:
     """
     memory = client.memory.setdefault("kept", {})
     if keep != "last":
-        module = client.masked.model
-        validation = client.score(module, "val")
+        validation = client.score("val")
         sample = _sample(client, memory, result.log)
-        training = client.score(module, "train", positions=sample) if len(sample) else {}
+        training = client.score("train", positions=sample) if len(sample) else {}
         quality = _quality(validation, training)
         if not quality >= memory.get("quality", [float("-inf")]):
             return  # also if the loss is NaN

@@ -214,7 +214,7 @@ def _initial_accuracy(client: ClientContext) -> dict[str, float]:
     size = len(client.client.data.train)
     count = max(1, 3 * client.training.local_epochs * size // 100)  # a backward pass costs two forward ones
     sample = torch.from_numpy(client.rngs["ratio"].permutation(size))[:count].sort().values
-    score, weight = client.score(client.masked.model, "train", positions=sample).get("accuracy", (0.0, 0.0))
+    score, weight = client.score("train", positions=sample).get("accuracy", (0.0, 0.0))
     return {"initial_accuracy": score / weight} if weight else {}
 
 

@@ -109,7 +109,7 @@ def _accuracy(client: ClientContext, task: Task) -> float:
     client.load(task.state, task.mask)
     # A client without validation data decides by its training data.
     split: Split = "val" if len(client.client.data.val) else "train"
-    score, weight = client.score(client.masked.model, split).get("accuracy", (0.0, 0.0))
+    score, weight = client.score(split).get("accuracy", (0.0, 0.0))
     return score / weight if weight else 0.0
 
 

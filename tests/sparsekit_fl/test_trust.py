@@ -76,7 +76,7 @@ def test_a_fresh_run_deletes_and_replaces_nothing_that_was_there(name: str, tmp_
     assert path.read_text() == "mine"
 
 
-def stop(*_: Any) -> fl.Model:
+def stop(*_: Any) -> fl.Task:
     raise KeyboardInterrupt
 
 
