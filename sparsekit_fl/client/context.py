@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from sparsekit.graph import StateDict, UnitGraph, UnitMask, WeightMask
-from sparsekit.measure import CostModel, CostTerm
+from sparsekit.measure import CostModel
 from sparsekit.training import LearnableMask
 from sparsekit_fl.client.fit import Batches, Examples, Step, TrainingLog, evaluate, fit
 from sparsekit_fl.client.messages import Scores, WorkCost
@@ -176,10 +176,7 @@ def rowmask_flops(costs: CostModel, mask: UnitMask | WeightMask | None = None) -
         sizes = {name: int(mask[name].sum()) if name in mask else math.prod(s) for name, s in costs.graph.shapes.items()}
     else:
         sizes = costs.sizes(mask, sides=("out",))
-    flops = Fraction(costs.other_flops)
-    for term in costs.terms:
-        flops += term.positions * (2 * sizes[term.weight] + _bias_entries(costs, term))
-    return int(flops // costs.examples)
+    return _flops(costs, sizes, bias=True, others=costs.other_flops)
 
 
 def part_flops(costs: CostModel, weights: Collection[str], *, bias: bool = False) -> int:
@@ -190,13 +187,14 @@ def part_flops(costs: CostModel, weights: Collection[str], *, bias: bool = False
         weights: State-dict keys; others than weights of convolutions and products cost nothing.
         bias: Count bias entries once per output position too, as the paper's convention does.
     """
-    flops = Fraction(0)
+    return _flops(costs, {name: math.prod(costs.graph.shapes[name]) for name in weights}, bias=bias)
+
+
+def _flops(costs: CostModel, sizes: Mapping[str, int], *, bias: bool, others: int = 0) -> int:
+    """Return the FLOPs of one example: two for each entry of a weight and position, one for an entry of its bias."""
+    flops = Fraction(others)
     for term in costs.terms:
-        if term.weight in weights:
-            added = _bias_entries(costs, term) if bias else 0
-            flops += term.positions * (2 * math.prod(costs.graph.shapes[term.weight]) + added)
+        if term.weight in sizes:
+            entries = math.prod(costs.graph.shapes[term.bias]) if bias and term.bias is not None else 0
+            flops += term.positions * (2 * sizes[term.weight] + entries)
     return int(flops // costs.examples)
-
-
-def _bias_entries(costs: CostModel, term: CostTerm) -> int:
-    return math.prod(costs.graph.shapes[term.bias]) if term.bias is not None else 0
