@@ -123,6 +123,11 @@ class Batches:
         """Examples of an epoch with its last batch counted as full, as the paper counts FLOPs."""
 
     @property
+    def size(self) -> int:
+        """Number of examples of an epoch."""
+        return sum(stop - start for start, stop in self.bounds)
+
+    @property
     def epochs(self) -> int:
         """Number of passes."""
         return len(self._orders)
@@ -266,9 +271,7 @@ def fit(
     global generator, from which dropout draws.
     """
     accuracy = metrics.get("accuracy")
-    losses: list[float] = []
-    accuracies: list[float] = []
-    examples = epochs = 0
+    losses, accuracies = list[float](), list[float]()
     module.train()
     with torch_scope(rng):
         for epoch in batches:
@@ -276,7 +279,6 @@ def fit(
             loss_sum: Any = 0.0
             score_sum: Any = 0.0
             weight_sum: Any = 0.0
-            seen = 0
             for batch in epoch:
                 with _precision(amp, device):
                     outputs, loss = step(batch)
@@ -286,17 +288,14 @@ def fit(
                         score, weight = accuracy(outputs, batch.targets)
                     score_sum += score
                     weight_sum += weight
-                seen += batch.size
-            examples += seen
-            epochs += 1
-            losses.append(float(loss_sum) / seen)
+            losses.append(float(loss_sum) / batches.size)
             if accuracy is not None:
                 accuracies.append(float(score_sum) / max(float(weight_sum), 1e-12))
     return TrainingLog(
         loss=tuple(losses),
         accuracy=tuple(accuracies),
-        examples=examples,
-        padded_examples=batches.padded_examples * epochs,
+        examples=batches.size * len(losses),
+        padded_examples=batches.padded_examples * len(losses),
     )
 
 
