@@ -97,15 +97,14 @@ class RunSpec:
         private = self.method.private(self.graph)
         return [name for name in self.initial if name not in self.frozen and name not in private]
 
-    def fingerprint(self) -> dict[str, Any]:
-        """Return what tells one model from another: digests of its entries, of its units and of its frozen values.
+    def fingerprint(self) -> str:
+        """Return a digest of what tells one model from another: its entries, its units and its frozen values.
 
         Frozen values never travel, so that server and clients must have the same ones.
         """
         shapes = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in self.initial.items()]
-        groups = [list(pair) for pair in self.graph.fingerprint()]
-        frozen = digest({name: self.initial[name] for name in sorted(self.frozen)})[:_DIGITS]
-        return {"entries": len(shapes), "shapes": short_digest(shapes), "units": short_digest(groups), "frozen": frozen}
+        frozen = digest({name: self.initial[name] for name in self.frozen})
+        return short_digest([shapes, self.graph.fingerprint(), frozen])
 
     def describe(self, clients: Mapping[int, Client], experiment: Mapping[str, Any]) -> dict[str, Any]:
         """Return what must be equal for a run to be resumed.
@@ -124,7 +123,7 @@ class RunSpec:
                 "capabilities": short_digest(devices),
                 "data": data_fingerprint(clients.values()),
             },
-            "model": {**self.fingerprint(), "initial": digest(self.initial)[:_DIGITS]},
+            "model": {"fingerprint": self.fingerprint(), "initial": digest(self.initial)[:_DIGITS]},
         }
 
     def on(self, device: str) -> RunSpec:

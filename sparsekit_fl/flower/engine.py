@@ -22,7 +22,7 @@ from sparsekit_fl.client.packing import pack
 from sparsekit_fl.engines import one_thread
 from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.problem.data import Capability, Client, ClientData
-from sparsekit_fl.spec import RunSpec, short_digest
+from sparsekit_fl.spec import RunSpec
 
 _log = logging.getLogger(__name__)
 
@@ -237,7 +237,7 @@ def run_id(memories: Memories) -> str:
 
 def identity_of(spec: RunSpec) -> str:
     """Return what server and devices must share: the version, and a digest of units, shapes and frozen values."""
-    return f"sparsekit {__version__}, model {short_digest(spec.fingerprint())}"
+    return f"sparsekit {__version__}, model {spec.fingerprint()}"
 
 
 def describe_clients(clients: Iterable[Client], identity: str) -> bytes:
