@@ -134,7 +134,7 @@ def check_update(update: Update, request: Request, ctx: ServerContext, *, upload
     if (update.round, update.client_id) != (request.round, request.client_id):
         raise UpdateError(f"{who} is for round {update.round}, expected round {request.round} of client {request.client_id}")
     expected = ctx.roster[request.client_id].examples
-    if not isinstance(update.examples, int) or update.examples < 1 or update.examples != expected:
+    if update.examples != expected:
         raise UpdateError(f"{who} claims {update.examples!r} training examples, the roster says {expected}")
     try:
         check_ratio(update.ratio)
@@ -164,10 +164,8 @@ def check_update(update: Update, request: Request, ctx: ServerContext, *, upload
             raise UpdateError(f"{who} reports {name} = {value!r}, which no float32 holds; a lower learning rate may help")
     cost = update.cost
     counted = (cost.flops_training, cost.flops_paper, cost.flops_scoring, cost.uplink_bytes, cost.downlink_bytes)
-    if min(counted) < 0:
-        raise UpdateError(f"{who} reports a negative cost")
-    if not (0 <= cost.seconds < _MAX_SECONDS and 0 <= cost.wall_seconds < _MAX_SECONDS):
-        raise UpdateError(f"{who} reports a negative time, or one without end")
+    if min(counted) < 0 or not all(0 <= seconds < _MAX_SECONDS for seconds in (cost.seconds, cost.wall_seconds)):
+        raise UpdateError(f"{who} reports a cost that is negative, or a time without end")
 
 
 def _check_change(who: str, name: str, delta: Tensor, before: Tensor) -> None:

@@ -82,7 +82,7 @@ FAULTS = {
     "an empty mask": (field(mask=UnitMask({"first": torch.zeros(8, dtype=torch.bool)})), "keeps no unit"),
     "dense under a mask": (field(mask=HALF), r"expected torch.float32 \(4, 6\)"),
     "a weight mask of an unknown key": (field(mask=WeightMask({"x": torch.ones(1).bool()})), "wrong ratio or mask"),
-    "a negative cost": (field(cost=fl.WorkCost(flops=-1)), "negative cost"),
+    "a negative cost": (field(cost=fl.WorkCost(flops=-1)), "a cost that is negative"),
     "seconds without end": (field(cost=fl.WorkCost(seconds=math.inf)), "without end"),
     "seconds that are none": (field(cost=fl.WorkCost(wall_seconds=math.nan)), "without end"),
 }
