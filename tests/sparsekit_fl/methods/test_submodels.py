@@ -46,7 +46,7 @@ def kept(select: Any, participations=PARTICIPATIONS, *, metric: str = "accuracy"
             round=number,
             frozen=frozenset(),
             scored=[],
-            score=lambda module, split, scores=scores, **_: scores[split],
+            score=lambda split, scores=scores, **_: scores[split],
             client=SimpleNamespace(data=SimpleNamespace(train=range(90), val=range(10))),
             rngs={"personal": np.random.default_rng(number)},
         )
@@ -74,10 +74,10 @@ def test_the_training_examples_that_decide_are_few_drawn_once_and_then_stay_the_
     asked: dict[int, list[Any]] = {}
     score = fl.ClientContext.score
 
-    def heard(ctx: fl.ClientContext, module: Any, split: Any, **options: Any) -> Any:
+    def heard(ctx: fl.ClientContext, split: Any, **options: Any) -> Any:
         if split == "train":
             asked.setdefault(ctx.client.id, []).append(options["positions"].tolist())
-        return score(ctx, module, split, **options)
+        return score(ctx, split, **options)
 
     monkeypatch.setattr(fl.ClientContext, "score", heard)
     watched(OwnModels(keep="best"), clients=equals(40))
