@@ -171,6 +171,23 @@ def test_a_reply_twice_counts_once_and_the_order_of_replies_changes_no_bit() -> 
     assert all(torch.equal(one[name], made[0][name]) for one in made for name in state)
 
 
+def test_a_client_goes_on_from_the_importance_that_it_learned() -> None:
+    app, seen = ClientApp(), []
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        with train_submodel(message, context, TinyNet(), EXAMPLE) as submodel:
+            seen.append({name: one.clone() for name, one in submodel.model.importance().items()})
+            submodel.model.load_importance({name: one + torch.arange(len(one)) for name, one in seen[-1].items()})
+        return submodel.reply({"num-examples": 1, "train_acc": 0.5})
+
+    grid, strategy = LocalGrid(app), SubmodelStrategy(fedavg(), TinyNet(), EXAMPLE, learned=True)
+    for _ in range(2):
+        list(grid.send_and_receive(strategy.configure_train(1, ArrayRecord(TinyNet().state_dict()), ConfigRecord(), grid)))
+    for name, first in seen[0].items():
+        assert torch.equal(seen[1][name], first + torch.arange(len(first)))
+
+
 def test_a_strategy_that_steps_towards_the_mean_still_does() -> None:
     state = TinyNet().state_dict()
     inner = FedAdam(fraction_train=1.0, min_train_nodes=1, min_available_nodes=1, eta=0.5)
