@@ -111,7 +111,8 @@ class RunOptions(_RunFields):  # type: ignore[misc]
     as_json: bool = False
 
     def __init__(self, **given: Any) -> None:
-        known = options_of(type(self))
+        kind: Any = type(self)  # which the cache does not take for hashable
+        known = options_of(kind)
         for name, value in given.items():
             if name not in known:
                 raise UnknownNameError(f"no option {name!r}; {nearest(name, known)}")
@@ -129,10 +130,11 @@ class RunOptions(_RunFields):  # type: ignore[misc]
         A path that is not an option of the run is one of its method or of its partition.
         """
         known, given, rest = paths(), dict[str, Any](), list[str]()
+        own: Any = cls  # which the cache does not take for hashable
         for path, value in values.items():
             if path in known:
                 plain = tuple(value) if isinstance(value, list) else value
-                given[known[path]] = options_of(cls)[known[path]].read(plain, name=path)
+                given[known[path]] = options_of(own)[known[path]].read(plain, name=path)
             elif path.startswith("training."):
                 raise UnknownNameError(f"no option {path!r}; {nearest(path, [one for one in known if '.' in one])}")
             else:

@@ -169,7 +169,7 @@ def test_without_learning_a_mask_trains_as_its_compact_model() -> None:
 @pytest.mark.parametrize("how", ["state", "pickle", "copy"])
 @pytest.mark.same_bits
 def test_a_training_goes_on_with_the_same_bits_from_any_step(how: str) -> None:
-    """With a rate of its own, importance reads its target at every fourth step: the training goes on between two of them."""
+    """With a rate of its own, importance reads its target at every fourth step; the weights are trained at every step."""
 
     def begin() -> tuple[LearnableMask, torch.optim.Optimizer]:
         masked = LearnableMask(model, (example,), ratio=0.5, learning=GradientImportance(lr=0.1))
