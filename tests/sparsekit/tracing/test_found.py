@@ -31,6 +31,11 @@ def heads(h: Tensor) -> Tensor:
     return h.unflatten(-1, (-1, 4)).transpose(1, 2)
 
 
+def halves(h: Tensor) -> Tensor:
+    """Two heads of whatever the width leaves: both lose the same features."""
+    return h.unflatten(-1, (2, -1)).transpose(1, 2)
+
+
 def joined(h: Tensor) -> Tensor:
     """The way back."""
     return h.transpose(1, 2).flatten(2)
@@ -57,7 +62,8 @@ FLAT: dict[str, tuple[Move, int]] = {
 SEQUENCES: dict[str, tuple[Move, int]] = {
     "merged batch and time": (lambda h: h.flatten(0, 1), 12),
     "largest in time": (lambda h: h.max(1)[0], 12),
-    "one head and back": (lambda h: joined(h.unflatten(-1, (1, -1)).transpose(1, 2).tanh() * 2.0), 12),
+    "halves and back": (lambda h: joined(halves(h).relu() * 2.0), 6),
+    "a sum of halves": (lambda h: joined(halves(h) + halves(h * 2.0)), 6),
     "heads with a part": (lambda h: joined(heads(h)[..., 1:]), 3),
     "heads with one feature": (lambda h: heads(h)[..., 0].transpose(1, 2), 3),
     "heads summed up": (lambda h: h.unflatten(-1, (3, -1)).transpose(1, 2).sum(1), 4),
