@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from zoo_base import Lambda
 
 import sparsekit as sk
 from sparsekit.cli import main as cli
@@ -91,17 +90,6 @@ def test_the_small_model_is_written_as_onnx(nets: str, tmp_path: Path, capsys: p
         x = torch.randn(examples, 1, 8, 8)
         [found] = session.run(None, {session.get_inputs()[0].name: x.numpy()})
         torch.testing.assert_close(torch.from_numpy(found), small(x), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", [None, "x"])
-def test_a_model_for_one_number_of_examples_alone_is_written_for_it(name: str | None, tmp_path: Path) -> None:
-    runtime = pytest.importorskip("onnxruntime", reason="the extra 'export' is not installed")
-
-    model, x = Lambda(lambda m, x: m.linear(x.view(3, 6)), linear=nn.Linear(6, 3)), torch.randn(3, 6)
-    export_onnx(model, () if name else (x,), tmp_path / "model.onnx", {name: x} if name else {})
-    session = runtime.InferenceSession(str(tmp_path / "model.onnx"))
-    [found] = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    torch.testing.assert_close(torch.from_numpy(found), model(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("width", "slow"), [(40, False), (20, False), (37, True)])
