@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from personal import ONE_STEP, client_context, deep_problem, server_context, update, watched
+from personal import ONE_STEP, client_context, deep_problem, server_context, update
 from torch import nn
 
 from sparsekit.errors import InvalidValueError
@@ -96,23 +96,6 @@ def test_depth_follows_capability() -> None:
     assert [affordable_depth(spec.graph, spec.costs, flops / work[-1]) for flops in work] == [1, 2, 3, 4, 5]
     assert affordable_depth(spec.graph, spec.costs, 1e-6) == 1
     assert affordable_depth(spec.graph, spec.costs, 0.9999) == 4
-
-
-def test_clients_receive_train_and_send_a_prefix() -> None:
-    result, updates = watched(depthfl(), problem=long_problem())
-    spec = RunSpec.build(depthfl(), long_problem(), tiny_config())
-    entries = depth_entries(spec.graph)
-    seen = set()
-    for item in updates:
-        depth = affordable_depth(spec.graph, spec.costs, item.ratio)
-        seen.add(depth)
-        for name in spec.graph.shapes:
-            assert (item.delta[name].numel() > 0) == (name in entries[depth - 1])
-        assert item.cost.flops == 3 * depth_flops(spec.graph, spec.costs)[depth - 1] * 2 * item.examples
-    assert len(seen) > 1
-    plain = watched(depthfl(), problem=long_problem(), capability_levels=(1.0,))[0]
-    assert result.cost.flops < plain.cost.flops
-    assert result.cost.downlink_bytes < plain.cost.downlink_bytes
 
 
 def drifting():

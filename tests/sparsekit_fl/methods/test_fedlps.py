@@ -89,10 +89,9 @@ def test_utility_is_the_papers_function() -> None:
         assert utility(x) == pytest.approx(10 - 20 / (1 + math.exp(0.35 * x)))
 
 
-PATTERNS = ["fedlps-random", "fedlps-ordered", "fedlps-magnitude"]
 CHANGED = {
     "flst": {"ratios"}, "rcr-fix": {"ratios"}, "rcr-dyn": {"ratios"}, "p-ucbv-fix": set(), "p-ucbv-dyn": set(),
-    **{name: {"pattern"} for name in PATTERNS},
+    **{name: {"pattern"} for name in ("fedlps-random", "fedlps-ordered", "fedlps-magnitude")},
 }  # fmt: skip
 
 
@@ -115,16 +114,3 @@ def test_a_clients_capability_is_drawn_once_or_in_every_round(name, fixed) -> No
         ratios.setdefault(update.client_id, set()).add(update.ratio)
     assert all(len(found) == 1 for found in ratios.values()) == fixed
     assert result.config.capability == ("fixed" if fixed else "dynamic")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PATTERNS)
-def test_patterns_take_one_ratio_for_all_or_leave_it_to_the_bandits(name) -> None:
-    _, free = watched(name, rounds=6)
-    _, bound = watched(f"{name} ratios=0.5", rounds=6)
-    assert len({update.ratio for update in free}) > 3
-    assert {update.ratio for update in bound} == {0.5}
-    first = {}
-    for update in free:
-        first.setdefault(update.client_id, update)
-    assert all(("initial_accuracy" in update.metrics) == (first[update.client_id] is update) for update in free)

@@ -87,16 +87,6 @@ def test_the_first_round_is_a_plain_mean_and_then_pruned() -> None:
     assert found["w"].tolist() == [[0.0, 0.0, 5.0]]
 
 
-def test_what_comes_down_and_what_goes_up_are_complements() -> None:
-    result, updates = watched(cs(ratio=0.25))
-    assert all(item.mask is None for item in updates if item.round == 1)
-    later = [item for item in updates if item.round > 1]
-    assert all(item.mask.counts() == {"first.weight": 36} for item in later)
-    # The global model is the sparse one.
-    assert int((result.state["first.weight"] != 0).sum()) == 12
-    assert result.state["last.weight"].count_nonzero() == 24
-
-
 def test_a_move_by_hand() -> None:
     mask = WeightMask({"w": torch.tensor([True, True, True, True, False, False])})
     weights = {"w": torch.tensor([0.1, -0.4, 0.3, -0.2, 0.0, 0.0])}
@@ -250,18 +240,6 @@ def test_seconds_per_weight_are_those_of_computing_and_sending_it() -> None:
     device = Capability()
     wire = 4 / device.uplink_bytes_per_second + 4 / device.downlink_bytes_per_second
     assert seconds["first.weight"] == pytest.approx(3 * 2 * 100 / 727e9 + wire)
-
-
-def test_one_client_prunes_in_the_first_round_and_all_share_its_mask() -> None:
-    result, updates = watched(prunefl(every=99))
-    assert [len(record.cohort) for record in result.rounds] == [1, 4, 4, 4]
-    mask = updates[0].mask
-    assert 0.0 < updates[0].ratio < 1.0
-    assert set(mask) == {"first.weight"}
-    assert all(item.mask == mask for item in updates)
-    assert not bool(result.state["first.weight"][~mask["first.weight"]].any())
-    # Ten reconfigurations at most, each after two epochs of at most 27 examples.
-    assert result.rounds[0].cost.flops <= 20 * 27 * 3 * 2 * (48 + 24)
 
 
 def test_the_gradients_are_squared_sums_of_dense_ones_times_examples() -> None:
