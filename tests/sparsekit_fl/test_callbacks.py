@@ -1,5 +1,6 @@
 """Callbacks: what they are told, how they stop a run, and that a resumed run continues where they stopped."""
 
+import io
 import json
 import math
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from personal import tiny_run
+from rich.console import Console
 
 import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
@@ -127,6 +129,16 @@ def test_the_best_checkpoint_is_the_model_of_its_round(monitor: str, tmp_path: P
     kept = fl.load_model(tmp_path, "best", model=TinyNet)
     then = tiny_run(rounds=note["round"])
     assert all(torch.equal(kept.state_dict()[name], tensor) for name, tensor in then.state.items())
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_terminal_shows_a_bar_unless_it_is_told_not_to(quiet: bool) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=160)
+    with fl.callbacks.LiveProgress(quiet=quiet, label="1/2 [fedavg], seed 0", console=console) as progress:
+        accuracy = tiny_run(callbacks=[progress]).final.metrics["accuracy"]
+    shown = console.file.getvalue()
+    parts = ("1/2 [fedavg], seed 0", "4/4", f"accuracy {accuracy:.1%}", "left")
+    assert shown == "" if quiet else all(part in shown for part in parts)
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.checkpoint import Memories, RunFolder, State, dumps, loads, write_atomically
+from sparsekit_fl.checkpoint import RunFolder, State, dumps, loads
 from sparsekit_fl.errors import ResumeError
 
 MEMORY = {
@@ -36,30 +36,10 @@ def test_a_value_comes_back_with_its_types_and_its_order_and_without_the_rest_of
     assert torch.equal(loads(dumps({"row": row}))["row"], row)
 
 
-def test_only_named_versions_and_files_of_others_stay(tmp_path):
-    memories = Memories(tmp_path, durable=False)
-    for client_id, round in [(1, 1), (1, 2), (2, 1), (3, 5)]:
-        memories.write(client_id, round, MEMORY)
-    (tmp_path / "mine.pt").write_bytes(b"a user's")
-    memories.keep({1: 2, 2: 1})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1-2.pt", "2-1.pt", "mine.pt"]
-    memories.remove({1: 2, 9: 9})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["2-1.pt", "mine.pt"]
-
-
 @pytest.mark.parametrize("memory", [{"a": [object()]}, {"a": {1.5: "object"}}])
 def test_what_cannot_be_saved_is_refused_and_shown(memory):
     with pytest.raises(InvalidValueError, match=r"a memory holds .*object.*; allowed are tensors"):
         dumps(memory)
-
-
-def test_a_write_that_fails_leaves_the_old_file(tmp_path):
-    path = tmp_path / "file"
-    write_atomically(path, b"old")
-    with pytest.raises(TypeError):
-        write_atomically(path, "not bytes")
-    assert path.read_bytes() == b"old"
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 DESCRIBED = {"config": {"rounds": 9}}
@@ -117,6 +97,7 @@ def test_a_folder_gives_back_the_state_of_its_last_round_and_nothing_that_came_a
             file.write('{"round": 3}\n{"rou')
         for left_over in (tmp_path / ".result.json.7.tmp", tmp_path / "clients" / ".1-3.pt.7.tmp"):
             left_over.touch()
+        (tmp_path / "clients" / "mine.pt").write_bytes(b"a user's")
         with pytest.raises(ResumeError, match="another run is writing"), RunFolder.open(tmp_path, resume=True):
             pass
     with RunFolder.open(tmp_path, resume=True) as folder:
@@ -125,10 +106,11 @@ def test_a_folder_gives_back_the_state_of_its_last_round_and_nothing_that_came_a
         assert same(state.model, saved.model)
         assert records == [{"round": 1}, {"round": 2}]
         assert folder.memories.read(1, 2) == {"seen": 2}
-        assert [path.name for path in (tmp_path / "clients").iterdir()] == ["1-2.pt"]
+        assert {path.name for path in (tmp_path / "clients").iterdir()} == {"1-2.pt", "mine.pt"}
         assert not list(tmp_path.rglob("*.tmp"))
         folder.save(State(3, {"w": torch.zeros(2)}), {"round": 3})
-        assert not list((tmp_path / "clients").iterdir()), "a version that no checkpoint names any more goes"
+        left = [path.name for path in (tmp_path / "clients").iterdir()]
+        assert left == ["mine.pt"], "a version that no checkpoint names any more goes, a user's file stays"
     with RunFolder.open(tmp_path, resume=True) as folder:
         assert folder.load(DESCRIBED, FRESH)[1] == [{"round": 1}, {"round": 2}, {"round": 3}]
     with RunFolder.open(tmp_path, resume=True) as folder, pytest.raises(ResumeError, match=r"config.lr: was null, now 1"):

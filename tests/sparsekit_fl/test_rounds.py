@@ -67,23 +67,20 @@ def test_a_changed_option_and_other_data_are_refused_on_resume_and_named(tmp_pat
     with pytest.raises(fl.errors.RunInterrupted, match=r"round 1 of 4 was the last to be finished; the state is in .*--resume"):
         tiny_run(out=tmp_path, callbacks=[StopAfter(1)])
     changed = replace(tiny_config(), training=replace(tiny_config().training, lr=0.2))
-    with pytest.raises(fl.errors.ResumeError, match=r"config.training.lr: was 0.1, now 0.2"):
-        tiny_run(out=tmp_path, resume=True, config=changed)
-    with pytest.raises(fl.errors.ResumeError, match=r"config.rounds: was 4, now 5.*--set init="):
-        tiny_run(out=tmp_path, resume=True, rounds=5)
-    with pytest.raises(fl.errors.ResumeError, match=r'method.name: was "fedavg", now "fedprox mu=0.5"'):
-        tiny_run("fedprox mu=0.5", out=tmp_path, resume=True)
-    with pytest.raises(fl.errors.ResumeError, match=r"clients.count: was 8, now 9"):
-        tiny_run(clients=tiny_clients(9), out=tmp_path, resume=True)
-    first, *others = tiny_clients()
-    for change in ({"ratio": 0.75}, {"flops_per_second": 1e9}, {"uplink_bytes_per_second": 1e3}):
-        other = replace(first, capability=fl.Capability(**change))
-        with pytest.raises(fl.errors.ResumeError, match=r"clients\.capabilities: was .*, now "):
-            tiny_run(clients=[other, *others], out=tmp_path, resume=True)
-    clients = tiny_clients()
+    clients, (first, *others) = tiny_clients(), tiny_clients()
     clients[5].data.train.targets[0] += 1 if clients[5].data.train.targets[0] < 2 else -1
-    with pytest.raises(fl.errors.ResumeError, match=r"clients.data: was"):
-        tiny_run(clients=clients, out=tmp_path, resume=True)
+    powers = ({"ratio": 0.75}, {"flops_per_second": 1e9}, {"uplink_bytes_per_second": 1e3})
+    for given, says in (
+        ({"config": changed}, r"config.training.lr: was 0.1, now 0.2"),
+        ({"rounds": 5}, r"config.rounds: was 4, now 5.*--set init="),
+        ({"method": "fedprox mu=0.5"}, r'method.name: was "fedavg", now "fedprox mu=0.5"'),
+        ({"clients": tiny_clients(9)}, r"clients.count: was 8, now 9"),
+        *(({"clients": [replace(first, capability=fl.Capability(**power)), *others]},
+           r"clients\.capabilities: was .*, now ") for power in powers),
+        ({"clients": clients}, r"clients.data: was"),
+    ):  # fmt: skip
+        with pytest.raises(fl.errors.ResumeError, match=says):
+            tiny_run(out=tmp_path, resume=True, **given)
     with pytest.raises(fl.errors.ResumeError, match="already holds a run"):
         tiny_run(out=tmp_path)
     assert len(tiny_run(out=tmp_path, resume=True).rounds) == 4

@@ -136,8 +136,8 @@ def test_a_run_without_room_for_its_checkpoint_stops_and_resumes_to_the_same_bit
             tiny_run(out=tmp_path, callbacks=[LimitFiles(tmp_path)])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert tiny_run(out=tmp_path, resume=True).final == tiny_run().final
     assert not list(tmp_path.rglob("*.tmp"))
+    assert tiny_run(out=tmp_path, resume=True).final == tiny_run().final
 
 
 def flipped(path: Path) -> Iterator[int]:

@@ -1,6 +1,7 @@
 """`sparsekit run` and `sparsekit fedlps`: results, files, errors and exit codes."""
 
 import json
+import re
 import shlex
 import signal
 from pathlib import Path
@@ -22,8 +23,9 @@ def test_a_run_prints_a_table_and_says_how_to_keep_it(capsys: pytest.CaptureFixt
     assert all(title in captured.out for title in titles)
     # Stderr is not a terminal here: a line per evaluation, as in a log of nohup.
     lines = captured.err.splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["fedavg round 1/2", "fedavg round 2/2"]
-    assert all("validation accuracy" in line and "FLOPs" in line for line in lines)
+    says = r"fedavg round {}/2: accuracy \d+\.\d%, validation accuracy \d+\.\d%, \d\.\d{{3}}T FLOPs, "
+    assert len(lines) == 2
+    assert all(re.match(says.format(round), line) for round, line in enumerate(lines, 1)), lines
     assert max(map(len, captured.out.splitlines())) <= 100
     assert execute(["run", "fedavg", *TINY, "--quiet"]) == 0
     assert capsys.readouterr().err == ""
@@ -34,7 +36,6 @@ def test_json_is_the_result_and_nothing_else(capsys: pytest.CaptureFixture[str])
     settings += ["--set", "eval_clients=2", "--heterogeneity", "median", "--set", "partition.lack_classes=6"]
     given = ["--seed", "3", "--lr", "0.05", "--batch-size", "8", *settings]
     result = command(["run", "fedavg", *TINY, *given], capsys)
-    assert set(result) >= {"method", "config", "seed", "final", "cost", "rounds", "environment"}
     assert result["seed"] == 3
     config, training = result["config"], result["config"]["training"]
     assert (config["rounds"], config["cohort"], config["experiment"]["dataset"]) == (2, 2, "digits")
@@ -47,10 +48,6 @@ def test_json_is_the_result_and_nothing_else(capsys: pytest.CaptureFixture[str])
     # What `tune` reads: of the clients' own validation data, never of test data.
     validation = [one["validation"]["accuracy"] for one in result["final"]["per_client"]]
     assert result["final"]["validation"]["accuracy"] == pytest.approx(sum(validation) / 4)
-    assert set(result["cost"]) == {
-        "flops", "flops_paper", "flops_training", "flops_scoring", "uplink_bytes", "downlink_bytes",
-        "simulated_seconds", "simulated_seconds_training", "simulated_seconds_scoring", "wall_seconds",
-    }  # fmt: skip
 
 
 @pytest.mark.same_bits
@@ -115,7 +112,6 @@ def test_clients_that_cannot_train_are_named_in_the_summary_and_the_exit_code_is
         ("fedlps --engine proceses", "did you mean 'processes'"),
         ("fedlps --model lstm", "takes data of kind 'tokens'"),
         ("fedlps --rounds 0", "rounds must be greater than or equal to 1, got 0"),
-        ("fedlps --rounds many", "not a valid int"),
         ("fedlps --cohort 21", "but clients are 20"),
         ("fedlps --device tpu9", "--device 'tpu9' cannot be used"),
         ("fedlps --partition even", "unknown partition"),
@@ -124,22 +120,15 @@ def test_clients_that_cannot_train_are_named_in_the_summary_and_the_exit_code_is
         ("fedlps --data-dir /no/such/folder", "is not a folder"),
         ("fedlps --partition dirichlet --set partition.distinct=true", "'dirichlet' has no option 'distinct'"),
         ("fedlps --set partition.classes_per_client=99", "classes_per_client must be in [1, 10], got 99"),
-        (
-            "fedlps --set partition.images_per_class=1",
-            "images_per_class must be greater than or equal to 2, got '1'; one to train",
-        ),
+        ("fedlps --set partition.images_per_class=1", "must be greater than or equal to 2, got '1'; one to train"),
         ("fedlps --set partition.lack_classes=10", "lack_classes must be in [0, 9], got 10"),
-        ("fedlps --set min_replies=99", "min_replies must be at most cohort (5)"),
-        ("fedlps --set training.momentum=1", "training.momentum must be less than 1, got '1'"),
         ("fedlps --set training.momentun=1", "did you mean 'training.momentum'"),
         ("run local --set keep=last", "no option 'keep'"),
-        ("fedlps --set keep=first", "keep must be 'last' or 'best', got 'first'"),
         ("fedlps --config nosuch.toml", "--config nosuch.toml cannot be read: No such file"),
         ("compare", "METHODS are missing"),
         ("compare fedavg fedavg", "given twice"),
         ("compare fedavg fedavgg", "did you mean 'fedavg'"),
         ("compare fedavg --callback bset", "did you mean 'best'"),
-        ("compare fedavg --seeds 0", "0 is not in the range x>=1"),
         ("compare fedavg --engine flower", "--engine flower is for `sparsekit run METHOD`"),
         ("fedlps --engine flower --set ray_address=a:1", "ray_address needs --out DIR, a folder that all machines"),
     ],

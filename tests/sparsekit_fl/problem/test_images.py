@@ -47,15 +47,6 @@ def assert_normalised(source: fl.DataSource) -> None:
     assert pixels.std((0, 2, 3)).tolist() == pytest.approx(source.std, abs=0.01)
 
 
-def test_pictures_and_labels_come_in_the_order_of_the_file(tmp_path: Path) -> None:
-    write_mnist(tmp_path)
-    source = check_dataset(lambda: fl.datasets["mnist"](str(tmp_path)))
-    assert source.train.inputs[0].shape == (3, 1, 28, 28)
-    assert source.train.inputs[0][:, 0, 0, 0].tolist() == [10, 20, 30]
-    assert source.train.labels().tolist() == [1, 0, 9]
-    assert source.test.labels().tolist() == [3]
-
-
 def test_cifar100_uses_its_fine_labels_and_files_in_several_parts(tmp_path: Path) -> None:
     for part, label in enumerate((55, 66)):
         path = tmp_path / "cifar100" / f"train-0000{part}-of-00002.parquet"
@@ -83,7 +74,9 @@ def test_damaged_files_are_refused_with_the_place(tmp_path: Path, images: list, 
         fl.datasets["mnist"](tmp_path)
 
 
-def test_without_a_directory_the_copy_of_the_hub_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_directory_the_copy_of_the_hub_is_fetched_and_read_in_the_order_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_mnist(tmp_path / "copy")
     asked = []
 
@@ -94,10 +87,13 @@ def test_without_a_directory_the_copy_of_the_hub_is_fetched(tmp_path: Path, monk
     hub = ModuleType("huggingface_hub")
     hub.snapshot_download = download  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    source: fl.DataSource = fl.datasets["mnist"](None)
+    source = check_dataset(lambda: fl.datasets["mnist"](None))
+    assert source.train.inputs[0].shape == (3, 1, 28, 28)
+    assert source.train.inputs[0][:, 0, 0, 0].tolist() == [10, 20, 30]
     assert source.train.labels().tolist() == [1, 0, 9]
+    assert source.test.labels().tolist() == [3]
     wanted = ["train*.parquet", "*/train*.parquet", "test*.parquet", "*/test*.parquet"]
-    assert asked == [("ylecun/mnist", "dataset", wanted)]
+    assert asked == [("ylecun/mnist", "dataset", wanted)] * 2
 
 
 def test_digits_are_complete_and_normalised() -> None:
