@@ -131,13 +131,13 @@ def test_the_best_checkpoint_is_the_model_of_its_round(monitor: str, tmp_path: P
     assert all(torch.equal(kept.state_dict()[name], tensor) for name, tensor in then.state.items())
 
 
-@pytest.mark.parametrize("quiet", [False, True])
-def test_a_terminal_shows_a_bar_unless_it_is_told_not_to(quiet: bool) -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=160)
+@pytest.mark.parametrize(("terminal", "quiet"), [(True, False), (True, True), (False, False)])
+def test_a_terminal_shows_a_bar_and_a_log_a_line_per_evaluation_unless_told_not_to(terminal: bool, quiet: bool) -> None:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=160)
     with fl.callbacks.LiveProgress(quiet=quiet, label="1/2 [fedavg], seed 0", console=console) as progress:
         accuracy = tiny_run(callbacks=[progress]).final.metrics["accuracy"]
     shown = console.file.getvalue()
-    parts = ("1/2 [fedavg], seed 0", "4/4", f"accuracy {accuracy:.1%}", "left")
+    parts = (f"accuracy {accuracy:.1%}", "left" if terminal else "1/2 [fedavg], seed 0 round 4/4: ")
     assert shown == "" if quiet else all(part in shown for part in parts)
 
 

@@ -33,5 +33,5 @@ def test_inputs_that_are_no_numbers_are_found_in_any_data_set(
 
 @pytest.mark.parametrize("given", ["fedavg", fl.methods.fedavg])
 def test_a_method_that_was_not_called_is_told_how_to_call_it(given: object) -> None:
-    with pytest.raises(InvalidValueError, match=r"method must be a Method, got .*(?i:fedavg).*: fl\.methods\.fedavg\(\)"):
+    with pytest.raises(InvalidValueError, match=r"method must be a Method, got .*(?i:fedavg).*as in fl\.methods\.fedlps\(\)"):
         fl.run(given, tiny_problem(), [], fl.RunConfig(rounds=1, cohort=1))  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ def test_a_run_prints_a_table_and_says_how_to_keep_it(capsys: pytest.CaptureFixt
     assert all(title in captured.out for title in titles)
     # Stderr is not a terminal here: a line per evaluation, as in a log of nohup.
     lines = captured.err.splitlines()
-    says = r"fedavg round {}/2: accuracy \d+\.\d%, validation accuracy \d+\.\d%, \d\.\d{{3}}T FLOPs, "
+    says = r"fedavg round {}/2: accuracy \d+\.\d%, validation accuracy \d+\.\d%, \d\.\d{{3}}G FLOPs, "
     assert len(lines) == 2
     assert all(re.match(says.format(round), line) for round, line in enumerate(lines, 1)), lines
     assert max(map(len, captured.out.splitlines())) <= 100
