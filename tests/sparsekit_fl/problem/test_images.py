@@ -64,7 +64,6 @@ def test_cifar100_uses_its_fine_labels_and_files_in_several_parts(tmp_path: Path
         ([encoded("L", 27, 1)], {}, "27x27 pixels, expected 28x28"),
         ([encoded("I;16", 28, 9000)], {}, "row 0 of .* it has more than 8 bits a channel"),
         ([encoded("L", 28, 1)], {"image": "photo"}, r"columns \['photo', 'label'\]"),
-        ([3], {}, "not an encoded picture"),
     ],
 )
 def test_damaged_files_are_refused_with_the_place(tmp_path: Path, images: list, columns: dict, message: str) -> None:
