@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.nn.functional as F
 from personal import tiny_run
-from torch import Tensor, nn
+from torch import nn
 
 import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError, NoUnitsError, UnknownNameError
@@ -20,30 +19,24 @@ from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import tiny_config, tiny_problem
 
 
-def test_names_are_those_of_the_registry_and_a_name_makes_its_method_again():
+def test_a_name_or_every_option_set_to_what_it_is_makes_the_method_again_and_each_option_has_a_meaning():
     for name in registry:
         method = registry[name]()
         assert method.name == name
         assert make_method(method.name) == method
+        for option in options_of(registry[name]).values():
+            assert make_method(name, settings={option.name: option.default}) == method, option.name
+            assert option.about, (name, option.name)
     method = make_method("heterofl clip=none scaler=false")
     assert method.name == "heterofl scaler=False clip=None"
     assert make_method(method.name) == method
     assert make_method("fedprox", settings={"mu": 0.01}).name == "fedprox"
-
-
-def test_a_description_names_every_option():
-    found = make_method("fedprox mu=0.5").describe()
-    assert found == {"name": "fedprox mu=0.5", "source": fl.methods.fedprox.source, "mu": "0.5"}
+    assert make_method("fedprox mu=0.5").describe() == {
+        "name": "fedprox mu=0.5",
+        "source": fl.methods.fedprox.source,
+        "mu": "0.5",
+    }
     assert make_method("rcr-fix").describe()["capability"] == "fixed"
-
-
-def test_a_note_goes_into_the_result():
-    class Noted(fl.Method):
-        note = "It saves bytes."
-
-    for method, note in ((Noted(), "It saves bytes."), (fl.Method(), "")):
-        result = tiny_run(method, rounds=1)
-        assert result.to_dict()["note"] == note
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,21 +64,12 @@ def test_a_run_calls_the_hooks_in_the_order_that_is_written_down():
     assert list(dict.fromkeys(Recorded.calls)) == written
 
 
-def test_every_option_of_every_method_has_a_meaning_and_can_be_set_to_what_it_is() -> None:
-    for name in registry:
-        for option in options_of(registry[name]).values():
-            assert make_method(name, settings={option.name: option.default}) == make_method(name), option.name
-            assert option.about, (name, option.name)
-
-
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
         ("fedprox muu=1", UnknownNameError, "method 'fedprox' has no option 'muu'; did you mean 'mu'"),
         ("fedprox mu=-1", InvalidValueError, "mu must be greater than or equal to 0, got '-1'; 0 is plain SGD"),
-        ("fedprox mu=much", InvalidValueError, "mu must be a valid number, got 'much'"),
         ("fedlps pattern=best", InvalidValueError, "pattern must be 'learned', 'ordered', 'magnitude' or 'random', got 'best'"),
-        ("fedlps ratios=2", InvalidValueError, "ratios must be"),
         ("fedprx", UnknownNameError, "fedprox"),
         ("sparsekit_fl.testing:tiny_problem", InvalidValueError, "must be a subclass of sparsekit_fl.Method"),
     ],
@@ -95,14 +79,10 @@ def test_what_is_wrong_is_said(text, error, message):
         make_method(text)
 
 
-class _TiedWithoutBias(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(5, 4)
-        self.mix = nn.Linear(4, 4)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return F.linear(self.mix(self.embedding(tokens)), self.embedding.weight)
+def _tied_without_bias() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.ReLU(), nn.Linear(6, 6, bias=False))
+    model[2].weight = model[0].weight
+    return model
 
 
 def _frozen() -> nn.Module:
@@ -113,7 +93,7 @@ def _frozen() -> nn.Module:
 
 FROZEN = fl.Problem(model=_frozen, example_inputs=(torch.zeros(2, 6),))
 FLAT = fl.Problem(model=lambda: nn.Linear(6, 3), example_inputs=(torch.zeros(2, 6),))
-TIED = fl.Problem(model=_TiedWithoutBias, example_inputs=(torch.zeros(2, 3, dtype=torch.int64),))
+TIED = fl.Problem(model=_tied_without_bias, example_inputs=(torch.zeros(2, 6),))
 BLIND = dataclasses.replace(tiny_problem(), metrics={"f1": accuracy})
 
 
@@ -124,12 +104,10 @@ BLIND = dataclasses.replace(tiny_problem(), metrics={"f1": accuracy})
         ("lotteryfl", BLIND, "decides by accuracy"),
         ("fedper", TIED, "no entry of its own"),
         ("fedper", FLAT, "leaves nothing to share"),
-        ("fedp3", TIED, "no entry of its own"),
         ("fedper layers=2", tiny_problem(), "leaves nothing to share"),
-        ("cs", FLAT, "CS has nothing to prune"),
         ("depthfl", FLAT, "has the attribute exits_before"),
         *(
-            (name, FROZEN, "no weight matrix besides its output layer that trains")
+            (name, FROZEN, "no weight matrix besides its output layer that trains, so .* has nothing to prune")
             for name in ("cs", "fedspa", "prunefl", "lotteryfl")
         ),
     ],

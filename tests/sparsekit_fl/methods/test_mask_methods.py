@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from personal import ONE_STEP, STATE, client_context, deep_problem, server_context, tiny_run, training, update, watched
-from torch import nn
+from zoo import ZOO
 
 from sparsekit.allocation import make_mask
 from sparsekit.criteria import Ordered, ScoringContext
@@ -19,6 +19,7 @@ from sparsekit_fl.methods.client import Task, load_leaves
 from sparsekit_fl.methods.personal_masks import _group_lasso, layer_densities, move_mask
 from sparsekit_fl.methods.weight_masks import keep_largest, largest_weights, search_weights, weight_count, weight_seconds
 from sparsekit_fl.problem.data import Capability
+from sparsekit_fl.problem.models import NextWordLstm
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import tiny_config, tiny_problem
@@ -69,7 +70,9 @@ def test_densities_add_up_and_never_exceed_one(sizes, density):
     assert kept >= density * total - 1e-6
 
 
-def test_complements_are_added_at_the_rate_and_the_sum_is_pruned() -> None:
+def test_the_first_round_is_a_mean_then_complements_are_added_at_the_rate_and_the_sum_is_pruned() -> None:
+    found = cs(ratio=1 / 3).aggregate(server_context(), [update(0, [1.0, 0.0, 4.0]), update(1, [5.0, 4.0, 0.0])])
+    assert found["w"].tolist() == [[0.0, 0.0, 5.0]]
     # The server sent 3 and kept it; both clients fill the other two places, weights 1 and 3.
     state = {**STATE, "w": torch.tensor([[0.0, 0.0, 3.0]])}
     first = update(0, [4.0, 8.0, 0.0], keep=[True, True, False], examples=1, b=1.0)
@@ -80,11 +83,6 @@ def test_complements_are_added_at_the_rate_and_the_sum_is_pruned() -> None:
     # Biases are a plain mean, the output layer is neither pruned nor sped up.
     assert found["b"].tolist() == [14.0]
     assert found["out"].tolist() == [[5.0]]
-
-
-def test_the_first_round_is_a_plain_mean_and_then_pruned() -> None:
-    found = cs(ratio=1 / 3).aggregate(server_context(), [update(0, [1.0, 0.0, 4.0]), update(1, [5.0, 4.0, 0.0])])
-    assert found["w"].tolist() == [[0.0, 0.0, 5.0]]
 
 
 def test_a_move_by_hand() -> None:
@@ -152,29 +150,17 @@ def test_tickets_and_subnetworks_only_shrink_and_stop_at_the_target(method, entr
             assert not bool((after[entry] & ~before[entry]).any())
 
 
-class Mixed(nn.Module):
-    """A convolution, a recurrent layer and a linear one: three kinds of units, one with four gate rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(1, 4, 3, padding=1)
-        self.norm = nn.BatchNorm2d(4)
-        self.lstm = nn.LSTM(4, 6, batch_first=True)
-        self.hidden = nn.Linear(6, 5)
-        self.last = nn.Linear(5, 3)
-
-    def forward(self, x):
-        x = torch.relu(self.norm(self.conv(x))).flatten(2).transpose(1, 2)
-        return self.last(torch.relu(self.hidden(self.lstm(x)[0][:, -1])))
+NETWORKS = {
+    "residual": (ZOO["resnet-small"].make, torch.zeros(2, 3, 7, 7)),
+    "lstm": (lambda: NextWordLstm(vocabulary=4, width=6, hidden=8), torch.zeros(2, 5, dtype=torch.int64)),
+}
 
 
-def mixed() -> Problem:
-    return Problem(model=Mixed, example_inputs=(torch.zeros(2, 1, 2, 4),))
-
-
+@pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("ratio", [1.0, 0.5])
-def test_the_lassos_gradient_is_autograds(ratio) -> None:
-    spec, _, ctx = client_context(hermes(), mixed())
+def test_the_lassos_gradient_is_autograds(name, ratio) -> None:
+    model, inputs = NETWORKS[name]
+    spec, _, ctx = client_context(hermes(), Problem(model=model, example_inputs=(inputs,)))
     mask = make_mask(Ordered(), spec.graph, ratio, ScoringContext())
     leaves = load_leaves(ctx, spec.initial, mask)
     adjust = _group_lasso(ctx, leaves, 0.3)

@@ -162,9 +162,6 @@ def test_who_has_just_been_asked_rests_while_others_can_be_asked() -> None:
     first, second = method.sample(context(1, memory)), method.sample(context(2, memory))
     assert not set(first) & set(second)
     assert len(method.sample(context(3, memory))) == 4
-    crowd = REFL(cool_down=5)
-    memory = {}
-    assert all(len(crowd.sample(context(round, memory))) == 4 for round in range(1, 6))
 
 
 def test_clients_stay_as_they_are_with_their_own_probability(monkeypatch) -> None:

@@ -7,7 +7,6 @@ import pytest
 from saved_results import compared, result
 from stored_tables import read_comparisons
 
-from sparsekit_fl.methods import registry
 from sparsekit_fl.paper.published import UNEXPLAINED, in_published_order, protocol_difference, published_beside
 
 
@@ -41,9 +40,6 @@ def test_methods_are_matched_by_their_letters_and_come_in_published_order() -> N
         ("Table II", "P-UCBV-Dyn", "p-ucbv-dyn"),
     ]
     assert in_published_order(["local", "fedlps", "own", "fedavg"]) == ["fedavg", "fedlps", "local", "own"]
-    found = {row.run for row, _ in _beside(*(result(name) for name in registry))}
-    assert {"fedavg", "fedlps", "fedlps-paper"} <= found
-    assert "local" not in found
 
 
 @pytest.mark.parametrize(
