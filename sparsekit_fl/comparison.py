@@ -33,6 +33,7 @@ _SCORES = (
     Column("final.personal.accuracy", "personal accuracy", "share"),
     Column("final.validation.accuracy", "validation accuracy", "share"),
     Column("final.global.accuracy", "global accuracy", "share"),
+    Column("final.worst_decile.personal.accuracy", "accuracy, worst tenth", "share"),
 )
 _COSTS = (
     Column("cost.flops", "FLOPs", "flops"),

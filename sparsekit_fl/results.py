@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -15,7 +15,8 @@ from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, Ty
 from sparsekit.errors import DataError
 from sparsekit.graph import StateDict
 from sparsekit_fl.checkpoint import write_atomically
-from sparsekit_fl.client.messages import Evaluation, Scores, WorkCost
+from sparsekit_fl.client.messages import Evaluation, WorkCost
+from sparsekit_fl.client.messages import Scores as Sums
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.errors import need
 from sparsekit_fl.stored import SCHEMA_NUMBER, plain, read_result
@@ -33,16 +34,26 @@ def primary_metric(names: Iterable[str]) -> str:
     return "accuracy" if "accuracy" in others else (others or ["loss"])[0]
 
 
-def _values(scores: Scores) -> dict[str, float]:
+def _values(scores: Sums) -> dict[str, float]:
     """Return the values of the metrics that a client has."""
     return {name: total / weight for name, (total, weight) in scores.items() if weight > 0}
 
 
-def _means(clients: Sequence[Means]) -> dict[str, float]:
-    """Return the mean of each metric over the clients that have it: the exact sum, whatever the order of the clients."""
+def _means(clients: Sequence[Means], *, worst: Collection[str] | None = None) -> dict[str, float]:
+    """Return the mean of each metric over the clients that have it: the exact sum, whatever the order of the clients.
+
+    Args:
+        clients: The values of each.
+        worst: None for all clients. Else only the worst tenth counts, rounded up, and these are the metrics of which small
+            values are good. A value that is not a number is worse than every number.
+    """
     found = {}
     for name in dict.fromkeys(name for values in clients for name in values):
         values = [own[name] for own in clients if name in own]
+        if worst is not None:
+            sign = -1.0 if name in worst else 1.0
+            values.sort(key=lambda value: (not math.isnan(value), 0.0 if math.isnan(value) else sign * value))
+            values = values[: -(-len(values) // 10)]
         try:
             found[name] = math.fsum(values) / len(values)
         except (OverflowError, ValueError):  # a client may send any number
@@ -51,8 +62,8 @@ def _means(clients: Sequence[Means]) -> dict[str, float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundScores:
-    """Scores: means over the clients that were scored, each on its own data.
+class Scores:
+    """Metric → value of each part.
 
     Args:
         personal: Of the personal models, on test data.
@@ -64,30 +75,14 @@ class RoundScores:
     validation: Means = field(default_factory=dict)
     shared: Annotated[Means | None, Field(alias="global")] = None
 
-    @classmethod
-    def of(cls, clients: Sequence[RoundScores], **more: Any) -> Self:
-        """Return the means over clients.
-
-        Args:
-            clients: The scores of each.
-            more: Further fields of a class that inherits this one.
-        """
-        shared = [one.shared for one in clients if one.shared is not None]
-        return cls(
-            personal=_means([one.personal for one in clients]),
-            validation=_means([one.validation for one in clients]),
-            shared=_means(shared) if shared else None,
-            **more,
-        )
-
     def part(self, name: str) -> Means:
         """Return metric → value of one of `PARTS`; empty if that was not scored."""
         return {"personal": self.personal, "validation": self.validation, "global": self.shared or {}}[name]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClientScores(RoundScores):
-    """Scores of one client, on its own data.
+class ClientScores(Scores):
+    """Scores of one client, on its own data. Files have the primary metric of `personal` and `global`, and all `metrics`.
 
     Args:
         client_id: The client. Called `id` in files.
@@ -95,21 +90,62 @@ class ClientScores(RoundScores):
         ratio: Ratio of its personal model; None where that is not sparse.
     """
 
-    client_id: Annotated[int, Field(alias="id")]
+    client_id: int
     examples: int
     ratio: float | None = None
 
     @staticmethod
     def read(one: Evaluation) -> ClientScores:
         """Read the scores that a client sent."""
-        return ClientScores(
-            client_id=one.client_id,
-            examples=one.examples,
-            personal=_values(one.personal),
-            validation=_values(one.validation),
-            shared=None if one.shared is None else _values(one.shared),
-            ratio=one.ratio,
+        shared = None if one.shared is None else _values(one.shared)
+        more = {"personal": _values(one.personal), "validation": _values(one.validation), "shared": shared}
+        return ClientScores(client_id=one.client_id, examples=one.examples, ratio=one.ratio, **more)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the scores as files have them; `from_dict` reads them."""
+        metrics = {part: dict(self.part(part)) for part in PARTS if self.part(part)}
+        main = {part: self.part(part).get(primary_metric(self.part(part))) for part in ("personal", "global")}
+        return {"id": self.client_id, "examples": self.examples, "ratio": self.ratio, **main, "metrics": metrics}
+
+    @staticmethod
+    def from_dict(raw: Mapping[str, Any]) -> ClientScores:
+        """Read what `to_dict` returned."""
+        metrics = {part: _MEANS.validate_python(raw["metrics"].get(part, {})) for part in PARTS}
+        more = {"personal": metrics["personal"], "validation": metrics["validation"], "shared": metrics["global"] or None}
+        return ClientScores(client_id=raw["id"], examples=raw["examples"], ratio=raw["ratio"], **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundScores(Scores):
+    """Means over the clients that were scored, each on its own data.
+
+    Args:
+        worst_decile: Part (personal, validation, global) → means over the worst tenth of the clients, of each metric its own.
+    """
+
+    worst_decile: Mapping[str, Means] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, clients: Sequence[Scores], *, lower: Collection[str], **more: Any) -> Self:
+        """Return the means over clients.
+
+        Args:
+            clients: The scores of each.
+            lower: Metrics of which small values are good.
+            more: Further fields of a class that inherits this one.
+        """
+        parts = {part: [own for one in clients if (own := one.part(part))] for part in PARTS}
+        return cls(
+            personal=_means(parts["personal"]),
+            validation=_means(parts["validation"]),
+            shared=_means(parts["global"]) if parts["global"] else None,
+            worst_decile={part: _means(own, worst=lower) for part, own in parts.items() if own},
+            **more,
         )
+
+
+_MEANS = TypeAdapter[Means](Means)
+_Client = Annotated[ClientScores, PlainSerializer(ClientScores.to_dict), BeforeValidator(ClientScores.from_dict)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,10 +155,12 @@ class FinalScores(RoundScores):
     Args:
         per_client: One per client that could be scored.
         state_sha256: Digest of the final global state.
+        primary_metric: The metric that stands for all: accuracy, if it is scored.
     """
 
-    per_client: tuple[ClientScores, ...] = ()
+    per_client: tuple[_Client, ...] = ()
     state_sha256: str = ""
+    primary_metric: str = "loss"
 
     @property
     def metrics(self) -> Means:
@@ -196,13 +234,15 @@ class RoundRecord:
         """Return the numbers of the round by name, for frames and logs.
 
         They are `train_loss` and `train_accuracy`, the sizes of `cohort` and `dropped`, `round_seconds`, the costs of the run
-        so far, and scores: `PART_METRIC`, as in `personal_accuracy`, where PART is personal, validation or global. A round that
-        was not scored has no scores.
+        so far, and scores: `PART_METRIC`, as in `personal_accuracy`, where PART is personal, validation or global, and
+        `PART_METRIC_worst_decile`. A round that was not scored has no scores.
         """
         row: dict[str, Any] = {"train_loss": self.loss, "train_accuracy": self.accuracy, "cohort": len(self.cohort)}
         row |= {"dropped": len(self.dropped), "round_seconds": self.seconds, **cost_dict(self.cost)}
         scores = self.evaluation or RoundScores(personal={})
-        return row | {f"{part}_{name}": value for part in PARTS for name, value in scores.part(part).items()}
+        row |= {f"{part}_{name}": value for part in PARTS for name, value in scores.part(part).items()}
+        worst = scores.worst_decile.items()
+        return row | {f"{part}_{name}_worst_decile": value for part, own in worst for name, value in own.items()}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -25,7 +25,7 @@ from sparsekit_fl.methods.base import Method
 from sparsekit_fl.models import model_path, write_recipe
 from sparsekit_fl.problem.data import Client
 from sparsekit_fl.problem.problem import Problem, check_fit
-from sparsekit_fl.results import ClientScores, FinalScores, RoundRecord, RoundScores, RunResult, load_result
+from sparsekit_fl.results import ClientScores, FinalScores, RoundRecord, RoundScores, RunResult, load_result, primary_metric
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec, by_id
 from sparsekit_fl.stored import plain
@@ -132,7 +132,13 @@ def run(
                 policies=spec.method.describe(),
                 config=spec.config,
                 rounds=tuple(records),
-                final=FinalScores.of(final, per_client=tuple(final), state_sha256=digest(state.model)),
+                final=FinalScores.of(
+                    final,
+                    lower=spec.problem.lower,
+                    per_client=tuple(final),
+                    state_sha256=digest(state.model),
+                    primary_metric=primary_metric((*spec.problem.metrics, "loss")),
+                ),
                 cost=view.cost,
                 environment=environment,
                 experiment=described["experiment"],
@@ -230,7 +236,7 @@ def _run_round(server: Server, view: RunView, run_clients: RunClients) -> tuple[
         ratios={update.client_id: update.ratio for update in good},
         cost=view.cost + cost,
         seconds=cost.simulated_seconds,
-        evaluation=RoundScores.of(found) if found else None,
+        evaluation=RoundScores.of(found, lower=spec.problem.lower) if found else None,
         notes=(*(reply.note for reply in replies if reply.note), *unscored),
     )
     return record, found if last else None

@@ -155,9 +155,10 @@ def _shard_size(name: str, rows: list[Indices], clients: int, per_client: int, s
 def dirichlet(source: DataSource, *, clients: int, rng: np.random.Generator, alpha: Positive = 0.5) -> list[ClientData]:
     """Deal each class to the clients in shares drawn from a symmetric Dirichlet distribution; each example is dealt once.
 
-    The test examples of a class are dealt in the same shares as its training examples. A draw that gives a client less than ten
-    training and validation examples together, or no test example, is repeated. A tenth of each client's training examples, at
-    random, is held out for validation.
+    A client that already has its even part of all examples gets no more, as is usual. The test examples of a class are dealt in
+    the same shares as its training examples. A draw that gives a client less than ten training and validation examples
+    together, or no test example, is repeated. A tenth of each client's training examples, at random, is held out for
+    validation.
 
     Args:
         alpha: Concentration; the smaller, the fewer classes per client: 0.1 is very uneven, 100 nearly even.
@@ -165,28 +166,44 @@ def dirichlet(source: DataSource, *, clients: int, rng: np.random.Generator, alp
     Raises:
         DataError: no draw gave every client enough.
 
-    Source: Li et al., ICDE 2022 (arXiv 2102.02079), where a client also gets no more once it has its even part of all examples.
+    Source: Hsu, Qi, Brown, arXiv 1909.06335; Li et al., ICDE 2022 (arXiv 2102.02079) for the even part.
     """
-    pools = _rows_by_class(source, "dirichlet")
-    for _ in range(_ATTEMPTS):
-        ends = rng.dirichlet(np.full(clients, alpha), size=source.classes).cumsum(axis=1)[:, :-1].clip(max=1)
-        dealt = []
-        for members in pools:
-            places = [np.rint(end * len(rows)).astype(np.int64) for rows, end in zip(members, ends, strict=True)]
-            parts = [np.split(rng.permutation(rows), place) for rows, place in zip(members, places, strict=True)]
-            dealt.append([np.concatenate(own) for own in zip(*parts, strict=True)])
-        if min(map(len, dealt[0])) >= _LEAST and min(map(len, dealt[1])):
+    rows, tests = _rows_by_class(source, "dirichlet")
+    examples, scored = (sum(map(len, members)) for members in (rows, tests))
+    for _ in range(_ATTEMPTS if examples >= clients * _LEAST and scored >= clients else 0):
+        found = _deal(rows, tests, clients, alpha, rng)
+        if all(len(mine) >= _LEAST and len(test) for mine, test in found):
             break
     else:
         raise DataError(
-            f"{source.name!r} cannot be dealt to {clients} clients with at least {_LEAST} training examples and a test example"
-            f" each at alpha={alpha}; use fewer clients, or a larger alpha"
+            f"{examples} training and {scored} test examples of {source.name!r} cannot be dealt to {clients} clients"
+            f" with at least {_LEAST} and 1 each at alpha={alpha}; use fewer clients, or a larger alpha"
         )
     splits = []
-    for mine, test in zip(*dealt, strict=True):
+    for mine, test in found:
         kept, held = np.split(rng.permutation(mine), [-_tenth(mine)])
         splits.append(_hand(source, [np.sort(kept)], [np.sort(held)], [np.sort(test)]))
     return splits
+
+
+def _deal(
+    rows: list[Indices], tests: list[Indices], clients: int, alpha: float, rng: np.random.Generator
+) -> list[tuple[Indices, Indices]]:
+    even = sum(map(len, rows)) / clients
+    held = np.zeros(clients, dtype=np.int64)
+    mine: list[list[Indices]] = [[] for _ in range(clients)]
+    scored: list[list[Indices]] = [[] for _ in range(clients)]
+    for members, testers in zip(rows, tests, strict=True):
+        shares = rng.dirichlet(np.full(clients, alpha)) * (held < even)
+        total = shares.sum()
+        shares = shares / total if total > 0 else np.full(clients, 1 / clients)
+        cumulative = np.minimum(np.cumsum(shares)[:-1], 1.0)
+        for target, indices in ((mine, members), (scored, testers)):
+            pieces = np.split(rng.permutation(indices), np.rint(cumulative * len(indices)).astype(np.int64))
+            for client, piece in enumerate(pieces):
+                target[client].append(piece)
+        held = np.asarray([sum(map(len, pieces)) for pieces in mine])
+    return [(np.concatenate(own), np.concatenate(test)) for own, test in zip(mine, scored, strict=True)]
 
 
 def natural(source: DataSource, *, clients: int, rng: np.random.Generator) -> list[ClientData]:  # noqa: ARG001 - draws nothing

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sparsekit.errors import DataError, InvalidValueError, SparsekitError, TraceError
 from sparsekit.rng import torch_scope
 from sparsekit_fl.problem.data import Client, TensorData, arranged, read
-from sparsekit_fl.problem.metrics import IGNORED, Metric, accuracy, cross_entropy
+from sparsekit_fl.problem.metrics import IGNORED, Metric, accuracy, cross_entropy, lower_is_better
 
 Loss = Callable[[Any, Tensor], Tensor]
 """(outputs, targets) → scalar, the mean over the batch."""
@@ -63,6 +63,11 @@ class Problem:
                 " {'accuracy': sparsekit_fl.metrics.accuracy}"
             )
         object.__setattr__(self, "metrics", dict(self.metrics))
+
+    @property
+    def lower(self) -> frozenset[str]:
+        """The metrics of which small values are good, the loss included."""
+        return frozenset(name for name in (*self.metrics, "loss") if lower_is_better(name, self.metrics.get(name)))
 
     def require_accuracy(self, who: str) -> None:
         """Raise InvalidValueError unless there is the metric "accuracy"; `who` says who needs it, and for what."""

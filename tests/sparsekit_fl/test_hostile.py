@@ -255,6 +255,6 @@ def test_no_scores_that_clients_send_stop_a_run(sums, weights):
         Evaluation(client_id=id, examples=1, personal={"loss": pair}, validation={"loss": pair}, shared={"loss": pair})
         for id, pair in enumerate(zip(sums, weights, strict=False))
     ]
-    scores = RoundScores.of([ClientScores.read(one) for one in evaluations])
+    scores = RoundScores.of([ClientScores.read(one) for one in evaluations], lower={"loss"})
     record = RoundRecord(round=1, cohort=(), cost=WorkCost(), seconds=0.0, evaluation=scores)
     json.dumps(record.to_dict(), allow_nan=False)

@@ -27,9 +27,19 @@ def test_a_mean_is_over_the_clients_that_have_the_metric_each_counted_alike() ->
     sent = [{"accuracy": (1.0, 10.0), "loss": (1.0, 10.0)}, {"accuracy": (80.0, 80.0), "loss": (8.0, 80.0)},
             {"loss": (8.0, 10.0), "accuracy": (math.nan, 0.0)}, {"accuracy": (0.0, 0.0)}]  # fmt: skip
     evaluations = [fl.Evaluation(client_id=id, examples=9, personal=scores) for id, scores in enumerate(sent)]
-    scores = RoundScores.of([ClientScores.read(one) for one in evaluations])
+    scores = RoundScores.of([ClientScores.read(one) for one in evaluations], lower={"loss"})
     assert scores.personal == pytest.approx({"accuracy": 1.1 / 2, "loss": 1.0 / 3})
     assert (scores.validation, scores.shared) == ({}, None)
+    assert scores.worst_decile == {"personal": pytest.approx({"accuracy": 0.1, "loss": 0.8})}
+
+
+def test_the_worst_tenth_is_rounded_up_and_what_is_not_a_number_is_worst() -> None:
+    clients = [ClientScores(client_id=at, examples=1, personal={"accuracy": at / 20, "loss": at}) for at in range(11)]
+    worst = RoundScores.of(clients, lower={"loss"}).worst_decile["personal"]
+    assert worst == pytest.approx({"accuracy": 0.5 / 20, "loss": 9.5})
+    lost = replace(clients[5], personal={"accuracy": math.nan, "loss": math.nan})
+    worst = RoundScores.of([*clients[:5], lost], lower={"loss"}).worst_decile["personal"]
+    assert [math.isnan(worst[name]) for name in ("accuracy", "loss")] == [True, True]
 
 
 def test_a_metric_says_itself_whether_lower_is_better() -> None:
@@ -46,6 +56,9 @@ def test_a_result_is_read_as_it_was_and_one_of_another_version_or_a_damaged_one_
     finished: fl.RunResult, tmp_path: Path
 ) -> None:
     raw = finished.to_dict()
+    one, first = raw["final"]["per_client"][0], finished.final.per_client[0]
+    assert (raw["final"]["primary_metric"], one["personal"]) == ("accuracy", one["metrics"]["personal"]["accuracy"])
+    assert (one["id"], one["global"], one["ratio"]) == (first.client_id, first.shared["accuracy"], first.ratio)
     cost = replace(finished.cost, flops_scoring=3, scoring_seconds=0.1)
     whole = replace(
         finished, cost=cost, note="a note", stopped="enough", experiment={"dataset": "tiny"},
@@ -78,6 +91,7 @@ def test_the_frame_of_rounds_has_every_mean_of_every_metric(finished: fl.RunResu
     assert list(frame.index) == [1, 2, 3, 4]
     assert frame.loc[4, "personal_accuracy"] == finished.final.personal["accuracy"]
     assert frame.loc[4, "global_loss"] == finished.final.shared["loss"]
+    assert frame.loc[4, "personal_accuracy_worst_decile"] == finished.final.worst_decile["personal"]["accuracy"]
     assert math.isnan(frame.loc[3, "validation_accuracy"])
     assert frame.loc[4, "flops"] == finished.cost.flops
     frame = replace(finished, rounds=()).to_frame()

@@ -31,8 +31,8 @@ def test_result_json_has_what_scripts_rely_on(tmp_path):
     assert raw["config"]["experiment"] == {"dataset": "tiny"}
     assert raw["seed"] == 3
     parts = {"personal", "validation", "global"}
-    assert set(raw["final"]) == {*parts, "per_client", "state_sha256"}
-    assert set(raw["final"]["per_client"][0]) == {*parts, "id", "examples", "ratio"}
+    assert set(raw["final"]) == {*parts, "worst_decile", "primary_metric", "per_client", "state_sha256"}
+    assert set(raw["final"]["per_client"][0]) == {"id", "examples", "ratio", "personal", "global", "metrics"}
     assert raw["final"]["personal"]["accuracy"] == result.final.metrics["accuracy"]
     assert raw["final"]["state_sha256"] == digest(result.state)
     costs = {"flops", "flops_paper", "uplink_bytes", "downlink_bytes", "simulated_seconds", "wall_seconds"}
