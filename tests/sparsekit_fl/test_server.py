@@ -168,6 +168,13 @@ def test_a_request_carries_what_its_mask_keeps(spec, name):
         assert len(payload) < request_bytes(fl.Request(round=2, client_id=1, state=spec.initial), spec.graph) + 600
 
 
+def test_a_change_in_the_type_that_was_not_asked_for_is_refused(spec):
+    server = Server(replace(spec, config=replace(spec.config, upload="bfloat16")), by_id(tiny_clients()))
+    first, *_ = server.requests(1)
+    with pytest.raises(fl.errors.UpdateError, match=r"as torch\.float32"):
+        server.validate(first, reply(good(server, first)))
+
+
 ROUNDED = replace(tiny_config(), upload="bfloat16")
 
 
