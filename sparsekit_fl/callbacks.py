@@ -242,9 +242,10 @@ class LiveProgress(Callback):
         self._console = Console(stderr=True) if console is None else console
         self._lines = not (quiet or self._console.is_terminal)
         self._label, self._score, self._began = label, "", time.monotonic()
+        text = progress.TextColumn("{task.description}", markup=False)
         ends = (progress.BarColumn(bar_width=None), progress.TimeElapsedColumn(), "left", progress.TimeRemainingColumn())
         self._bar = progress.Progress(
-            "{task.description}", *ends, console=self._console, disable=quiet or self._lines, transient=True, expand=True
+            text, *ends, console=self._console, disable=quiet or self._lines, transient=True, expand=True
         )
         self._task = self._bar.add_task(f"{label} preparing".strip(), total=None)
 

@@ -168,7 +168,9 @@ def _checked(method: Method, clients: Sequence[Client], config: RunConfig, callb
     if len(roster) != len(clients):
         raise InvalidValueError("client ids must be distinct; number them 0, 1, 2, …")
     if config.cohort > len(clients):
-        raise InvalidValueError(f"cohort is {config.cohort}, but clients are {len(clients)}; lower it, or pass more clients")
+        raise InvalidValueError(
+            f"cohort is {config.cohort}, but the number of clients is {len(clients)}; lower it, or pass more clients"
+        )
     return roster
 
 

@@ -1,6 +1,7 @@
 """The allocations within a budget, and those written down by hand: the contract, budgets, and what makes each its own."""
 
 import itertools
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -21,7 +22,10 @@ from sparsekit.allocation import (
     uniform,
 )
 from sparsekit.allocation.limits import free_counts
+from sparsekit.allocation.shares import check_ratio, keep_count
 from sparsekit.errors import InvalidValueError, UnknownNameError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.groups import UnitGroup
 from sparsekit.testing.allocations import AllocationContract
 
 HALF = sk.Budget(flops="50%")
@@ -161,3 +165,25 @@ def test_schedules_go_from_the_dense_model_to_the_budget() -> None:
         Schedule("cubik")
     with pytest.raises(InvalidValueError, match="at least one step"):
         Schedule("linear", 0)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "size", "count"),
+    [(0.5, 5, 3), (0.7, 10, 7), (1e-9, 10, 1), (1, 7, 7), (1 / 16, 512, 32)],
+)
+def test_the_count_is_rounded_up_and_at_least_one(ratio: float, size: int, count: int) -> None:
+    assert keep_count(ratio, size) == count
+    assert ratio_counts(UnitGraph({"only": UnitGroup("only", size, "feature", ())}, {}), ratio) == {"only": count}
+
+
+@pytest.mark.parametrize("ratio", [0, -0.5, 1.5, float("nan"), float("inf"), True, "0.5", None])
+@pytest.mark.parametrize("check", [check_ratio, lambda ratio: ratio_counts(UnitGraph({}, {}), ratio)])
+def test_a_ratio_outside_the_range_is_refused(ratio: object, check: Callable[[object], object]) -> None:
+    with pytest.raises(InvalidValueError, match=r"ratio must be in \(0, 1\], got"):
+        check(ratio)
+
+
+def test_groups_tied_in_a_chain_take_the_least_of_their_counts() -> None:
+    groups = {name: UnitGroup(name, size, "feature", ()) for name, size in (("a", 9), ("b", 8), ("c", 6), ("d", 9))}
+    graph = UnitGraph(groups, {}, ties=(("a", "b"), ("b", "c")))
+    assert ratio_counts(graph, 0.5) == {"a": 3, "b": 3, "c": 3, "d": 5}

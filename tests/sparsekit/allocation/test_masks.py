@@ -9,12 +9,7 @@ from sparsekit.allocation import mask_from_scores
 from sparsekit.testing.criteria import example_graph
 
 SIZES = {name: group.size for name, group in example_graph().groups.items()}
-FEW = {"first": 3, "second": 1, "third": 8}
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-
-
-def _scores(**given: Tensor) -> dict[str, Tensor]:
-    return {**{name: torch.zeros(size) for name, size in SIZES.items()}, **given}
 
 
 def _kept(keep: Tensor) -> list[int]:
@@ -35,6 +30,6 @@ def test_exactly_the_count_stays_and_whoever_stays_beats_whoever_goes(data: st.D
 
 
 def test_scores_that_differ_in_double_precision_only_are_told_apart() -> None:
-    scores = torch.full((7,), 1.0, dtype=torch.float64)
-    scores[5] += 1e-12
-    assert _kept(mask_from_scores(example_graph(), _scores(first=scores), {**FEW, "first": 1})["first"]) == [5]
+    scores = {name: torch.ones(size, dtype=torch.float64) for name, size in SIZES.items()}
+    scores["first"][5] += 1e-12
+    assert _kept(mask_from_scores(example_graph(), scores, dict.fromkeys(SIZES, 1))["first"]) == [5]

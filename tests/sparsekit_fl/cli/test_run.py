@@ -112,7 +112,7 @@ def test_clients_that_cannot_train_are_named_in_the_summary_and_the_exit_code_is
         ("fedlps --engine proceses", "did you mean 'processes'"),
         ("fedlps --model lstm", "takes data of kind 'tokens'"),
         ("fedlps --rounds 0", "rounds must be greater than or equal to 1, got 0"),
-        ("fedlps --cohort 21", "but clients are 20"),
+        ("fedlps --cohort 21", "but the number of clients is 20"),
         ("fedlps --device tpu9", "--device 'tpu9' cannot be used"),
         ("fedlps --partition even", "unknown partition"),
         ("fedlps --heterogeneity much", "heterogeneity must be 'low', 'median', 'high' or 'own', got 'much'"),
