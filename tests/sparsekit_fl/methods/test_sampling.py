@@ -2,18 +2,19 @@
 
 import math
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from personal import client_context, deep_problem, server_context, training
+from personal import client_context, deep_problem, server_context, tiny_run, training
 
 import sparsekit_fl as fl
 from sparsekit.graph import UnitGraph
 from sparsekit_fl.methods.sampling import REFL, Oort, _packed
 from sparsekit_fl.methods.server import ClientInfo
-from sparsekit_fl.testing import tiny_config
+from sparsekit_fl.testing import tiny_clients, tiny_config
 
 sampling = sys.modules[Oort.__module__]
 
@@ -99,6 +100,15 @@ STATE = {"w": torch.tensor([1.0, 2.0, 3.0]), "n": torch.tensor(10)}
 def everybody(monkeypatch):
     """All clients are there, and are expected to stay."""
     monkeypatch.setattr(REFL, "_presence", lambda self, server, count: ([True] * count, [True] * count))
+
+
+@pytest.mark.usefixtures("everybody")
+def test_not_waiting_for_the_slowest_shortens_the_rounds() -> None:
+    # Devices on which computing, not sending, takes the time.
+    clients = [replace(client, capability=fl.Capability(flops_per_second=1e6)) for client in tiny_clients()]
+    slow, fast = (tiny_run(f"refl target={target} cool_down=0", clients=clients, rounds=8) for target in (1.0, 0.5))
+    assert fast.cost.seconds < 0.8 * slow.cost.seconds
+    assert fast.cost.seconds == pytest.approx(sum(record.seconds for record in fast.rounds))
 
 
 def context(round, memory, *, clients=10, size=4):
