@@ -89,6 +89,20 @@ def test_utility_is_the_papers_function() -> None:
         assert utility(x) == pytest.approx(10 - 20 / (1 + math.exp(0.35 * x)))
 
 
+CHANGED = {
+    "flst": {"ratios"}, "rcr-fix": {"ratios"}, "rcr-dyn": {"ratios"}, "p-ucbv-fix": set(), "p-ucbv-dyn": set(),
+    **{name: {"pattern"} for name in ("fedlps-random", "fedlps-ordered", "fedlps-magnitude")},
+}  # fmt: skip
+
+
+def test_only_the_named_part_differs_from_fedlps() -> None:
+    variants = {"fedlps", "fedlps-paper"}
+    assert set(CHANGED) == {name for name, kind in registry.items() if issubclass(kind, fedlps)} - variants
+    for name, changed in CHANGED.items():
+        ours, whole = registry[name]().options(), fedlps().options()
+        assert {option for option in whole if ours[option] != whole[option]} == changed
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "fixed"), [("rcr-fix", True), ("rcr-dyn", False)])
 def test_a_clients_capability_is_drawn_once_or_in_every_round(name, fixed) -> None:
