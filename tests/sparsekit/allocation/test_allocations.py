@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sparsekit as sk
@@ -18,6 +20,7 @@ from sparsekit.allocation import (
     by_cost,
     by_ratio,
     global_ranking,
+    mask_from_scores,
     ratio_counts,
     uniform,
 )
@@ -27,6 +30,7 @@ from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup
 from sparsekit.testing.allocations import AllocationContract
+from sparsekit.testing.criteria import example_graph
 
 HALF = sk.Budget(flops="50%")
 ALL = [by_cost, partial(by_cost, scale="mean", width_penalty=0.0), global_ranking, uniform, partial(by_ratio, ratios=0.3)]
@@ -187,3 +191,30 @@ def test_groups_tied_in_a_chain_take_the_least_of_their_counts() -> None:
     groups = {name: UnitGroup(name, size, "feature", ()) for name, size in (("a", 9), ("b", 8), ("c", 6), ("d", 9))}
     graph = UnitGraph(groups, {}, ties=(("a", "b"), ("b", "c")))
     assert ratio_counts(graph, 0.5) == {"a": 3, "b": 3, "c": 3, "d": 5}
+
+
+SIZES = {name: group.size for name, group in example_graph().groups.items()}
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+def _kept(keep: Tensor) -> list[int]:
+    return [int(unit) for unit in keep.nonzero().flatten()]
+
+
+@given(st.data())
+def test_exactly_the_count_stays_and_whoever_stays_beats_whoever_goes(data: st.DataObject) -> None:
+    values = {name: data.draw(st.lists(st.sampled_from([-1.5, -0.0, 0.0, 0.5, 2.0, float("inf")]), min_size=n, max_size=n))
+              for name, n in SIZES.items()}  # fmt: skip
+    counts = {name: data.draw(st.integers(1, size)) for name, size in SIZES.items()}
+    dtype = data.draw(st.sampled_from(FLOATS))
+    mask = mask_from_scores(example_graph(), {name: torch.tensor(v, dtype=dtype) for name, v in values.items()}, counts)
+    assert mask.counts() == counts
+    for name, keep in mask.items():
+        order = sorted(range(SIZES[name]), key=lambda unit: (-values[name][unit], unit))
+        assert _kept(keep) == sorted(order[: counts[name]])
+
+
+def test_scores_that_differ_in_double_precision_only_are_told_apart() -> None:
+    scores = {name: torch.ones(size, dtype=torch.float64) for name, size in SIZES.items()}
+    scores["first"][5] += 1e-12
+    assert _kept(mask_from_scores(example_graph(), scores, dict.fromkeys(SIZES, 1))["first"]) == [5]
