@@ -97,9 +97,14 @@ class ClientScores(Scores):
     @staticmethod
     def read(one: Evaluation) -> ClientScores:
         """Read the scores that a client sent."""
-        shared = None if one.shared is None else _values(one.shared)
-        more = {"personal": _values(one.personal), "validation": _values(one.validation), "shared": shared}
-        return ClientScores(client_id=one.client_id, examples=one.examples, ratio=one.ratio, **more)
+        return ClientScores(
+            client_id=one.client_id,
+            examples=one.examples,
+            ratio=one.ratio,
+            personal=_values(one.personal),
+            validation=_values(one.validation),
+            shared=None if one.shared is None else _values(one.shared),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the scores as files have them; `from_dict` reads them."""
@@ -110,9 +115,9 @@ class ClientScores(Scores):
     @staticmethod
     def from_dict(raw: Mapping[str, Any]) -> ClientScores:
         """Read what `to_dict` returned."""
-        metrics = {part: _MEANS.validate_python(raw["metrics"].get(part, {})) for part in PARTS}
-        more = {"personal": metrics["personal"], "validation": metrics["validation"], "shared": metrics["global"] or None}
-        return ClientScores(client_id=raw["id"], examples=raw["examples"], ratio=raw["ratio"], **more)
+        personal, validation, shared = (_MEANS.validate_python(raw["metrics"].get(part, {})) for part in PARTS)
+        own = {"client_id": raw["id"], "examples": raw["examples"], "ratio": raw["ratio"]}
+        return ClientScores(**own, personal=personal, validation=validation, shared=shared or None)
 
 
 @dataclass(frozen=True, kw_only=True)
