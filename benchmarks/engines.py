@@ -149,7 +149,7 @@ def _peak_mib() -> float:
 
 
 class Watch(Callback):
-    """Notes times and memory as a run goes on: as a callback and as an engine, which runs clients on another one."""
+    """Records times and memory of a run: as a callback, and as an engine that wraps another one."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.workers = engine, engine.workers

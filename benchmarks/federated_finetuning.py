@@ -34,8 +34,8 @@ _BATCHES = 16  # that importance starts from
 class FromOwnData(fl.methods.fedlps):
     """FedLPS whose importance starts from a criterion on a client's own first batches.
 
-    Layers that read dropped units are also refitted, as for a network that was trained before. The refit stays with the client:
-    it is added to the model that it receives, and taken out of what it uploads, since it would harm the clients that keep other
+    Layers that read dropped units are also refitted, as for a network that was trained before. The client
+    adds its refit to the received model and subtracts it from its upload, since the refit would harm clients that keep other
     units. The regulariser would pull importance to magnitudes, so `strength` is 0.
 
     Args:

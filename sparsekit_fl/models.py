@@ -133,7 +133,7 @@ def load_model(out: Path | str, which: str | int = "global", *, model: Factory |
         global model gets that.
 
     Raises:
-        DataError: there is no finished run, or no such client, or its model is not here.
+        DataError: the run is not finished, or the client or the file of its model does not exist.
         InvalidValueError: the run does not say how its model is made, and `model` is None.
         CompactFileError: the file is damaged, or `model` makes another architecture.
     """

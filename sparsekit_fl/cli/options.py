@@ -143,11 +143,11 @@ class RunOptions(_RunFields):  # type: ignore[misc]
 
     @property
     def given(self) -> dict[str, Any]:
-        """Option → value, of those that were given."""
+        """The options that were given, by name."""
         return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
     def given_of(self, *kinds: type) -> dict[str, Any]:
-        """Return option → value, of those that were given for some classes."""
+        """Return the given options of some classes, by name."""
         return {name: value for name, value in self.given.items() if any(name in options_of(kind) for kind in kinds)}
 
     def replaced(self, **values: Any) -> Self:
@@ -178,7 +178,7 @@ def path_of(name: str) -> str:
 
 @cache
 def paths() -> dict[str, str]:
-    """Return path → name, of what --set and files give; the name of an option with a flag also stands for its path."""
+    """Return the option of each path that `--set` and files may give. For an option with a flag, its name is a path too."""
     names = [name for name in RunOptions.model_fields if name not in (*MOMENTARY, "set")]
     return {path_of(name): name for name in names} | {name: name for name in names if name in _FRONT}
 

@@ -113,6 +113,8 @@ def _method(
     Exit codes: 0 finished · 1 the run failed · 2 a wrong option or file · 3 finished, but a client could never train or be
     scored · 130 stopped by Ctrl-C.
     """
+    if method is None and options.resume:
+        raise InvalidValueError(f"no run to resume in {options.out}; check --out, or name METHOD and leave out --resume")
     if method is None:
         raise InvalidValueError("METHOD is missing; name one, as in `sparsekit run fedavg`, or pass a --config FILE that does")
     _run(method, options)

@@ -37,7 +37,7 @@ class Task:
             empty, since every client gets the global state.
         mask: A mask chosen by the server: only what it keeps is sent, and everything else arrives as zero. None: the whole
             model is sent. Of a model to deploy, what it keeps: it is physically small if units are dropped.
-        ratio: Share of the units to train, in (0, 1], or of those that were trained.
+        ratio: Share of the units to train, in (0, 1]; in a result, the share that was trained.
         extra: Further tensors for the client, by name.
     """
 

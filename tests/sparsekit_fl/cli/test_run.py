@@ -111,6 +111,7 @@ def test_clients_that_cannot_train_are_named_in_the_summary_and_the_exit_code_is
         ("fedlps --model vgg111", "did you mean 'vgg11'"),
         ("fedlps --engine proceses", "did you mean 'processes'"),
         ("fedlps --model lstm", "takes data of kind 'tokens'"),
+        ("run --resume --out nowhere", "no run to resume in nowhere"),
         ("fedlps --rounds 0", "rounds must be greater than or equal to 1, got 0"),
         ("fedlps --cohort 21", "but the number of clients is 20"),
         ("fedlps --device tpu9", "--device 'tpu9' cannot be used"),
