@@ -78,7 +78,7 @@ def find_loss(text: str) -> Callable[..., Any] | None:
 def metric_of(batches: Iterable[Any] | None, loss: Callable[..., Any] | None) -> Callable[[nn.Module], float] | None:
     """Return what a model is scored with on validation data, larger is better: accuracy for cross_entropy, else minus the loss.
 
-    Its name is the title of the score. None without validation data.
+    The report calls its scores by its name. None without validation data.
     """
     if batches is None:
         return None
@@ -89,7 +89,6 @@ def metric_of(batches: Iterable[Any] | None, loss: Callable[..., Any] | None) ->
     def minus_loss(model: nn.Module) -> float:
         return -_mean(model, batches, functools.partial(_loss, loss=loss))
 
-    minus_loss.__name__ = "minus loss"
     return accuracy if getattr(loss, "__name__", "") == "cross_entropy" else minus_loss
 
 

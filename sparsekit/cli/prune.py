@@ -172,7 +172,7 @@ class PruneJob:
             progress=self.progress,
             on_epoch=lambda record: _logger.info("epoch %d: loss %.4f%s", record.epoch, record.loss, _told(record.score)),
         )
-        self.epochs[f"best epoch of fine-tuning{f' after step {step}' if self.schedule.steps > 1 else ''}"] = done.best_epoch
+        self.epochs[f"best_epoch{f'_step{step}' if self.schedule.steps > 1 else ''}"] = done.best_epoch
         small.eval()
 
     def write(self, pruned: Pruned) -> dict[str, str]:

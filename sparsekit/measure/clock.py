@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from sparsekit.rng import same_random_state
 from sparsekit.tracing.inputs import find_tensors
 
 
@@ -42,6 +43,13 @@ def evaluated(*models: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+@contextlib.contextmanager
+def measured(*models: nn.Module) -> Iterator[None]:
+    """Call code of a user on models: in eval mode and without gradients. Modes and random states are put back afterwards."""
+    with evaluated(*models), same_random_state(), torch.inference_mode(mode=False), torch.no_grad():
+        yield
 
 
 def median_ms(call: Callable[[], object], device: torch.device, *, seconds: float = 0.5, least: int = 5) -> float:

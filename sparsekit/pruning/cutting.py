@@ -224,7 +224,7 @@ class Cutter:
         if self.reconstruct in (True, "layers"):
             left = reconstruct(before, small, graph, mask, batches, sequential=sequential, progress=self.progress)
             if left:
-                measured["error of refitted layers that is left"] = sum(left.values()) / len(left)
+                measured["reconstruction_error"] = sum(left.values()) / len(left)
         if self.reconstruct in (True, "batchnorm"):
             indices = graph.kept_indices(mask)
             if self._prior[0] is not before:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -28,13 +29,13 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule
 from sparsekit.measure.budget import Budget
-from sparsekit.measure.clock import device_of, evaluated, median_ms
+from sparsekit.measure.clock import device_of, evaluated, measured, median_ms
 from sparsekit.measure.cost import measure_costs
 from sparsekit.measure.paired import prepare
 from sparsekit.pruning.calibration import Calibration
 from sparsekit.pruning.cutting import Candidate, Cut, Cutter, inside
 from sparsekit.pruning.reconstruction import Reconstruct
-from sparsekit.pruning.report import CandidateReport, PruneReport, count_denormals, describe
+from sparsekit.pruning.report import CandidateReport, PruneReport, describe
 from sparsekit.pruning.result import Pruned
 from sparsekit.pruning.selection import Selector, read_limits
 from sparsekit.pruning.trained import UncalibratedWarning, signs_of_training
@@ -131,8 +132,9 @@ def prune(
         reconstruct: What is corrected after every cut, with batches: True refits the layers that
             follow pruned units, and recalibrates batch norms; "layers" or "batchnorm" does one of the
             two; False does neither.
-        metric: Scores a model, such as accuracy on validation data. The report shows the scores of the
-            dense model, after each cut and after each call of `finetune`.
+        metric: Scores a model, such as accuracy on validation data; called in eval mode and without
+            gradients. The report shows the scores of the dense model, after each cut and after each
+            call of `finetune`.
         criterion: The importance of a unit: an object or name, or several of them to compare, such
             as the `scores` of an earlier result, which are not computed again. A criterion that needs
             data and has none gets `batches` and `loss`. None compares the default candidates; without
@@ -224,16 +226,17 @@ def prune(
     history: list[Mapping[str, float]] = []
     tried: Sequence[CandidateReport] = ()
     scores: Mapping[str, Scored] = {}
-    measured: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     cut: Cut | None = None
 
     def judge(when: str) -> None:
         if metric is not None and not dry_run:
-            measured[f"{getattr(metric, '__name__', 'score')} {when}"] = metric(small)
+            with measured(small):
+                found[f"{_identifier(metric)}_{when}"] = metric(small)
 
-    judge("of the dense model")
+    judge("dense")
     for step in range(1, schedule.steps + 1):
-        last, when = step == schedule.steps, "" if schedule.steps == 1 else f" of step {step}"
+        last, when = step == schedule.steps, "" if schedule.steps == 1 else f"_step{step}"
         limits_now: dict[str, Any] = wanted.part(schedule.progress(step), dense).limits(dense) if wanted else {}
         target = None if wanted is None else replace(wanted, **limits_now)
         cut = cutter.best(
@@ -247,19 +250,19 @@ def prune(
         candidates = [cut.candidate]  # later steps go the same way
         if step == 1:
             tried, scores = cutter.tried, cutter.scores
-        measured |= cut.measured
+        found |= cut.measured
         mask = inside(mask, cut.mask)
         history.append(costs.costs(mask.counts()))
         units, changed = narrow(graph, mask), cut.model is not small
         small = cut.model
         if changed:
-            judge(f"after the cut{when}")
+            judge(f"pruned{when}")
         if finetune is not None and not dry_run:
             trained = finetune(small, step)
             small = trained if isinstance(trained, nn.Module) else small
-            judge(f"after fine-tuning{when}")
+            judge(f"finetuned{when}")
     assert cut is not None
-    report = _report(cutter, dense, cut, shares, small, mask, history, measured, tried, notes)
+    report = _report(cutter, dense, cut, shares, mask, history, found, tried, notes)
     return Pruned(model if dry_run else small, mask, graph, report, scores)
 
 
@@ -299,6 +302,11 @@ def _allocation(allocation: Allocation | str, criterion: Criterion) -> Allocatio
     return made
 
 
+def _identifier(metric: Callable[[nn.Module], float]) -> str:
+    name = re.sub(r"\W+", "_", getattr(metric, "__name__", "")).strip("_")
+    return name if name not in ("", "lambda") else "score"
+
+
 def _limits_of_rest(limits: Limits, graph: UnitGraph, rest: UnitGraph) -> Limits:
     """Limits as shares of what is left: (0.25, 0.75) of 8 units are (0.5, 1.0) of the 4 that are left."""
     found = {}
@@ -336,10 +344,9 @@ def _report(
     dense: Mapping[str, float],
     cut: Cut,
     limits: Limits,
-    small: nn.Module,
     mask: UnitMask,
     history: list[Mapping[str, float]],
-    measured: Mapping[str, Any],
+    found: Mapping[str, Any],
     tried: Sequence[CandidateReport],
     notes: list[str],
 ) -> PruneReport:
@@ -347,15 +354,9 @@ def _report(
     # Preferred multiples give way where a budget asks for less.
     free = free_counts(graph, limits, 1 if isinstance(cutter.multiple_of, PreferredMultiple) else cutter.multiple_of)
     absolute = budget.limits(dense) if budget is not None else {}
-    denormals = count_denormals(small)
     if budget is not None and all(dense[name] <= limit for name, limit in absolute.items()):
         notes.append(f"The dense model is within the budget already ({budget}), so nothing was cut.")
         warnings.warn(notes[-1], stacklevel=3)
-    if denormals:
-        notes.append(
-            f"{denormals:,} weights are denormal numbers, smaller than any normal one, with which many processors compute"
-            " several times as slowly; torch.set_flush_denormal(True) takes them for 0"
-        )
     return PruneReport(
         model=type(cutter.dense).__name__,
         criterion=cut.candidate.names[0],
@@ -368,10 +369,9 @@ def _report(
         groups=describe(costs, counts),
         unprunable=[{"module": item.module, "size": item.size, "reason": item.reason} for item in graph.unprunable],
         steps=history,
-        measured=measured,
+        measured=found,
         candidates=tried if len(tried) > 1 else (),
         notes=notes,
-        denormals=denormals,
     )
 
 

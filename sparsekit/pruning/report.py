@@ -7,15 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeAlias
 
-import torch
-from torch import nn
-
 from sparsekit.measure.budget import format_cost
 from sparsekit.measure.cost import CostModel
 from sparsekit.measure.paired import TimePair
 from sparsekit.pruning.selection import makers
-
-_PIECE = 2**20
 
 Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[str]]]
 
@@ -83,10 +78,11 @@ class PruneReport:
         groups: Before and after.
         unprunable: Units that cannot be pruned: module, number and reason.
         steps: Metric → cost after each step of the schedule.
-        measured: What else was measured: errors of refitted layers, scores of `metric`.
+        measured: Identifier → what else was measured. `reconstruction_error` is the mean share of the error in the outputs of
+            refitted layers that is left. A metric named `accuracy` gives `accuracy_dense`, `accuracy_pruned` and
+            `accuracy_finetuned`; a schedule of several steps gives `accuracy_pruned_step1`, and so on.
         candidates: Cuts that were tried, with the loss by which one was chosen; empty where there was no choice.
         notes: Sentences for the reader.
-        denormals: Number of weights of the pruned model that are smaller than any normal number of their type, and not 0.
         times: Milliseconds before and after, where they were measured: `measure_times`.
         slowest: Name of a module with weights → milliseconds of a pass of the pruned model, for the five that take most.
     """
@@ -105,7 +101,6 @@ class PruneReport:
     measured: Mapping[str, Any] = field(default_factory=dict)
     candidates: Sequence[CandidateReport] = ()
     notes: Sequence[str] = ()
-    denormals: int = 0
     times: Sequence[TimePair] = ()
     slowest: Mapping[str, float] = field(default_factory=dict)
 
@@ -165,7 +160,7 @@ class PruneReport:
         ]
         found: dict[str, Table] = {
             "Costs": (("metric", "before", "after", "share", "requested", "minimum"), costs),
-            "Time": (("a pass of", "before", "after", "time ÷ (quartiles)", "FLOPs ÷", "time ÷ over FLOPs ÷"), times),
+            "Time": (("a pass of", "before", "after", "speed-up (quartiles)", "fewer FLOPs", "speed-up ÷ fewer FLOPs"), times),
             "Most time": (("module", "after"), [(name, f"{each:.3g} ms") for name, each in self.slowest.items()]),
             "Candidates": (
                 ("criterion", "allocation", "loss on unseen batches", ""),
@@ -175,7 +170,7 @@ class PruneReport:
                 ],
             ),
             "Measured": (("what", "value"), measured),
-            "Groups": (("group", "kind", "before", "after", "share", "FLOPs it touches"), groups),
+            "Groups": (("group", "kind", "before", "after", "share", "FLOPs of affected layers"), groups),
         }
         return {title: table for title, table in found.items() if table[1]}
 
@@ -192,22 +187,12 @@ class PruneReport:
             for pair in self.times
         ]
         lines += [
-            f"{each.criterion}, {each.allocation}: loss {each.loss:.4g}{', chosen' if each.chosen else ''}"
+            f"{each.criterion}, {each.allocation}: {each.note or f'loss {each.loss:.4g}'}{', chosen' if each.chosen else ''}"
             for each in self.candidates
-            if each.loss is not None
         ]
+        lines += [f"{name}: {value:.4g}" for name, value in self.measured.items()]
         lines += [f"{group.name}: {group.before} → {group.after} {group.kind}s" for group in self.groups]
         return "\n".join([*lines, *self.notes])
-
-
-def count_denormals(model: nn.Module) -> int:
-    """Return the number of weights between 0 and the smallest normal number of their type, as training with penalties leaves
-    them.
-    """
-    weights = [entry.detach() for entry in model.parameters() if entry.is_floating_point() and not entry.is_meta]
-    # Comparisons of a whole embedding would take several times its memory.
-    parts = (part for weight in weights for part in weight.reshape(-1).split(_PIECE))
-    return sum(int(((part != 0) & (part.abs() < torch.finfo(part.dtype).tiny)).sum()) for part in parts)
 
 
 def describe(costs: CostModel, counts: Mapping[str, int]) -> tuple[GroupReport, ...]:

@@ -163,16 +163,6 @@ def test_bad_input_is_refused(more: dict[str, Any], error: type[Exception], told
         sk.prune(_net(), X, **{"budget": "flops=50%", **more})
 
 
-def test_denormal_weights_are_counted_and_told() -> None:
-    model = _net()
-    with torch.no_grad():
-        model[6].bias[:5] = torch.finfo(torch.float32).tiny / 8
-        model[6].bias[5:7] = 0.0
-    report = sk.prune(model, X, budget="flops=90%", keep=["6"]).report
-    assert report.denormals == 5
-    assert any("5 weights are denormal" in note for note in report.notes)
-
-
 def test_a_warning_points_at_the_line_of_the_user() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
     with warnings.catch_warnings(record=True) as seen:

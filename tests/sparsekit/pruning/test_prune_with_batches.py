@@ -56,7 +56,7 @@ def test_the_default_is_the_best_candidate_on_unseen_batches_and_reconstruction_
     )  # fmt: skip
     assert bare.mask == pruned.mask
     assert loss_of(pruned.model, batches) < 0.8 * loss_of(bare.model, batches)
-    assert 0 <= pruned.report.measured["error of refitted layers that is left"] < 1
+    assert 0 <= pruned.report.measured["reconstruction_error"] < 1
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
