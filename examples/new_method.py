@@ -4,7 +4,7 @@ Karimireddy, Kale, Mohri, Reddi, Stich, Suresh: SCAFFOLD: Stochastic Controlled 
 (arXiv 1910.06378). The control variate of a client is option II of the paper, written as what it stands for: the mean of the
 gradients of the round. For plain SGD both are equal; with momentum, clipping or a schedule this remains a gradient.
 
-Needs `pip install "sparsekit-torch[fl]"`. Run it with `python examples/new_method.py`, or by name, with every option of the
+Needs `pip install ".[fl]"`. Run it with `python examples/new_method.py`, or by name, with every option of the
 command line: `sparsekit run examples.new_method:Scaffold --rounds 10`. In a package of your own, the entry point
 
     [project.entry-points."sparsekit_fl.methods"]

@@ -5,12 +5,12 @@ Each class also inherits the builtin that a caller would expect (`ValueError`, `
 """
 
 import difflib
+import importlib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 __all__ = [
-    "DISTRIBUTION",
     "CompactFileError",
     "DataError",
     "ForeignMaskError",
@@ -24,10 +24,20 @@ __all__ = [
     "UnsupportedModelError",
     "install_hint",
     "nearest",
+    "require",
 ]
 
-DISTRIBUTION = "sparsekit-torch"
-"""The name by which pip installs this project; `sparsekit` on the public package index is another one."""
+_EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "data": ("huggingface_hub",),
+    "export": ("onnx", "onnxruntime", "onnxscript"),
+    "fl": ("PIL", "pandas", "pyarrow", "pydantic", "sklearn"),
+    "flower": ("flwr", "ray"),
+    "log": ("tensorboard",),
+    "report": ("jinja2", "matplotlib"),
+    "torch-pruning": ("torch_pruning",),
+    "tune": ("optuna",),
+}
+"""Extras of this project, and the packages of each that are imported only where they are needed."""
 
 
 class SparsekitError(Exception):
@@ -85,16 +95,37 @@ class DataError(SparsekitError, ValueError):
     """A data set is absent, malformed or does not fit the model."""
 
 
-def install_hint(extra: str) -> str:
-    """Return the commands that install an extra of this project.
+def install_hint(package: str) -> str:
+    """Return the command that installs an optional package, run in a checkout of this project.
 
     Args:
-        extra: Its name, as in "report".
+        package: Its import name, such as "matplotlib".
 
     Returns:
-        For example `pip install "sparsekit-torch[report]"`, and the same for a checkout.
+        For example `in a checkout of sparsekit, run: pip install -c constraints.txt ".[report]"`.
     """
-    return f'pip install "{DISTRIBUTION}[{extra}]", or in a checkout pip install -e ".[{extra}]"'
+    extra = next((extra for extra, packages in _EXTRAS.items() if package in packages), None)
+    return (
+        f'in a checkout of sparsekit, run: pip install -c constraints.txt ".[{extra}]"'
+        if extra
+        else f"run: pip install {package}"
+    )
+
+
+def require(module: str) -> Any:
+    """Import an optional package, or a module of one.
+
+    Args:
+        module: Its import name, such as "optuna" or "matplotlib.figure".
+
+    Raises:
+        MissingDependencyError: it is not installed; the message has the command that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise MissingDependencyError(f"the package {package} is needed here ({error}); {install_hint(package)}") from error
 
 
 def nearest(name: str, known: Iterable[str], *, most: int | None = None) -> str:

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
-from sparsekit.errors import InvalidValueError, nearest
+from sparsekit.errors import InvalidValueError, nearest, require
 from sparsekit.registry import Registry
 from sparsekit.surgery import save_compact
 from sparsekit_fl.checkpoint import write_atomically
 from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.config import RunConfig
-from sparsekit_fl.errors import need
 from sparsekit_fl.models import model_path
 from sparsekit_fl.problem.metrics import Metric, lower_is_better
 from sparsekit_fl.results import PARTS, RoundRecord, primary_metric
@@ -205,7 +204,7 @@ class TensorBoard(Callback):
 
     def __init__(self) -> None:
         # Before the run, so that a missing package is not an error after hours.
-        need("tensorboard", "TensorBoard", extra="log")
+        require("tensorboard")
 
     def on_run_start(self, run: RunView) -> None:
         if run.out is None:

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparsekit.errors import DataError
+from sparsekit.errors import DataError, require
 from sparsekit_fl.config import HETEROGENEITY
-from sparsekit_fl.errors import need
 from sparsekit_fl.stored import flat, plain, read_result, texts
 
 # What may differ between the runs of a table, since it changes no number but by chance.
@@ -88,7 +87,7 @@ class Comparison:
         A number that a run lacks is NaN.
         """
         names = ["method", "seed", *(column.path for column in self.columns)]
-        frame = need("pandas").DataFrame([flat(result) for result in self.results], columns=names)
+        frame = require("pandas").DataFrame([flat(result) for result in self.results], columns=names)
         return frame.set_index(["method", "seed"]).astype(float)
 
     @cached_property
@@ -122,7 +121,7 @@ class Comparison:
             own = self.summary[path]
             if own["mean"].notna().any() and (not parts or path.startswith(parts)):
                 found[title] = texts(unit, list(own["mean"]), list(own["std"]))
-        return need("pandas").DataFrame(found, index=self.summary.index)
+        return require("pandas").DataFrame(found, index=self.summary.index)
 
     def seeds_text(self) -> str:
         """Say over how many runs the means are taken."""

@@ -1,9 +1,6 @@
 """Errors of a federated run: what failed, for whom, in which round, and how to continue."""
 
-import importlib
-from typing import Any
-
-from sparsekit.errors import MissingDependencyError, SparsekitError, install_hint
+from sparsekit.errors import SparsekitError
 
 __all__ = [
     "ClientError",
@@ -53,20 +50,3 @@ class WorkerDiedError(SparsekitError, RuntimeError):
     """A worker process was killed, or failed for a reason that is not a client's."""
 
     exit_code = 1
-
-
-def need(package: str, what: str = "a report", *, extra: str = "report") -> Any:
-    """Import a package of an extra.
-
-    Args:
-        package: Its import name.
-        what: What needs it, for the message.
-        extra: Name of the extra.
-
-    Raises:
-        MissingDependencyError: it is not installed.
-    """
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise MissingDependencyError(f"{what} needs {package} ({error}); {install_hint(extra)}") from error

@@ -9,9 +9,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from sparsekit.errors import require
 from sparsekit_fl.checkpoint import write_atomically
 from sparsekit_fl.comparison import Comparison
-from sparsekit_fl.errors import need
 from sparsekit_fl.paper.published import published_beside, published_source
 from sparsekit_fl.results import primary_metric
 from sparsekit_fl.stored import flat, scale
@@ -48,7 +48,7 @@ def write_report(comparisons: Sequence[Comparison], out: Path | str) -> Path:
         )
     source = published_source() if any(one["published"] for one in sections) else ""
     title = comparisons[0].title if len(comparisons) == 1 else "Comparison of methods"
-    environment = need("jinja2").Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = require("jinja2").Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(files(__package__).joinpath("report.html.j2").read_text(encoding="utf-8"))
     path = Path(out) / PAGE
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def published_table(published: Any) -> Any:
                 row[f"{whose}, {title}"] = text + ("*" if whose == "ours" and one.flagged else "")
         row["why they differ"] = " ".join(dict.fromkeys(filter(None, own["reason"])))
         rows.append(row)
-    return need("pandas").DataFrame(rows).set_index("run")
+    return require("pandas").DataFrame(rows).set_index("run")
 
 
 def _html(frame: Any) -> str:
@@ -96,13 +96,13 @@ def curves_of(comparison: Comparison) -> Any:
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    matplotlib = need("matplotlib")
+    matplotlib = require("matplotlib")
     metric, unit = _metric(comparison)
     means = _means(comparison, metric)
     if means.empty:
         return None
     with matplotlib.rc_context(_STYLE):
-        figure = need("matplotlib.figure").Figure(figsize=(3.9 * len(_AXES), 3.9), layout="constrained")
+        figure = require("matplotlib.figure").Figure(figsize=(3.9 * len(_AXES), 3.9), layout="constrained")
         figure.suptitle(f"{metric.capitalize()} on the clients' own test data", x=0.01, ha="left", fontsize=11)
         for axes, (x, text, x_unit) in zip(figure.subplots(1, len(_AXES)), _AXES, strict=True):
             axes.grid(visible=True, color="#E4E6E8", linewidth=0.8)
@@ -122,7 +122,7 @@ def curves_of(comparison: Comparison) -> Any:
 def to_svg(figure: Any) -> bytes:
     """Return a figure as SVG; equal figures give equal bytes."""
     buffer = io.BytesIO()
-    with need("matplotlib").rc_context(_STYLE):
+    with require("matplotlib").rc_context(_STYLE):
         figure.savefig(buffer, format="svg", facecolor="white", metadata={"Date": None})
     return buffer.getvalue()
 
@@ -141,7 +141,7 @@ def _means(comparison: Comparison, metric: str) -> Any:
          (record["evaluation"].get("personal") or {}).get(metric))
         for result in comparison.results for record in result["rounds"] if record["evaluation"]
     ]  # fmt: skip
-    frame = need("pandas").DataFrame(rows, columns=["series", "seed", *names, "y"]).dropna()
+    frame = require("pandas").DataFrame(rows, columns=["series", "seed", *names, "y"]).dropna()
     groups = frame.assign(at=frame["round"]).groupby(["series", "at"])
     means = groups.agg(n=("seed", "nunique"), y=("y", "mean"), deviation=("y", "std"), **{one: (one, "mean") for one in names})
     means = means.fillna({"deviation": 0.0}).reset_index()
@@ -151,7 +151,7 @@ def _means(comparison: Comparison, metric: str) -> Any:
 
 def _units(axis: Any, unit: str, values: Any) -> None:
     """Write the ticks of an axis in its unit."""
-    ticker = need("matplotlib.ticker")
+    ticker = require("matplotlib.ticker")
     if unit == "number" and axis.axis_name == "x":
         axis.set_major_locator(ticker.MaxNLocator(integer=True))  # rounds are whole
     elif unit != "number":

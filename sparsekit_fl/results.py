@@ -12,13 +12,12 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, TypeAdapter
 
-from sparsekit.errors import DataError
+from sparsekit.errors import DataError, require
 from sparsekit.graph import StateDict
 from sparsekit_fl.checkpoint import write_atomically
 from sparsekit_fl.client.messages import Evaluation, WorkCost
 from sparsekit_fl.client.messages import Scores as Sums
 from sparsekit_fl.config import RunConfig
-from sparsekit_fl.errors import need
 from sparsekit_fl.stored import SCHEMA_NUMBER, plain, read_result
 
 Means = Mapping[str, Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]]
@@ -293,7 +292,7 @@ class RunResult:
         Raises:
             MissingDependencyError: pandas is not installed.
         """
-        pandas = need("pandas")
+        pandas = require("pandas")
         rounds = pandas.Index([record.round for record in self.rounds], name="round", dtype="int64")
         return pandas.DataFrame([record.numbers() for record in self.rounds], index=rounds)
 

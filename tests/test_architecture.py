@@ -198,7 +198,7 @@ def test_no_circle_of_files() -> None:
 )
 def test_a_process_loads_nothing_that_it_does_not_need(program: str, needless: tuple[str, ...]) -> None:
     if "flower.app" in program:
-        pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
+        pytest.importorskip("flwr", reason="flwr is not installed; pip install '.[flower]'")
     lines = (
         "import sys, sparsekit, sparsekit_fl",
         program,

@@ -176,7 +176,7 @@ def test_an_example_prints_what_it_promises(
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("notebooks/*.ipynb")), ids=lambda path: path.stem)
 def test_a_notebook_runs_from_its_first_cell_to_its_last(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("nbclient", "ipykernel", "nbformat"):
-        pytest.importorskip(package, reason=f"{package} is not installed; pip install 'sparsekit-torch[notebook]'")
+        pytest.importorskip(package, reason=f"{package} is not installed; pip install '.[notebook]'")
     import nbformat
     from nbclient import NotebookClient
 

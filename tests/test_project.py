@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+from sparsekit import errors
 from sparsekit.version import __version__
 
 yaml = pytest.importorskip("yaml")
@@ -50,6 +51,23 @@ def test_the_python_blocks_of_the_readme_run_one_after_the_other(tmp_path: Path,
     monkeypatch.setitem(sys.modules, "readme", ModuleType("readme"))
     for number, code in enumerate(blocks):
         exec(compile(code, f"README.md python block {number}", "exec", dont_inherit=True), names)
+
+
+def test_what_an_error_tells_to_install_can_be_installed_from_a_checkout_and_has_the_package() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    other_name = {"PIL": "pillow", "ray": "flwr", "sklearn": "scikit-learn"}
+    for extra, packages in errors._EXTRAS.items():
+        wanted = {re.split(r"[\s<>=\[!~;]", item)[0] for item in extras[extra]}
+        for package in packages:
+            assert other_name.get(package, package.replace("_", "-")) in wanted, (extra, package)
+            assert errors.install_hint(package).endswith(f'pip install -c constraints.txt ".[{extra}]"')
+    with pytest.raises(errors.MissingDependencyError, match=r"nosuchpackage.*run: pip install nosuchpackage"):
+        errors.require("nosuchpackage.module")
+    sources = [path for path in ROOT.rglob("*") if path.suffix in (".py", ".md", ".in", ".ipynb") and ".venv" not in path.parts]
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sources}
+    assert [name for name, text in texts.items() if re.search(r"sparsekit[-]torch\[", text)] == []
+    own = [name for name, text in texts.items() if name.startswith("sparsekit") and "except ImportError" in text]
+    assert sorted(own) == ["sparsekit/bandit/optuna.py", "sparsekit/errors.py"], "use errors.require"
 
 
 def test_every_dependency_has_its_reason_and_is_pinned_for_the_tests() -> None:

@@ -1,4 +1,4 @@
-"""BanditSampler: any bandit as a sampler of Optuna. Needs the extra `optuna`; nothing else here imports it."""
+"""BanditSampler: any bandit as a sampler of Optuna. Needs the extra `tune`; nothing else here imports it."""
 
 import math
 import threading
@@ -10,7 +10,7 @@ import numpy as np
 
 from sparsekit.bandit.base import Bandit, Box, Interval
 from sparsekit.bandit.make import DEFAULT, make_bandit, registry
-from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
+from sparsekit.errors import InvalidValueError, require
 
 try:
     from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
@@ -18,8 +18,9 @@ try:
     from optuna.search_space import IntersectionSearchSpace
     from optuna.study import Study, StudyDirection
     from optuna.trial import FrozenTrial, TrialState
-except ImportError as error:
-    raise MissingDependencyError(f"this sampler needs optuna; {install_hint('optuna')}") from error
+except ImportError:
+    require("optuna")
+    raise
 
 # Values that gave the same reward so often are taken to give it always.
 _TIMES = 3

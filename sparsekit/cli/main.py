@@ -79,7 +79,7 @@ def _meant(name: str, commands: Sequence[str]) -> str:
 def _broken_command(name: str, error: Exception) -> click.Command:
     reason = f"the command {name!r} cannot be loaded: {error}; reinstall or remove the package that it comes from"
     if name in COMMANDS and isinstance(error.__cause__, ModuleNotFoundError):
-        reason = f"sparsekit {name} needs {error.__cause__.name}; install it with {install_hint('fl')}"
+        reason = f"sparsekit {name} needs {error.__cause__.name}; {install_hint(error.__cause__.name or '')}"
 
     def refuse(**_: Any) -> None:
         raise InvalidValueError(reason)
@@ -114,7 +114,7 @@ def _root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Structured sparsity that is learned while a network trains."""
+    """Structured pruning that verifies every cut, narrow training, and federated learning with a submodel for each device."""
 
 
 def execute(arguments: Sequence[str] | None = None) -> int:

@@ -227,8 +227,8 @@ prune = command_app(
     _prune,
     examples=(
         "sparsekit prune vgg11 --budget flops=50% --dry-run",
-        "sparsekit prune nets.py:make --init dense.pt --budget flops=50%,bytes=2e6 --keep stem --multiple-of 8 --out small",
-        "sparsekit prune nets.py:make --init dense.pt --budget latency_ms=4 --out fast --onnx",
+        "sparsekit prune nets.py:make --init dense.pt --dataset nets.py:load --budget flops=50%,bytes=2e6 --out small",
+        "sparsekit prune nets.py:make --init dense.pt --dataset nets.py:load --budget latency_ms=4 --out fast --onnx",
         "sparsekit prune cnn --dataset mnist --data-dir data --criterion taylor --budget flops=25% --schedule cubic=3"
         " --epochs 2 --distill 0.5 --out small",
     ),

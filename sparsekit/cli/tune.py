@@ -17,7 +17,7 @@ from sparsekit.bandit.make import DEFAULT, registry
 from sparsekit.bandit.search_space import parse_axes
 from sparsekit.cli.commands import Commands, check_command, metric_pattern
 from sparsekit.cli.output import AsJson, command_app, print_table
-from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
+from sparsekit.errors import InvalidValueError, require
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
@@ -89,10 +89,8 @@ def _tune(
     pattern = metric_pattern(metric)
     settings = {"command": command, "space": space, "metric": metric, "maximize": not minimize, "sampler": sampler,
                 "seed": seed, "deterministic": deterministic}  # fmt: skip
-    try:
-        from sparsekit.cli.search import opened
-    except ImportError as error:
-        raise MissingDependencyError(f"tuning needs optuna; {install_hint('optuna')}") from error
+    require("optuna")
+    from sparsekit.cli.search import opened
 
     with (
         opened(command, axes, settings, trials=trials, jobs=jobs, out=out) as search,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sparsekit._torch import ConvNd
 from sparsekit.criteria.base import ScoringContext
 from sparsekit.criteria.batches import Batch, DataDriven, Loss, call_model, check_finite
-from sparsekit.errors import InvalidValueError, MissingDependencyError, MissingImportanceError, install_hint
+from sparsekit.errors import InvalidValueError, MissingImportanceError, require
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice
 
@@ -64,13 +64,7 @@ def _cuts_of(group: UnitGroup, model: nn.Module) -> list[_Cut]:
 
 
 def _library() -> Any:
-    try:
-        import torch_pruning
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"TorchPruning needs the package torch-pruning; install it with {install_hint('torch-pruning')}"
-        ) from error
-    return torch_pruning
+    return require("torch_pruning")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
+from sparsekit.errors import InvalidValueError, require
 from sparsekit.layers import find_rule
 from sparsekit.measure.budget import RUNTIMES
 from sparsekit.measure.clock import device_of, evaluated, stopwatch
@@ -192,10 +192,7 @@ def prepare(model: nn.Module, runtime: str, args: tuple[Any, ...], kwargs: Mappi
 
 
 def _onnx(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], object]:
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise MissingDependencyError(f"ONNX Runtime needs onnxruntime; {install_hint('export')}") from error
+    onnxruntime = require("onnxruntime")
     program: Any = onnx_of(torch.export.export(model, args, dict(kwargs)))
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = torch.get_num_threads()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import ConvNd
-from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
+from sparsekit.errors import InvalidValueError, require
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -122,11 +122,8 @@ def _is_about_the_model(record: logging.LogRecord) -> bool:
 
 
 def _need_onnx() -> None:
-    try:
-        import onnx  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise MissingDependencyError(f"ONNX needs onnx and onnxscript; install them with {install_hint('export')}") from error
+    for package in ("onnx", "onnxscript"):
+        require(package)
 
 
 def _first_line(error: BaseException) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from sparsekit.errors import CompactFileError, MissingDependencyError, UnsupportedModelError
+from sparsekit.errors import CompactFileError, UnsupportedModelError, require
 from sparsekit.surgery.saving import load_compact, save_compact
 
 _WEIGHTS = "compact.safetensors"
@@ -65,10 +65,7 @@ def load_pretrained(folder: str | os.PathLike[str]) -> Any:
         CompactFileError: the folder names no class of transformers, or its weights are damaged.
         OSError: files are missing.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingDependencyError("load_pretrained needs transformers; pip install transformers") from error
+    transformers = require("transformers")
     config = transformers.AutoConfig.from_pretrained(folder)
     name = (config.architectures or ["none"])[0]
     kind = getattr(transformers, name, None)
@@ -76,5 +73,5 @@ def load_pretrained(folder: str | os.PathLike[str]) -> Any:
         raise CompactFileError(f"{folder} names {name!r}, which is not a model of transformers {transformers.__version__}")
     model = load_compact(Path(folder) / _WEIGHTS, lambda: kind(config))
     if (Path(folder) / "generation_config.json").exists():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)  # type: ignore[assignment]
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model.eval()

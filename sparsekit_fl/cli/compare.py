@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparsekit.cli import command_app, print_json
-from sparsekit.errors import InvalidValueError, MissingDependencyError, SparsekitError
+from sparsekit.errors import InvalidValueError, MissingDependencyError, SparsekitError, require
 from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.options import RunOptions, with_run_options
 from sparsekit_fl.cli.report import show
@@ -44,14 +44,14 @@ def _compare(
     """
     # What trains is imported only now, so that --help is quick.
     from sparsekit_fl.comparison import comparisons_of
-    from sparsekit_fl.errors import ResumeError, RunInterrupted, need
+    from sparsekit_fl.errors import ResumeError, RunInterrupted
     from sparsekit_fl.report import write_report
 
     if options.engine == "flower":
         raise InvalidValueError("--engine flower is for `sparsekit run METHOD`; compare runs in processes of this machine")
     if not methods:
         raise InvalidValueError("METHODS are missing; name them, as in `sparsekit compare fedlps fedavg`")
-    need("pandas")  # before hours of training, and not behind them
+    require("pandas")  # before hours of training, and not behind them
     made = _distinct(methods)
     if options.settings():
         raise InvalidValueError(

@@ -14,7 +14,7 @@ import typer
 from rich.markup import escape
 
 from sparsekit.cli import command_app
-from sparsekit.errors import DISTRIBUTION, InvalidValueError
+from sparsekit.errors import InvalidValueError
 from sparsekit_fl.cli.options import MOMENTARY, RunOptions, path_of, text_of
 from sparsekit_fl.options import read_settings
 
@@ -78,7 +78,6 @@ def write_app(folder: Path, config: Mapping[str, Any] | None = None, *, port: in
         "@NAME@": re.sub(r"[^a-z0-9]+", "-", here.name.lower()).strip("-") or "sparsekit-app",
         "@HERE@": here.as_posix(),
         "@PORT@": str(port),
-        "@DISTRIBUTION@": DISTRIBUTION,
     }
     # Of these kinds, JSON and TOML have the same.
     words |= {f"@{name}@": json.dumps(value) for name, value in {**DEFAULTS, **(config or {})}.items()}

@@ -141,7 +141,7 @@ def programs(log: Path, env: Mapping[str, str]) -> Iterator[Callable[..., subpro
         program = Path(sys.executable).with_name(name)
         found = str(program) if program.exists() else which(name)
         if found is None or find_spec("ray") is None:
-            raise MissingDependencyError(f"engine 'flower' needs flwr[simulation]; {install_hint('flower')}")
+            raise MissingDependencyError(f"engine 'flower' needs flwr[simulation]; {install_hint('flwr')}")
         with log.open("ab") as file:
             # In a session of its own, so that Ctrl-C reaches this process alone, which then ends the others.
             running.append(subprocess.Popen([found, *words], env=env, stdout=file, stderr=file, start_new_session=True))

@@ -13,8 +13,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from sparsekit.errors import require
 from sparsekit_fl.comparison import Comparison
-from sparsekit_fl.errors import need
 from sparsekit_fl.paper.presets import PRESETS
 
 _ROUNDING_E12 = 0.05
@@ -114,7 +114,7 @@ def published_beside(comparison: Comparison) -> Any:
     order = [(table, line["method"]) for table, rows in _data("published.json")["tables"].items() for line in rows]
     lines.sort(key=lambda line: order.index(line[:2]))
     columns = ["table", "method", "run", "quantity", "published", "published_deviation", "ours", "our_deviation"]
-    return need("pandas").DataFrame(lines, columns=[*columns, "difference", "flagged", "reason"], dtype=object)
+    return require("pandas").DataFrame(lines, columns=[*columns, "difference", "flagged", "reason"], dtype=object)
 
 
 def _ours(number: Any, factor: float) -> tuple[float, float | None]:

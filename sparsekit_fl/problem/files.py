@@ -41,8 +41,8 @@ def find_files(
     ways = f"pass --data-dir DIR with DIR/{layout}"
     if repo:
         ways = (
-            f"either {ways} (the files of the hub data set {repo}), or install the hub's client with {install_hint('data')} and"
-            " leave --data-dir out, on a machine with a network"
+            f"either {ways} (the files of the hub data set {repo}), or, on a machine with a network, leave --data-dir out and"
+            f" install the hub's client: {install_hint('huggingface_hub')}"
         )
     if root is not None:
         root, names = Path(root).expanduser(), (name, *aliases)

@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from sparsekit.errors import DataError
+from sparsekit.errors import DataError, require
 from sparsekit.rng import torch_generator
-from sparsekit_fl.errors import need
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.datasets import DataSource, datasets
 from sparsekit_fl.problem.files import cached_tensors, find_files
@@ -70,7 +69,7 @@ class ImageTransform:
 
 def digits(root: Path | str | None = None) -> DataSource:  # noqa: ARG001 (every data set is loaded with a root)
     """Load the 1,797 handwritten digits of 8×8 pixels that come with scikit-learn; the last 360 are the test set."""
-    bundle = need("sklearn.datasets", "reading the data", extra="fl").load_digits()
+    bundle = require("sklearn.datasets").load_digits()
     pixels = np.rint(bundle.images * (255 / 16)).astype(np.uint8)[:, None]
     images, labels = torch.from_numpy(pixels), torch.from_numpy(bundle.target.astype(np.int64))
     train, test = (TensorData((images[part],), labels[part]) for part in (slice(_DIGITS_TRAIN), slice(_DIGITS_TRAIN, None)))
@@ -142,7 +141,7 @@ def read_images(files: Sequence[Path], shape: tuple[int, int, int]) -> dict[str,
     Raises:
         DataError: a column is missing, a file is damaged, or an image has another size.
     """
-    parquet, pillow = need("pyarrow.parquet", "reading the data", extra="fl"), need("PIL.Image", "reading the data", extra="fl")
+    parquet, pillow = require("pyarrow.parquet"), require("PIL.Image")
     images, labels = [], []
     for path in files:
         try:

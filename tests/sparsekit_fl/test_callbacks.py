@@ -150,7 +150,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_tensorboard_gets_every_number_and_a_resumed_run_goes_on_in_the_same_curves(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed; pip install 'sparsekit-torch[log]'")
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed; pip install '.[log]'")
     config = replace(tiny_config(), eval_global_every=2)
     with pytest.raises(fl.errors.RunInterrupted):
         tiny_run(callbacks=[fl.callbacks.TensorBoard(), StopAfter(2)], out=tmp_path, config=config)

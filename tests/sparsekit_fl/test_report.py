@@ -11,7 +11,7 @@ from saved_results import FLOPS, SECONDS, compared, result, save
 from sparsekit.cli.main import execute
 from sparsekit_fl.report import curves_of
 
-pytest.importorskip("matplotlib", reason="matplotlib is not installed; pip install 'sparsekit-torch[report]'")
+pytest.importorskip("matplotlib", reason="matplotlib is not installed; pip install '.[report]'")
 
 
 def page(folder: Path) -> str:

@@ -86,7 +86,7 @@ def test_a_result_is_read_as_it_was_and_one_of_another_version_or_a_damaged_one_
 
 
 def test_the_frame_of_rounds_has_every_mean_of_every_metric(finished: fl.RunResult) -> None:
-    pytest.importorskip("pandas", reason="pandas is not installed; pip install 'sparsekit-torch[report]'")
+    pytest.importorskip("pandas", reason="pandas is not installed; pip install '.[report]'")
     frame = finished.to_frame()
     assert list(frame.index) == [1, 2, 3, 4]
     assert frame.loc[4, "personal_accuracy"] == finished.final.personal["accuracy"]

@@ -104,7 +104,7 @@ def full(self: Memories, client_id: int, round: int, memory: Any) -> None:
 @pytest.mark.same_bits
 def test_a_full_disk_has_one_outcome_with_every_engine(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if engine == "a grid":
-        pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
+        pytest.importorskip("flwr", reason="flwr is not installed; pip install '.[flower]'")
         from local_grid import InProcess
     made = InProcess() if engine == "a grid" else fl.Processes(2 if engine == "two workers" else 1)
     monkeypatch.setattr(Memories, "write", full)

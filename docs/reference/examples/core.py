@@ -260,8 +260,11 @@ try:
 except (sk.errors.CompactFileError, OSError) as error:
     print(error)
 
-# sparsekit.errors.DISTRIBUTION, sparsekit.errors.install_hint
-print(f"pip install {sk.errors.DISTRIBUTION}", sk.errors.install_hint("fl"))
+# sparsekit.errors.install_hint
+print(sk.errors.install_hint("matplotlib"))
+
+# sparsekit.errors.require
+pandas = sk.errors.require("pandas")
 
 # sparsekit.errors.DataError
 import sparsekit_fl as fl

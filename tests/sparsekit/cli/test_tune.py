@@ -10,7 +10,7 @@ from commands import ended
 
 from sparsekit.cli.main import execute
 
-pytest.importorskip("optuna", reason="optuna is not installed; pip install 'sparsekit-torch[optuna]'")
+pytest.importorskip("optuna", reason="optuna is not installed; pip install '.[tune]'")
 
 SCORE = "awk -v x={x} 'BEGIN { print \"score\", -(x - 0.3) ^ 2 }'"
 BASIC = ["tune", SCORE, "--space", "x=0:1", "--metric", r"score (\S+)", "--sampler", "p-ucbv"]
@@ -46,7 +46,7 @@ def test_without_optuna_the_error_says_what_to_install(
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "optuna", None)
     assert execute([*BASIC, "--trials", "1"]) == 2
-    assert "sparsekit-torch[optuna]" in capsys.readouterr().err
+    assert ".[tune]" in capsys.readouterr().err
 
 
 def test_a_search_that_is_ended_or_killed_says_how_to_resume_and_loses_nothing(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from sparsekit.criteria.torch_pruning import TorchPruning
 from sparsekit.errors import InvalidValueError
 from sparsekit.testing.criteria import CriterionContract
 
-tp = pytest.importorskip("torch_pruning", reason="pip install 'sparsekit-torch[torch-pruning]'")
+tp = pytest.importorskip("torch_pruning", reason="pip install '.[torch-pruning]'")
 
 
 class TestAdapter(CriterionContract):

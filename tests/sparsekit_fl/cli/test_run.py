@@ -147,7 +147,7 @@ def test_an_engine_whose_package_is_absent_says_what_to_install(
 ) -> None:
     monkeypatch.setattr("sparsekit_fl.cli.simulate.find_spec", lambda name: None)
     assert execute(["run", "fedavg", "--engine", "flower"]) == 2
-    assert 'pip install "sparsekit-torch[flower]"' in capsys.readouterr().err
+    assert 'pip install ".[flower]"' in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
+pytest.importorskip("flwr", reason="flwr is not installed; pip install '.[flower]'")
 
 from flwr.app import Context, RecordDict
 from local_grid import LocalGrid

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
+pytest.importorskip("flwr", reason="flwr is not installed; pip install '.[flower]'")
 
 from fault_planted import Planted, environment, until
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
+pytest.importorskip("flwr", reason="flwr is not installed; pip install '.[flower]'")
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp

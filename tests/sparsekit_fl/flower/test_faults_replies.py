@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
+pytest.importorskip("flwr", reason="flwr is not installed; pip install '.[flower]'")
 
 from local_grid import InProcess, gone, planted
 from own_models import OwnModels

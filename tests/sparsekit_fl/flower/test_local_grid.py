@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
+pytest.importorskip("flwr", reason="flwr is not installed; pip install '.[flower]'")
 
 from engine_contract import EngineContract, Failing
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
+pytest.importorskip("flwr", reason="flwr is not installed; pip install '.[flower]'")
 if find_spec("ray") is None:  # importing it takes seconds, also where these tests are not run
-    pytest.skip("ray is not installed; pip install 'sparsekit-torch[flower]'", allow_module_level=True)
+    pytest.skip("ray is not installed; pip install '.[flower]'", allow_module_level=True)
 
 from fault_planted import environment, until
 from personal import command
