@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from sparsekit.pruning.report import PruneReport as PruneReport
     from sparsekit.pruning.result import Pruned as Pruned
     from sparsekit.surgery.compaction import compact as compact, expand as expand
-    from sparsekit.surgery.pretrained import load_pretrained as load_pretrained, save_pretrained as save_pretrained
-    from sparsekit.surgery.pretrained_config import fit_config as fit_config
+    from sparsekit.transformers.pretrained import load_pretrained as load_pretrained, save_pretrained as save_pretrained
+    from sparsekit.transformers.pretrained_config import fit_config as fit_config
     from sparsekit.surgery.saving import load_compact as load_compact, load_mask as load_mask, save_compact as save_compact
     from sparsekit.tracing.trace import trace_units as trace_units
     from sparsekit.training.importance import GradientImportance as GradientImportance
@@ -79,8 +79,8 @@ _HOMES = {
     "sparsekit.pruning.report": "PruneReport",
     "sparsekit.pruning.result": "Pruned",
     "sparsekit.surgery.compaction": "compact expand",
-    "sparsekit.surgery.pretrained": "load_pretrained save_pretrained",
-    "sparsekit.surgery.pretrained_config": "fit_config",
+    "sparsekit.transformers.pretrained": "load_pretrained save_pretrained",
+    "sparsekit.transformers.pretrained_config": "fit_config",
     "sparsekit.surgery.saving": "load_compact load_mask save_compact",
     "sparsekit.tracing.trace": "trace_units",
     "sparsekit.training.importance": "GradientImportance",

@@ -15,8 +15,8 @@ from sparsekit._torch import DispatchMode, buffers_of, eager, parameters_of, res
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import StateDict
 from sparsekit.graph.mask import UnitMask
+from sparsekit.runtime.kept_norms import KeptNorms
 from sparsekit.surgery.compaction import compact, compact_state, expand
-from sparsekit.surgery.kept_norms import KeptNorms
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.inputs import find_tensors, map_tensors
 from sparsekit.tracing.trace import UnprunableWarning, trace_units

@@ -8,8 +8,8 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 import sparsekit as sk
-from sparsekit.layers.attention import NarrowMultiheadAttention
-from sparsekit.surgery import safe_convolution
+from sparsekit.runtime import safe_convolution
+from sparsekit.runtime.narrow_attention import NarrowMultiheadAttention
 
 __all__ = ["check_native"]
 

@@ -13,8 +13,8 @@ from sparsekit._torch import tree_leaves, without_fast_path
 from sparsekit.criteria.base import ScoringContext
 from sparsekit.errors import DataError, InvalidValueError, MissingImportanceError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.layers.attention import NarrowMultiheadAttention
 from sparsekit.progress import track
+from sparsekit.runtime.narrow_attention import NarrowMultiheadAttention
 
 Batch = Any
 """One item of a loader: a tensor, a tuple whose last item is the target, or a mapping of keyword inputs."""

@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from sparsekit._torch import ConvNd
+from sparsekit.labels.tracer import Tracer
+from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, Labels, TensorLabels
 from sparsekit.layers.base import LayerRule, of_type
-from sparsekit.layers.labels.tracer import Tracer
-from sparsekit.layers.labels.values import ALWAYS_ZERO, NOT_ZERO, Labels, TensorLabels
 from sparsekit.registry import Registry
 
 __all__ = [
@@ -38,9 +38,9 @@ rules = Registry(
         "transformer-encoder": "sparsekit.layers.attention:TransformerEncoderRule",
         "weight-norm": "sparsekit.layers.parametrised:WeightNormRule",
         "whole-weight": "sparsekit.layers.parametrised:WholeWeightRule",
-        "router": "sparsekit.layers.experts:RouterRule",
-        "experts": "sparsekit.layers.experts:ExpertsRule",
-        "mamba2": "sparsekit.layers.mamba:Mamba2Rule",
+        "router": "sparsekit.transformers.experts:RouterRule",
+        "experts": "sparsekit.transformers.experts:ExpertsRule",
+        "mamba2": "sparsekit.transformers.mamba:Mamba2Rule",
         "recurrent": "sparsekit.layers.recurrent:RecurrentRule",
     },
     group="sparsekit.rules",

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
-from sparsekit.layers.labels.tracer import Tracer
+from sparsekit.labels.tracer import Tracer
 
 Found = TypeVar("Found")
 

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from sparsekit._torch import ParametrizedOrthogonal, ParametrizedSpectralNorm, ParametrizedWeightNorm, pre_hooks
+from sparsekit.labels.tracer import Tracer
+from sparsekit.labels.values import Cause, TensorLabels
 from sparsekit.layers.base import LayerRule
-from sparsekit.layers.labels.tracer import Tracer
-from sparsekit.layers.labels.values import Cause, TensorLabels
 
 _SPECTRAL = "spectral_norm divides by a norm of the whole weight"
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from sparsekit._torch import flat_weights, parameters_of, reset_flat_weights, tree_leaves
+from sparsekit.labels.tracer import Tracer
+from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, IntArray, Labels, TensorLabels, joined
 from sparsekit.layers.base import LayerRule
-from sparsekit.layers.labels.tracer import Tracer
-from sparsekit.layers.labels.values import ALWAYS_ZERO, NOT_ZERO, IntArray, Labels, TensorLabels, joined
 
 _KINDS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 

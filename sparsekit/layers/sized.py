@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from sparsekit._torch import ConvNd, InstanceNorm, NormBase, buffers_of, channel_axis, parameters_of
+from sparsekit.labels.tracer import Tracer
+from sparsekit.labels.values import TensorLabels
 from sparsekit.layers.base import LayerRule, of_type
-from sparsekit.layers.labels.tracer import Tracer
-from sparsekit.layers.labels.values import TensorLabels
 
 _Sizes: TypeAlias = Callable[[Any, Sequence[int]], Mapping[str, Any]]
 

@@ -15,8 +15,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from sparsekit._torch import DispatchMode, operator_packet, storage_id, without_fast_path
 from sparsekit.errors import TraceError
 from sparsekit.layers import find_rule
-from sparsekit.layers.experts import ExpertsRule
 from sparsekit.surgery.rebuild import named_entries
+from sparsekit.transformers.experts import ExpertsRule
 
 _aten = torch.ops.aten
 _CONVOLUTIONS = {_aten.convolution.default, _aten._convolution.default}

@@ -25,7 +25,7 @@ def compact(
     """Return a smaller module that computes what `model` computes when the dropped units are gated away.
 
     Its layers are of the classes of the dense model, but for two that torch cannot run narrow or runs wrong:
-    `NarrowMultiheadAttention` for attention with fewer heads, and `sparsekit.surgery.safe_convolution.Conv2d` for strided 1×1
+    `NarrowMultiheadAttention` for attention with fewer heads, and `sparsekit.runtime.safe_convolution.Conv2d` for strided 1×1
     convolutions of few channels. Both are subclasses of torch's own and have the same parameters.
 
     Args:

@@ -14,7 +14,7 @@ from sparsekit.errors import ForeignMaskError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import StateDict, cut_axes, gather, moved_axes
 from sparsekit.layers import LayerRule, resize
-from sparsekit.surgery.safe_convolution import guard_convolutions
+from sparsekit.runtime.safe_convolution import guard_convolutions
 
 
 def named_entries(model: nn.Module) -> dict[str, Tensor]:

@@ -25,8 +25,8 @@ from sparsekit.graph.index import StateDict, places
 from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule, resize
 from sparsekit.registry import load_object
+from sparsekit.runtime.safe_convolution import guard_convolutions
 from sparsekit.surgery.rebuild import copy_with, named_entries
-from sparsekit.surgery.safe_convolution import guard_convolutions
 from sparsekit.version import __version__
 
 Factory: TypeAlias = nn.Module | Callable[[], nn.Module | tuple[nn.Module, Any]] | str

@@ -8,9 +8,9 @@ import numpy as np
 from torch import Tensor
 
 from sparsekit._torch import DispatchMode, operator_schema, storage_id
-from sparsekit.layers.labels.tracer import Tracer
-from sparsekit.layers.labels.values import TensorLabels
-from sparsekit.layers.labels.views import written_over
+from sparsekit.labels.tracer import Tracer
+from sparsekit.labels.values import TensorLabels
+from sparsekit.labels.views import written_over
 from sparsekit.tracing.ops import MAKE_CONSTANTS, SAME_IN_TRAIN_MODE, find_handler
 from sparsekit.tracing.ops.call import Call, Outputs, tensors_of
 from sparsekit.tracing.passes import arguments_of

@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from sparsekit._torch import tree_leaves
-from sparsekit.layers.labels.tracer import Tracer
-from sparsekit.layers.labels.values import IntArray, Labels, NormNote, TensorLabels
-from sparsekit.surgery.kept_norms import NormCall, NormMode
+from sparsekit.labels.tracer import Tracer
+from sparsekit.labels.values import IntArray, Labels, NormNote, TensorLabels
+from sparsekit.runtime.kept_norms import NormCall, NormMode
 
 
 class NormRecorder(NormMode):

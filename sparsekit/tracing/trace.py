@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from sparsekit.errors import InvalidValueError, NoUnitsError, TraceError, UnsupportedModelError, level_of_user
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import Unprunable
+from sparsekit.labels.tracer import Tracer
+from sparsekit.labels.values import OUTPUT, Cause
 from sparsekit.layers import LayerRule, find_rule
-from sparsekit.layers.labels.tracer import Tracer
-from sparsekit.layers.labels.values import OUTPUT, Cause
 from sparsekit.layers.parametrised import fix_hooked
 from sparsekit.surgery.rebuild import named_entries
 from sparsekit.tracing.blocks import BlockVerifier, is_large, is_meta

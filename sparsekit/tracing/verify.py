@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from sparsekit._torch import buffers_of, persistent_buffers
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.labels.values import user_line
 from sparsekit.layers import LayerRule, find_rule
-from sparsekit.layers.labels.values import user_line
-from sparsekit.surgery.kept_norms import kept_norms
+from sparsekit.runtime.kept_norms import kept_norms
 from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
 from sparsekit.tracing.compare import compare_tensors, is_undefined, rounding_floor
 from sparsekit.tracing.inputs import ModelInputs, find_numbers, find_tensors, with_tokens

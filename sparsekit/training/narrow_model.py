@@ -17,10 +17,10 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import Axes, StateDict, cut_axes, gather, scatter_
 from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule, find_rule, resize
+from sparsekit.runtime.safe_convolution import guard_convolutions
 from sparsekit.surgery.compaction import guard_pretrained
 from sparsekit.surgery.optimizer_state import HasState, carried_state, entries_that_stay
 from sparsekit.surgery.rebuild import copy_with, in_format, memory_format, named_entries, reshape_leaf, set_sizes
-from sparsekit.surgery.safe_convolution import guard_convolutions
 
 Rules = Mapping[type[nn.Module], LayerRule]
 

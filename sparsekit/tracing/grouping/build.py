@@ -11,8 +11,8 @@ import torch
 
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import Kind, NormSite, SizeAttribute, UnitGroup, UnitSlice, Unprunable
-from sparsekit.layers.labels.tracer import Tracer
-from sparsekit.layers.labels.values import NOT_ZERO, OUTPUT, Cause, Entry, IntArray
+from sparsekit.labels.tracer import Tracer
+from sparsekit.labels.values import NOT_ZERO, OUTPUT, Cause, Entry, IntArray
 from sparsekit.tracing.grouping.sizes import chosen_sizes, counted_sizes, find_sizes, tie_splits
 
 _UNREAD = Cause("", "nothing reads its units", True)

@@ -11,8 +11,8 @@ from itertools import combinations
 import numpy as np
 
 from sparsekit.graph.groups import SizeAttribute, UnitGroup
-from sparsekit.layers.labels.tracer import Tracer
-from sparsekit.layers.labels.values import IntArray, Split
+from sparsekit.labels.tracer import Tracer
+from sparsekit.labels.values import IntArray, Split
 
 _WIDTHS = ("dim", "size", "width", "inner", "hidden", "embd", "embed", "model", "feature", "channel", "total", "out")
 _OF_HEADS = ("inner", "all", "total", "split", "attn", "attention", "qkv", "heads")

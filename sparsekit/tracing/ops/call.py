@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from sparsekit.layers.labels.tracer import Tracer
-from sparsekit.layers.labels.values import TensorLabels
+from sparsekit.labels.tracer import Tracer
+from sparsekit.labels.values import TensorLabels
 
 MOST_POSITIONS = 1 << 24
 """Bound on the work for one rearrangement, or for units that differ along several axes."""

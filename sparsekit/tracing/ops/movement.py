@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekit.layers.labels.values import IntArray, Labels, TensorLabels, aligned, constant, uniform, without_repeats
+from sparsekit.labels.values import IntArray, Labels, TensorLabels, aligned, constant, uniform, without_repeats
 from sparsekit.tracing.ops.call import MOST_POSITIONS, Call, Outputs, handles, tensors_of
 
 _BY_NUMBER = frozenset({"roll", "index_select", "index"})  # say by number what goes where, so a removed unit shifts the rest

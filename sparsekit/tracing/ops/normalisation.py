@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from sparsekit.layers.labels.values import TensorLabels
+from sparsekit.labels.values import TensorLabels
 from sparsekit.layers.parametrised import normed_weight
 from sparsekit.tracing.ops.call import Call, Outputs, handles
 

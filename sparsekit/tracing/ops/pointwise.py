@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekit.layers.labels.values import NOT_ZERO, IntArray, Labels, TensorLabels, aligned
+from sparsekit.labels.values import NOT_ZERO, IntArray, Labels, TensorLabels, aligned
 from sparsekit.tracing.ops.call import MOST_POSITIONS, Call, Outputs, handles
 
 _SUMS = frozenset({"add", "sub", "rsub", "maximum", "minimum", "where", "fmax", "fmin", "hypot"})

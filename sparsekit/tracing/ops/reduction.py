@@ -1,6 +1,6 @@
 """Operators that reduce or resample axes: sums, means, extremes, pooling, interpolation; and packed sequences."""
 
-from sparsekit.layers.labels.values import Labels, TensorLabels
+from sparsekit.labels.values import Labels, TensorLabels
 from sparsekit.tracing.ops.call import Call, Outputs, handles
 
 _SUMS = frozenset({"sum", "linalg_vector_norm", "norm", "nansum"})

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from sparsekit.errors import NoUnitsError
 from sparsekit.graph.mask import UnitMask
-from sparsekit.layers.attention import NarrowMultiheadAttention
 from sparsekit.pruning.prune import prune
+from sparsekit.runtime.narrow_attention import NarrowMultiheadAttention
 from sparsekit.surgery.compaction import compact
 from sparsekit.tracing import blocks
 from sparsekit.tracing.trace import UnprunableWarning, trace_units

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from sparsekit.errors import NoUnitsError
 from sparsekit.graph.mask import UnitMask
+from sparsekit.labels.tracer import Tracer
 from sparsekit.layers import find_rule
-from sparsekit.layers.labels.tracer import Tracer
 from sparsekit.surgery.compaction import compact
 from sparsekit.tracing.trace import trace_units
 

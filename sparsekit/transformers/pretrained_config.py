@@ -16,7 +16,7 @@ from torch import nn
 from sparsekit.errors import UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
-from sparsekit.surgery.pretrained import configuration_of
+from sparsekit.transformers.pretrained import configuration_of
 
 _TRIES = 400
 _Change = tuple[tuple[str, ...], int]  # path of a number in the configuration, new value

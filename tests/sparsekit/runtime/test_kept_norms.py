@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from zoo_base import Lambda
 
 from sparsekit.errors import TraceError
+from sparsekit.runtime.kept_norms import NormCall, kept_norms, read_norm_call
 from sparsekit.surgery.compaction import compact
-from sparsekit.surgery.kept_norms import NormCall, kept_norms, read_norm_call
 from sparsekit.tracing.trace import trace_units
 
 

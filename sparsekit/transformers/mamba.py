@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor, nn
 
+from sparsekit.labels.tracer import Tracer
+from sparsekit.labels.values import IntArray, Labels, NormNote, TensorLabels
 from sparsekit.layers.base import LayerRule
-from sparsekit.layers.labels.tracer import Tracer
-from sparsekit.layers.labels.values import IntArray, Labels, NormNote, TensorLabels
 
 
 class Mamba2Rule(LayerRule):

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from sparsekit.layers.labels.tracer import Tracer
-from sparsekit.layers.labels.values import Labels, TensorLabels
+from sparsekit.labels.tracer import Tracer
+from sparsekit.labels.values import Labels, TensorLabels
 
 
 def written_over(tracer: Tracer, tensor: Tensor, target: Tensor, written: TensorLabels) -> TensorLabels | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit import UnitMask, compact, trace_units
-from sparsekit.surgery.safe_convolution import Conv2d, guard_convolutions
+from sparsekit.runtime.safe_convolution import Conv2d, guard_convolutions
 
 GUARDED, PLAIN = Conv2d, nn.Conv2d
 CHECKED = {"LD_PRELOAD": "libc_malloc_debug.so.0", "GLIBC_TUNABLES": "glibc.malloc.check=3", "OMP_NUM_THREADS": "1"}

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from sparsekit.graph.groups import Kind
-from sparsekit.layers.labels.values import (
+from sparsekit.labels.values import (
     ALWAYS_ZERO,
     NO_UNIT,
     NOT_ZERO,
