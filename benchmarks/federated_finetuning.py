@@ -36,10 +36,10 @@ class FromOwnData(fl.methods.fedlps):
 
     Layers that read dropped units are also refitted, as for a network that was trained before. The client
     adds its refit to the received model and subtracts it from its upload, since the refit would harm clients that keep other
-    units. The regulariser would pull importance to magnitudes, so `strength` is 0.
+    units. The regularizer would pull importance to magnitudes, so `strength` is 0.
 
     Args:
-        criterion: Computes the first importance, "fisher" or "activation".
+        criterion: Computes the first importance, "fisher" or "wanda".
     """
 
     criterion: str = "fisher"
@@ -78,7 +78,7 @@ class FromOwnData(fl.methods.fedlps):
         client.scored.append(4 * sum(len(batch[-1]) for batch in batches) * client.costs.forward_flops(None))
         (found,) = pruned.scores.values()
         scores = torch.cat([found.values[name].float() for name in client.graph.groups])
-        term, sizes = ImportanceRegularizer(target="standardised"), [group.size for group in client.graph.groups.values()]
+        term, sizes = ImportanceRegularizer(target="standardized"), [group.size for group in client.graph.groups.values()]
         client.memory["importance"] = term.targets(scores, sizes).cpu()
         refitted = sk.expand(pruned.model.state_dict(), client.graph, pruned.mask, into=task.state)
         changes = {name: refitted[name].cpu() - value.cpu() for name, value in task.state.items() if value.is_floating_point()}
@@ -95,7 +95,7 @@ METHODS: dict[str, fl.Method] = {
     "fedlps-random": fl.methods.fedlps_random(ratios="capability"),
     "fedavg": fl.methods.fedavg(),
     "local": fl.methods.local(),
-    "fedlps-activation": FromOwnData(criterion="activation"),
+    "fedlps-wanda": FromOwnData(criterion="wanda"),
     "fedrolex": fl.methods.fedrolex(),
     "fedlps-magnitude": fl.methods.fedlps_magnitude(ratios="capability"),
     "fedlps-ordered": fl.methods.fedlps_ordered(ratios="capability"),

@@ -37,7 +37,7 @@ from sparsekit.criteria import Random, ScoringContext
 from sparsekit_fl.engines import describe_environment
 
 
-def synchronise(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until the device has done what it was asked."""
     torch.get_device_module(device).synchronize()
 
@@ -72,11 +72,11 @@ def exactness(device: torch.device, quick: bool) -> dict[str, Any]:
 
 def _seconds(step: Callable[[], None], device: torch.device, steps: int) -> float:
     """Seconds of a step, over a block of steps."""
-    synchronise(device)
+    synchronize(device)
     began = time.perf_counter()
     for _ in range(steps):
         step()
-    synchronise(device)
+    synchronize(device)
     return (time.perf_counter() - began) / steps
 
 
@@ -139,7 +139,7 @@ def crossings(device: torch.device, quick: bool) -> dict[str, Any]:
         with _sync_warnings(device) as places:
             for _ in range(4):
                 step()
-        synchronise(device)
+        synchronize(device)
         with torch.profiler.profile(activities=activities) as profile:
             for _ in range(4):
                 step()

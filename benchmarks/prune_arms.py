@@ -159,7 +159,7 @@ def torch_pruning_refitted(cell: Cell, *, teacher: bool = False) -> Cut:
 
 
 class _Regularize:
-    """The library's regulariser in the place of ours."""
+    """The library's regularizer in the place of ours."""
 
     def __init__(self, pruner: Any) -> None:
         self.pruner = pruner

@@ -65,7 +65,7 @@ class Schedule:
     """How long everything is trained.
 
     Args:
-        pretrain, finetune, sparse: Epochs of the dense model, after the cut, and with a regulariser before it.
+        pretrain, finetune, sparse: Epochs of the dense model, after the cut, and with a regularizer before it.
         rates: Largest learning rates of the three.
         train: Training images used; None uses all.
         score_batches: Batches for criteria, recalibration and compensation.
@@ -148,7 +148,7 @@ class Splits:
 
 
 def load(task: Task, schedule: Schedule, root: Path | None, device: torch.device) -> Splits:
-    """Read the data of a task, normalised, on the device."""
+    """Read the data of a task, normalized, on the device."""
     source = datasets[task.dataset](root)
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (source.mean, source.std))
     order = torch.randperm(len(source.train), generator=torch.Generator().manual_seed(0))

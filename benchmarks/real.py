@@ -38,7 +38,7 @@ from sparsekit.pruning.prune import CANDIDATES
 from sparsekit.pruning.reconstruction import statistics_prior
 from sparsekit.training import GradientImportance, ImportanceRegularizer
 
-CRITERIA = ("fisher", "position_fisher", "activation", "taylor", "magnitude", "random")
+CRITERIA = ("fisher", "position_fisher", "wanda", "taylor", "magnitude", "random")
 SHARES = {"smollm2": (0.8, 0.65, 0.5), "efficientnet-lite0": (0.75, 0.5, 0.35)}
 RIVALS = {"smollm2": ("wanda-sp", "llm-pruner", "flap", "random"), "efficientnet-lite0": ("random", "tp l2", "tp taylor")}
 

@@ -47,7 +47,7 @@ def by_threshold(graph: sk.UnitGraph, costs: CostModel, scores: Scores, budget: 
 
 def wanda_sp(graph: sk.UnitGraph, costs: CostModel, scores: dict[str, Scores], budget: Budget) -> sk.UnitMask:
     """Wanda (Sun et al., ICLR 2024) summed over units: one share of the features of every layer, all heads stay."""
-    own = scores["activation"]
+    own = scores["wanda"]
     counts = counts_of(graph, costs, own, budget, uniform, lambda name: graph.groups[name].kind == "head")
     return sk.mask_from_scores(graph, own, counts)
 
@@ -65,7 +65,7 @@ def llm_pruner(graph: sk.UnitGraph, costs: CostModel, scores: dict[str, Scores],
 
 
 def flap(graph: sk.UnitGraph, costs: CostModel, scores: dict[str, Scores], budget: Budget) -> sk.UnitMask:
-    """FLAP (An et al., AAAI 2024): variance of the input times the norm of the weights, standardised, one ranking."""
+    """FLAP (An et al., AAAI 2024): variance of the input times the norm of the weights, standardized, one ranking."""
     own = {name: (each - each.mean()) / each.std().clamp_min(1e-30) for name, each in scores["fluctuation"].items()}
 
     return by_threshold(graph, costs, own, budget)
@@ -133,7 +133,7 @@ def shortgpt(network: Network, share: float, batches: Sequence[Any]) -> nn.Modul
     """ShortGPT (Men et al., 2024): the layers go whose outputs are most like their inputs."""
     layers = network.model.model.layers
     likeness = torch.zeros(len(layers))
-    outputs: list[Tensor] = []  # of each layer; the last of `hidden_states` has been normalised
+    outputs: list[Tensor] = []  # of each layer; the last of `hidden_states` has been normalized
     hooks = [layer.register_forward_hook(lambda _, __, out: outputs.append(out)) for layer in layers]
     for batch in batches:
         outputs.clear()

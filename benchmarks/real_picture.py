@@ -51,9 +51,9 @@ def main() -> None:
         dense = scale * float(rows[rows.arm == "dense"][metric].iloc[0])
         axis.axhline(dense, color="black", linewidth=1, linestyle=":")
         axis.annotate("dense", (1, dense), xycoords=("axes fraction", "data"), ha="right", va="bottom")
-        for arm, label, colour in ARMS[network]:
+        for arm, label, color in ARMS[network]:
             found = rows[(rows.arm == arm) & (rows.how == "reconstructed")].sort_values("share")
-            axis.plot(100 * found.share, scale * found[metric], "o-", color=colour, label=label)
+            axis.plot(100 * found.share, scale * found[metric], "o-", color=color, label=label)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("FLOPs kept in %")
         axis.set_xticks(sorted(100 * rows[rows.share < 1].share.unique()))

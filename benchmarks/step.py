@@ -7,7 +7,7 @@ Paired and interleaved in one process, one thread, medians of the ratios of step
     python benchmarks/step.py --models cnn --ratios 1 0.5 --steps 50
 
 The cases: `narrow`, a plain module with fewer channels, trained with torch.optim.SGD; `ours`, the whole FedLPS step
-(task loss, importance update, both regularisers, look at the pattern); `wrapper`, a LearnableMask with torch.optim.SGD;
+(task loss, importance update, both regularizers, look at the pattern); `wrapper`, a LearnableMask with torch.optim.SGD;
 `dense`, the whole network. `remask_over_narrow` is the time to change the pattern by one unit in a hundred (at least one) of
 every group, in steps of the narrow network.
 """

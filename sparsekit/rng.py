@@ -37,7 +37,7 @@ def same_random_state() -> Iterator[None]:
 def torch_scope(rng: np.random.Generator) -> Iterator[None]:
     """Seed torch's global generators inside the block, those of GPUs too once CUDA is in use, and put their states back.
 
-    For what knows no other generator: initialisers and dropout. The only place that seeds global random state.
+    For what knows no other generator: initializers and dropout. The only place that seeds global random state.
     """
     seed = int(rng.integers(2**63 - 1))
     with same_random_state():

@@ -18,7 +18,7 @@ from sparsekit_fl.stored import flat, scale
 
 PAGE = "report.html"
 
-# Okabe and Ito's colours, which remain distinct to colour-blind readers; more methods get others.
+# Okabe and Ito's colors, which remain distinct to color-blind readers; more methods get others.
 _COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _STYLE = {"font.family": "sans-serif", "font.size": 10, "svg.fonttype": "none", "svg.hashsalt": "sparsekit"}
 _AXES = (

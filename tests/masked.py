@@ -98,7 +98,7 @@ def train_alike(
     Args:
         model: Copied.
         draw: Draws a batch.
-        make: Makes the optimiser.
+        make: Makes the optimizer.
         steps: Number of steps.
         ratios: Step → ratio from then on.
         shaken: Every so many steps all units get another importance; 0 never.

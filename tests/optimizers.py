@@ -1,4 +1,4 @@
-"""Optimisers that keep other weights in their state, as users write them."""
+"""Optimizers that keep other weights in their state, as users write them."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,7 +10,7 @@ __all__ = ["Lookahead", "Sam", "SamOver"]
 
 
 class Sam(torch.optim.Optimizer):
-    """Sharpness-aware minimisation over SGD: each step saves the weights, climbs, and steps from the saved weights.
+    """Sharpness-aware minimization over SGD: each step saves the weights, climbs, and steps from the saved weights.
 
     Source: Foret et al., ICLR 2021 (arXiv 2010.01412).
     """
@@ -69,7 +69,7 @@ class Lookahead(torch.optim.Optimizer):
 
 
 class SamOver(Sam):
-    """The same over a base optimiser with momentum that shares its parameter groups, and that writes to `.data`.
+    """The same over a base optimizer with momentum that shares its parameter groups, and that writes to `.data`.
 
     Source: Foret et al., ICLR 2021 (arXiv 2010.01412).
     """

@@ -111,7 +111,7 @@ class Language(nn.Module):
         return self.head(self.norm(x))
 
 
-NORMED = ("normalised over its units",)
+NORMED = ("normalized over its units",)
 
 add(
     "vit-separate",

@@ -128,7 +128,7 @@ def _normed(norm: nn.Module) -> nn.Module:
 
 
 add("group-norm-plain", images(2, 1, 5, 5), {"0": 4, "3": 6})(lambda: _normed(nn.GroupNorm(4, 8, affine=False)))
-add("group-norm-of-all", images(2, 1, 5, 5), {"3": 6}, fixed=("normalised over all its units by 'group_norm' in '1'",))(
+add("group-norm-of-all", images(2, 1, 5, 5), {"3": 6}, fixed=("normalized over all its units by 'group_norm' in '1'",))(
     lambda: _normed(nn.GroupNorm(1, 8))
 )
 add("group-norm-functional", images(4, 3), {}, fixed=("a fixed number of groups at zoo_constructs.py",))(

@@ -83,7 +83,7 @@ add("convnext", images(2, 1, 6, 6), {"stem": 6, "up": 12})(ConvNeXt)
 add("mean-in-the-words-of-numpy", images(4, 3), {"a": 6})(
     lambda m, x: m.head((h := m.a(x).relu()) - h.mean(axis=-1, keepdim=True)), a=(3, 6), head=(6, 2)
 )
-add("standardised", images(4, 3), {"a": 6})(
+add("standardized", images(4, 3), {"a": 6})(
     lambda m, x: m.head(((h := m.a(x)) - h.mean(-1, True)) / (h.var(-1, correction=0, keepdim=True) + 0.1).sqrt()),
     a=(3, 6),
     head=(6, 2),

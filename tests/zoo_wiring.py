@@ -66,7 +66,7 @@ add("glu", images(4, 3), {"0": 4})(lambda: nn.Sequential(nn.Linear(3, 8), nn.GLU
 add("pixel-shuffle", images(2, 1, 5, 5), {"0": 3})(
     lambda: nn.Sequential(nn.Conv2d(1, 12, 3), nn.PixelShuffle(2), nn.PReLU(3), nn.Conv2d(3, 2, 1))
 )
-add("normalised", images(4, 3), {"a": 6})(lambda m, x: m.head(F.normalize(F.relu(m.a(x)), dim=1)), a=(3, 6), head=(6, 2))
+add("normalized", images(4, 3), {"a": 6})(lambda m, x: m.head(F.normalize(F.relu(m.a(x)), dim=1)), a=(3, 6), head=(6, 2))
 add("dict-and-keyword", lambda: ({"x": torch.randn(4, 3)},), {"a": 6}, kwargs=lambda: {"scale": torch.rand(4, 1)})(
     lambda m, batch, *, scale: {"logits": m.head(F.relu(m.a(batch["x"])) * scale)}, a=(3, 6), head=(6, 2)
 )

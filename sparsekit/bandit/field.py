@@ -75,7 +75,7 @@ class Field(Tree):
         self._distinct = False
         # S of `_falls`.
         self._fall = 0.0
-        # What of the index of each cell is owed to a better neighbouring arm, as of the last time that all arms learned.
+        # What of the index of each cell is owed to a better neighboring arm, as of the last time that all arms learned.
         self._beside: Floats = np.zeros(0)
         # The index of each arm but for open pulls; None where it is to be computed.
         self._index: Floats | None = None
@@ -243,7 +243,7 @@ class Field(Tree):
         return max(worth, self._beside.item(arm)) if arm < len(self._beside) else worth
 
     def _worth(self, arm: int, times: int) -> float:
-        """Return the same without what is owed to a better neighbouring arm."""
+        """Return the same without what is owed to a better neighboring arm."""
         room = self.room.item(self.depth.item(arm))
         return self.means.item(arm) + math.sqrt(_CERTAINTY * self._variance(arm, times) + room)
 
@@ -291,7 +291,7 @@ class Field(Tree):
         if not self.scale:
             ready = bool(self._pulls[cell] or self._tries[cell]) or cell in pending
             return self._halve(cell) if ready else cell
-        # The index is the larger of what its own arm is worth and what it owes to a better neighbour.
+        # The index is the larger of what its own arm is worth and what it owes to a better neighbor.
         if self._beside.item(cell) >= index and self._beside.item(cell) > self._worth(cell, pending.get(cell, 0)):
             sides = self.facing[cell]
             side = int(self.means[sides].argmax())

@@ -158,7 +158,7 @@ class BanditSampler(BaseSampler):
 
     | trial | the bandit |
     |---|---|
-    | complete | is told its value, or the negative where the study minimises |
+    | complete | is told its value, or the negative where the study minimizes |
     | complete, with an infinite value | is told the best or worst that is known, once something is |
     | pruned | is told its last intermediate value: it was bad, and that is worth knowing |
     | pruned before any finite intermediate value, or failed | forgets it (failed, `failed="worst"`: the worst known) |
@@ -222,7 +222,7 @@ class BanditSampler(BaseSampler):
     def _check(self, study: Study) -> None:
         if len(study.directions) > 1:
             raise InvalidValueError(
-                f"{type(self).__name__} optimises one objective, and the study has {len(study.directions)};"
+                f"{type(self).__name__} optimizes one objective, and the study has {len(study.directions)};"
                 " use one of Optuna's samplers for several"
             )
         if study.study_name != self._study:

@@ -12,7 +12,7 @@ the one of largest index
 
     U = max(μ + sqrt(p v + B[h]), M + sqrt(φ B[h])),   B[h] = D[h + 1] (a + b q[h] + c levels).
 
-M is the largest mean of an arm that the cell faces; on an interval, these are its two neighbours. A cell next to a better arm
+M is the largest mean of an arm that the cell faces; on an interval, these are its two neighbors. A cell next to a better arm
 may be good even if its own arm is not, as at the edge of a cliff. `levels` counts how much deeper the best cell is.
 After t rewards, q is ν/2 (t^(2 / (ν + 1)) - 1). Where many arms have shown the variation, ν → ∞ and q is log t. At depths
 where few arms have, q grows faster, so that a narrow peak in a wide cell is found in the end. The arm of the chosen cell, or
@@ -123,7 +123,7 @@ class SplitUCBV(LoggedBandit[Trial]):
         Args:
             pull: The pull that `ask` returned, or `Pull(pull.id, tried)` if another value was tried.
             reward: Larger is better.
-            cost: What the trial took, above 0, in any unit. If given, the search maximises Σ reward / Σ cost.
+            cost: What the trial took, above 0, in any unit. If given, the search maximizes Σ reward / Σ cost.
             eliminate: "below" or "above": never propose that side of the value in its cell again. For an `Interval` only.
 
         Raises:

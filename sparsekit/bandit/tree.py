@@ -27,7 +27,7 @@ _BASE, _GROWTH, _DEEPER = 0.25, 0.07, 0.1
 class Tree:
     """A partition of the unit cube; arm k belongs to cell k, and in all arrays the first `size` rows are theirs.
 
-    Each cell has a depth, and on each of its sides a cell that it faces there. On an interval these are its neighbours. In a
+    Each cell has a depth, and on each of its sides a cell that it faces there. On an interval these are its neighbors. In a
     box a side may touch many cells, of which one is known: that which was split off there last, or which the two had in common
     before a split. -1 stands for the border of the cube.
 

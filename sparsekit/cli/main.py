@@ -34,7 +34,7 @@ INTERRUPTED = 130
 class _Commands(TyperGroup):
     """Our own commands and those of installed packages; one that cannot be loaded spoils only itself."""
 
-    _summarised = False
+    _summarized = False
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(commands)
@@ -48,11 +48,11 @@ class _Commands(TyperGroup):
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the help from one-line summaries, so that no command of ours and nothing that it needs is imported for it."""
-        self._summarised = True
+        self._summarized = True
         super().format_help(ctx, formatter)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if self._summarised and cmd_name in COMMANDS:
+        if self._summarized and cmd_name in COMMANDS:
             return click.Command(cmd_name, help=COMMANDS[cmd_name].summary)
         if cmd_name not in commands:
             return None

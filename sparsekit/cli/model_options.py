@@ -81,9 +81,12 @@ class ModelOptions:
 class PruneOptions(ModelOptions):
     """The options of `sparsekit prune`."""
 
-    prune_norms: Annotated[
+    prune_hidden_size: Annotated[
         bool,
-        _where("--prune-norms", help="Also prune units that layer norms average over; norms then average over the kept units."),
+        _where(
+            "--prune-hidden-size",
+            help="Also prune units that layer norms average over; norms then average over the kept units.",
+        ),
     ] = False
     dataset: Annotated[
         str | None,
@@ -128,7 +131,7 @@ class PruneOptions(ModelOptions):
             " Default: with data, the best of several; without, by_cost."
         ),
     ] = None
-    keep: Annotated[
+    exclude: Annotated[
         list[str] | None,
         _where(help="Do not prune this layer (name or regular expression) or kind of unit, such as channel. Repeatable."),
     ] = None

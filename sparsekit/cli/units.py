@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 class UnitsOptions(ModelOptions):
     """The options of `sparsekit units`."""
 
-    prune_norms: Annotated[
+    prune_hidden_size: Annotated[
         bool,
-        typer.Option("--prune-norms", help="Also show units that layer norms average over."),
+        typer.Option("--prune-hidden-size", help="Also show units that layer norms average over."),
     ] = False
     as_json: AsJson = False
 
@@ -42,7 +42,7 @@ def _units(options: UnitsOptions) -> None:
     with warnings.catch_warnings():
         # The same facts are in the table.
         warnings.simplefilter("ignore", UnprunableWarning)
-        graph = trace_units(module, *args, prune_norms=options.prune_norms, example_kwargs=kwargs)
+        graph = trace_units(module, *args, prune_hidden_size=options.prune_hidden_size, example_kwargs=kwargs)
     report = _describe(options.model, module, graph)
     if options.as_json:
         print_json(report)

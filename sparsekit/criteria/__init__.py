@@ -1,15 +1,14 @@
 """Criteria: the importance of units. `registry` finds them by name."""
 
-from sparsekit.criteria.activation import Activation
 from sparsekit.criteria.base import Criterion, ScoringContext, is_comparable
 from sparsekit.criteria.orders import Learned, Ordered, Random, Scored
 from sparsekit.criteria.taylor import Fisher, PositionFisher, Taylor
 from sparsekit.criteria.torch_pruning import TorchPruning
+from sparsekit.criteria.wanda import Wanda
 from sparsekit.criteria.weights import Magnitude, unit_magnitudes
 from sparsekit.registry import Registry
 
 __all__ = [
-    "Activation",
     "Criterion",
     "Fisher",
     "Learned",
@@ -21,6 +20,7 @@ __all__ = [
     "ScoringContext",
     "Taylor",
     "TorchPruning",
+    "Wanda",
     "is_comparable",
     "registry",
     "unit_magnitudes",
@@ -29,7 +29,7 @@ __all__ = [
 registry = Registry(
     "criterion",
     {
-        "activation": "sparsekit.criteria.activation:Activation",
+        "wanda": "sparsekit.criteria.wanda:Wanda",
         "fisher": "sparsekit.criteria.taylor:Fisher",
         "learned": "sparsekit.criteria.orders:Learned",
         "magnitude": "sparsekit.criteria.weights:Magnitude",

@@ -45,7 +45,7 @@ def owners_of(model: nn.Module) -> dict[int, list[nn.Module]]:
 def unit_readers(model: nn.Module, graph: UnitGraph) -> dict[str, list[Reader] | None]:
     """Group name → the layers whose inputs are its units.
 
-    None where units are also read in another way, such as by a norm's scale, a grouped convolution or a parametrised weight.
+    None where units are also read in another way, such as by a norm's scale, a grouped convolution or a parametrized weight.
     """
     owners, entries = owners_of(model), dict(model.named_parameters(remove_duplicate=False))
 
@@ -139,7 +139,7 @@ def gate_squares(criterion: DataDriven, model: nn.Module, graph: UnitGraph, *, p
     if graph.groups and not any(bool(sums[name].any()) for name in graph.groups):
         raise InvalidValueError(
             "the gradients of the loss are all zero on these batches. Are the targets the model's own outputs? Then pass"
-            " batches of inputs alone and no loss to prune(), which compares with these outputs; or use Activation, which"
+            " batches of inputs alone and no loss to prune(), which compares with these outputs; or use Wanda, which"
             " needs no loss"
         )
     return {name: sums[name].cpu().double() / seen for name in graph.groups}

@@ -73,7 +73,7 @@ class TorchPruning(DataDriven):
 
     Classes that read gradients (`GroupTaylorImportance`) get those of the batches, summed into `.grad`, as after a
     `backward()` on each. The model's gradients are restored. Classes that watch other passes (`GroupHessianImportance`,
-    `ActivationImportance`) are refused: `Fisher` and `Activation` are their like here.
+    `ActivationImportance`) are refused: `Fisher` and `Wanda` are their like here.
 
     Args:
         importance: Called on a group; returns one number for each channel of its first layer.
@@ -95,7 +95,7 @@ class TorchPruning(DataDriven):
         if self.importance is None:
             raise MissingImportanceError("TorchPruning needs an object of one of its classes; TorchPruning(LAMPImportance())")
         if any(hasattr(self.importance, name) for name in ("accumulate_grad", "compute_importance")):
-            raise InvalidValueError(f"{type(self.importance).__name__} needs passes of its own; take Fisher or Activation")
+            raise InvalidValueError(f"{type(self.importance).__name__} needs passes of its own; take Fisher or Wanda")
         model = self._model(context, graph)
         before = {parameter: parameter.grad for parameter in model.parameters()}
         try:

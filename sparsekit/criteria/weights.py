@@ -57,7 +57,7 @@ def unit_magnitudes(group: UnitGroup, weights: StateDict) -> Tensor:
     Returns:
         float (units,) in the dtype of the weights, float32 where that is shorter.
 
-    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), importance regularisation term.
+    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), importance regularization term.
     """
     return unit_sums(group, weights, order=1)
 

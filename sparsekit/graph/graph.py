@@ -37,7 +37,7 @@ class UnitGraph:
         ties: Sets of groups that must keep equally many units (the layers of a stacked LSTM have one hidden size).
         unprunable: Units that were found but cannot be removed exactly.
         sizes: Integers of the model's own modules that follow the number of units.
-        norms: Calls that average over kept units only, found with prune_norms=True; see `sparsekit.runtime.kept_norms`.
+        norms: Calls that average over kept units only, found with prune_hidden_size=True; see `sparsekit.runtime.kept_norms`.
         layers: Who reads which entries, in forward order, where somebody asked for it; see `sparsekit.tracing.layer_order`.
         aliases: The state-dict keys of each tensor that has several, as tied weights have.
     """

@@ -316,7 +316,7 @@ class Tracer:
         for labels in own:
             axis = labels.axes[dim]
             if axis is None:
-                self.fix(channel, "normalised with values that belong to no unit")
+                self.fix(channel, "normalized with values that belong to no unit")
                 return None
             self.unite(channel.nodes, axis.nodes, quiet=quiet)
             self.make(labels, dim)

@@ -183,7 +183,7 @@ class TensorLabels:
         joint: If set, labels that vary along two axes or more, of the rank of the tensor.
         mixed: Nodes of units whose values are mixed in this tensor (weights averaged over heads): whoever uses it
             keeps them whole.
-        from_state: True if the tensor was computed from entries alone, as the weight of a parametrised layer.
+        from_state: True if the tensor was computed from entries alone, as the weight of a parametrized layer.
     """
 
     axes: tuple[Labels | None, ...]

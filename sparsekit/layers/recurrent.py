@@ -123,7 +123,7 @@ class RecurrentRule(LayerRule):
         outputs = run(*args, **kwargs)
         x, states, names = _data(args[0] if args else kwargs["input"]), _states(args, kwargs), _names(module)
         own, known = list(module.parameters()), parameters_of(module)
-        computed = {*vars(module), *dir(type(module))} - set(known)  # as an older hook or a parametrisation has them
+        computed = {*vars(module), *dir(type(module))} - set(known)  # as an older hook or a parametrization has them
         missing = [name for layer in names for way in layer for name in way if name in computed]
         projected = isinstance(module, nn.RNNBase) and module.proj_size > 0
         if projected or missing or any(tracer.entry(p) is None for p in own):

@@ -68,7 +68,7 @@ def _weight_shape(module: nn.Module) -> torch.Size | None:
     """Return the shape of the weight, or of the statistics of a layer without one; None where there are neither.
 
     Args:
-        module: A layer whose parameters may have just been replaced by narrower ones. If its weight is parametrised, or
+        module: A layer whose parameters may have just been replaced by narrower ones. If its weight is parametrized, or
             computed by a hook, the shape is that of the parameter it is computed from: the direction of a normed weight, the
             weight before it was masked or divided.
     """
@@ -96,7 +96,7 @@ class InstanceNormRule(SizedRule):
         out = run(*args, **kwargs)
         x = args[0] if args else kwargs["input"]
         labels, dim = tracer.labels(x), channel_axis(module, x.dim())
-        tracer.fix(labels.axes[dim + 1 :], "normalised by an instance norm across an axis of units")
+        tracer.fix(labels.axes[dim + 1 :], "normalized by an instance norm across an axis of units")
         channel, own = labels.units[dim], (module.weight, module.bias, module.running_mean, module.running_var)
         if channel is not None and all(tensor is None for tensor in own):
             tracer.count(channel.nodes, tracer.module, "num_features")

@@ -59,7 +59,7 @@ def measure_shrinkage(
     counts = {name: sizes[home] - lost[home] for name, home in first.items()}
     try:
         narrow = record_pass(narrow_module(model, graph, _first_units(graph, counts)), args, kwargs)
-    except TraceError:  # such as a normalisation that refuses so little; then nothing is known
+    except TraceError:  # such as a normalization that refuses so little; then nothing is known
         return {}
 
     def changes(of_weights: bool) -> dict[int, Lengths]:

@@ -1,4 +1,4 @@
-"""finetune(): train a cut model on, with whatever optimiser, keep the best on validation, and resume to the same bits."""
+"""finetune(): train a cut model on, with whatever optimizer, keep the best on validation, and resume to the same bits."""
 
 import contextlib
 import math
@@ -92,7 +92,7 @@ def finetune(
         epochs: Number of epochs in all, at least 1; a resumed call trains those that are left.
         optimizer: Makes one from the trainable parameters, or is one; None is SGD with Nesterov momentum 0.9, rate 0.01 and
             weight decay 5e-4.
-        scheduler: Makes a scheduler of learning rates from the optimiser.
+        scheduler: Makes a scheduler of learning rates from the optimizer.
         scheduler_step: When it steps: after each "epoch", or after each "batch". One that follows a metric
             (`ReduceLROnPlateau`) gets minus the score, or the training loss without validation, and steps by epoch.
         validation: `metric(model)`, larger is better, or batches, on which minus the mean loss is the score. The weights of

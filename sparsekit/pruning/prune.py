@@ -59,8 +59,8 @@ Allocations: TypeAlias = Allocation | str | Sequence[Allocation | str]
 CANDIDATES = (
     ("fisher", "by_cost"),
     ("position_fisher", "by_loss"),
-    ("activation", "by_cost"),
-    ("activation", "uniform"),
+    ("wanda", "by_cost"),
+    ("wanda", "uniform"),
 )
 """Criterion and allocation of the cuts that are tried by default where there are batches; the first where there is one."""
 
@@ -76,13 +76,13 @@ def prune(
     metric: Callable[[nn.Module], float] | None = None,
     criterion: Criteria | None = None,
     allocation: Allocations | None = None,
-    keep: Iterable[Selector] = (),
+    exclude: Iterable[Selector] = (),
     limits: Mapping[Selector, tuple[float, float]] | None = None,
     multiple_of: int | Mapping[str, int] | PreferredMultiple | None = None,
     schedule: Schedule | str | None = None,
     finetune: AfterCut | None = None,
     graph: UnitGraph | None = None,
-    prune_norms: bool = False,
+    prune_hidden_size: bool = False,
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
     generator: torch.Generator | None = None,
     dry_run: bool = False,
@@ -142,7 +142,7 @@ def prune(
         allocation: How many units stay in each group: a function or name ("by_cost", "by_loss",
             "global", "uniform"), or several of them to compare. None takes "by_cost", or those of the
             default candidates.
-        keep: Layers that keep all their units, by name, regular expression, type or module; or kinds of
+        exclude: Layers that keep all their units, by name, regular expression, type or module; or kinds of
             unit, such as "channel".
         limits: Layers, named in the same way → (smallest, largest) share of their units that stays,
             each in [0, 1].
@@ -155,7 +155,7 @@ def prune(
         finetune: Called after every step with the narrow model and the number of the step, from 1. It
             trains the model in place, or returns the model to continue with.
         graph: Units from an earlier `trace_units`. None traces the model.
-        prune_norms: Also prune units that a layer norm averages over, as in `trace_units`.
+        prune_hidden_size: Also prune units that a layer norm averages over, as in `trace_units`.
         rules: Rules for layer types of your own, as in `trace_units`.
         generator: Source of randomness for criteria that draw. None always draws the same numbers.
         dry_run: Decide and report only. The `model` of the result is the dense model, and `finetune` is
@@ -199,8 +199,10 @@ def prune(
     multiples = PreferredMultiple() if multiple_of is None else multiple_of
     check_multiples(multiples)
     if graph is None:
-        graph = trace_units(model, rules=rules, prune_norms=prune_norms, further_calls=[call, *others])
-    shares = read_limits(model, graph, list(keep) if not isinstance(keep, str | type | nn.Module) else keep, limits or {})
+        graph = trace_units(model, rules=rules, prune_hidden_size=prune_hidden_size, further_calls=[call, *others])
+    shares = read_limits(
+        model, graph, list(exclude) if not isinstance(exclude, str | type | nn.Module) else exclude, limits or {}
+    )
     calibration = None if batches is None else Calibration.read(model, batches, loss)
     candidates = _candidates(criterion, allocation, calibration, progress=progress)
     costs = measure_costs(model, call.args, call.kwargs, graph)

@@ -67,8 +67,8 @@ def reconstruct(
     Returns:
         Name of each layer → share of the error in its outputs that is left, in [0, 1]. It is the mean square after the fit
         divided by that before, on the examples that were held out. In a chain, it is the error of the stream to which a layer
-        adds. It is 1 where a layer keeps its weights. Transposed, grouped and three-dimensional convolutions, parametrised and
-        shared weights, and units that a graph with prune_norms=True averages over, are not fitted.
+        adds. It is 1 where a layer keeps its weights. Transposed, grouped and three-dimensional convolutions, parametrized and
+        shared weights, and units that a graph with prune_hidden_size=True averages over, are not fitted.
 
     Raises:
         InvalidValueError: a negative ridge; or a model to be cut in place whose units are not all inside a chain of blocks.

@@ -33,7 +33,7 @@ class GroupSL:
         self.graph, self.strength, self.alpha = graph, float(strength), float(alpha)
 
     def add_gradients(self, model: nn.Module) -> None:
-        """Add the gradient of the penalty to `.grad` of every parameter that has one. Call it before the optimiser's step.
+        """Add the gradient of the penalty to `.grad` of every parameter that has one. Call it before the optimizer's step.
 
         Args:
             model: The dense model that the graph was traced from.

@@ -97,16 +97,16 @@ def _matching(pattern: str, names: set[str]) -> set[str]:
 
 
 def read_limits(
-    model: nn.Module, graph: UnitGraph, keep: Iterable[Selector], limits: Mapping[Selector, tuple[float, float]]
+    model: nn.Module, graph: UnitGraph, exclude: Iterable[Selector], limits: Mapping[Selector, tuple[float, float]]
 ) -> Limits:
-    """Limits by group from selections: all hold that select a group, and `keep` goes over them, with the groups tied to it.
+    """Limits by group from selections: all hold that select a group, and `exclude` goes over them, with the groups tied to it.
 
     Raises:
         UnknownNameError: a selection means nothing.
         InvalidValueError: a share that is not allowed, a limit on units that are fixed, or limits that contradict each other.
     """
-    if isinstance(keep, str | type | nn.Module):
-        raise InvalidValueError(f"keep must be a list of selections, got {keep!r}; pass [{keep!r}]")
+    if isinstance(exclude, str | type | nn.Module):
+        raise InvalidValueError(f"exclude must be a list of selections, got {exclude!r}; pass [{exclude!r}]")
     found: dict[str, tuple[float, float]] = {}
     for selector, pair in limits.items():
         check_limits({str(selector): pair})
@@ -121,9 +121,9 @@ def read_limits(
             found[name] = max(old[0], pair[0]), min(old[1], pair[1])
             if found[name][0] > found[name][1]:
                 raise InvalidValueError(
-                    f"the limits of group {name!r} contradict each other, with {selector!r} last; keep goes over limits"
+                    f"the limits of group {name!r} contradict each other, with {selector!r} last; exclude goes over limits"
                 )
-    kept = {name for selector in keep for name in select_groups(model, graph, selector)}
+    kept = {name for selector in exclude for name in select_groups(model, graph, selector)}
     for groups in graph.tied_sets:
         if kept & set(groups):
             found.update(dict.fromkeys(groups, (1.0, 1.0)))

@@ -2,7 +2,7 @@
 
 A layer norm over 512 features of which 128 are kept is, in the narrow model, a norm over 128 numbers. For the dense model
 under the same mask to be the same function, its norm must leave the dropped features out of its statistics, which is what
-prune_norms=True means. Calls of torch's functions that average over an axis are computed over kept positions.
+prune_hidden_size=True means. Calls of torch's functions that average over an axis are computed over kept positions.
 """
 
 import functools
@@ -33,7 +33,7 @@ class NormCall:
         weight: Scale of a norm, shaped like the last axes of `x`, or like axis 1 for group_norm.
         bias: Shift of a norm, likewise.
         over: Computes the call over some positions along one axis of `dims`: (axis, int64 positions). The results of a norm
-            have the shape of `x`; those at other positions are normalised with the same statistics.
+            have the shape of `x`; those at other positions are normalized with the same statistics.
     """
 
     name: str
@@ -73,7 +73,7 @@ def _result_dtype(x: Tensor) -> torch.dtype:
 
 
 def _norm(
-    name: str, x: Tensor, first: int, weight: Tensor | None, bias: Tensor | None, eps: float | None, *, centre: bool = True
+    name: str, x: Tensor, first: int, weight: Tensor | None, bias: Tensor | None, eps: float | None, *, center: bool = True
 ) -> NormCall:
     """Return a norm over the axes of `x` from `first` on, with scale and shift along its last axes, of group_norm along axis
     1.
@@ -82,7 +82,7 @@ def _norm(
 
     def over(dim: int, kept: Tensor) -> Tensor:
         values = wide(x)  # in float32 at least, as torch's own kernels do
-        if centre:
+        if center:
             values = values - values.index_select(dim, kept).mean(dims, keepdim=True)
         small = torch.finfo(values.dtype).eps if eps is None else eps
         y = values * torch.rsqrt(values.index_select(dim, kept).square().mean(dims, keepdim=True) + small)
@@ -110,7 +110,7 @@ def _layer_norm(
 def _rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> NormCall:
-    return _norm("rms_norm", input, input.dim() - len(normalized_shape), weight, None, eps, centre=False)
+    return _norm("rms_norm", input, input.dim() - len(normalized_shape), weight, None, eps, center=False)
 
 
 def _group_norm(
@@ -276,7 +276,7 @@ def _inside(name: str, root: str) -> bool:
 def kept_norms(model: nn.Module, graph: UnitGraph, keep: Mapping[str, Tensor]) -> Iterator[None]:
     """Run `model`, dense and with its dropped units gated, so that it equals the narrow model. It is changed inside only.
 
-    `keep`: group name → bool (units,). With a graph that was traced with prune_norms=False nothing changes.
+    `keep`: group name → bool (units,). With a graph that was traced with prune_hidden_size=False nothing changes.
     """
     if not graph.norms:
         yield

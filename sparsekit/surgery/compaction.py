@@ -33,7 +33,7 @@ def compact(
         graph: Its units.
         mask: Which stay.
         rules: Rules for layers of your own, as given to `trace_units`.
-        inplace: Cut `model` itself, tensor by tensor, where a second copy would not fit into memory. Make the optimiser after
+        inplace: Cut `model` itself, tensor by tensor, where a second copy would not fit into memory. Make the optimizer after
             the cut.
 
     Returns:

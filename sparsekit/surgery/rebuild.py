@@ -199,7 +199,7 @@ def narrow_block(model: nn.Module, graph: UnitGraph, keep: Mapping[str, Tensor],
 
 
 def reshape_leaf(leaf: Tensor, value: Tensor) -> None:
-    """Give a parameter or buffer other values, maybe of another shape, while modules and optimisers keep their references."""
+    """Give a parameter or buffer other values, maybe of another shape, while modules and optimizers keep their references."""
     if value.shape != leaf.shape:
         # A graph that is still referenced, such as that of the last loss, keeps the leaf's gradient accumulator alive, which
         # remembers the old shape. Only a change of dtype makes torch forget it. Not every device has float64.
@@ -233,7 +233,7 @@ def _grouped_convolutions(model: nn.Module, graph: UnitGraph) -> Iterator[ConvNd
                 yield module
 
 
-# As it is, parametrised, weight-normed (both ways), and by the older spectral norm or torch's own pruning.
+# As it is, parametrized, weight-normed (both ways), and by the older spectral norm or torch's own pruning.
 _WEIGHTS = (
     "weight",
     "weight_v",

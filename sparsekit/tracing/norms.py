@@ -1,4 +1,4 @@
-"""NormRecorder: under prune_norms=True, notes while tracing which units each averaging call sees."""
+"""NormRecorder: under prune_hidden_size=True, notes while tracing which units each averaging call sees."""
 
 from collections.abc import Callable
 from typing import Any

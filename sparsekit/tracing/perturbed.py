@@ -1,4 +1,4 @@
-"""PerturbedState: entries of a model that are far from what they are initialised to, and that can be zeroed and put back."""
+"""PerturbedState: entries of a model that are far from what they are initialized to, and that can be zeroed and put back."""
 
 from collections.abc import Collection, Mapping
 

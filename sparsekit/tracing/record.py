@@ -22,7 +22,7 @@ _WHOLE = 65_536  # a value of more numbers is sampled at once, so that a record 
 _SAMPLE = 4_096  # numbers of a value that are compared
 _NOTHING = torch.empty(0)
 _ITEM = torch.ops.aten._local_scalar_dense.default
-# Uninitialised memory differs from pass to pass. Circular padding, for example, allocates its result with new_empty.
+# Uninitialized memory differs from pass to pass. Circular padding, for example, allocates its result with new_empty.
 _UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 
 

@@ -16,7 +16,7 @@ from sparsekit.graph.groups import Unprunable
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import OUTPUT, Cause
 from sparsekit.layers import LayerRule, find_rule
-from sparsekit.layers.parametrised import fix_hooked
+from sparsekit.layers.parametrized import fix_hooked
 from sparsekit.surgery.rebuild import named_entries
 from sparsekit.tracing.blocks import BlockVerifier, is_large, is_meta
 from sparsekit.tracing.dispatch import Dispatcher
@@ -47,7 +47,7 @@ def trace_units(
     *inputs: Any,
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
     verify: bool = True,
-    prune_norms: bool = False,
+    prune_hidden_size: bool = False,
     further_calls: Sequence[Any] = (),
     example_kwargs: Mapping[str, Any] | None = None,
     **more_kwargs: Any,
@@ -68,8 +68,8 @@ def trace_units(
             than rounding, judged channel by channel against what the mask changes. Models of 50 million numbers and more, and
             those on the meta device, are compared block by block, so that a trace takes little more memory than the model;
             blocks on the meta device are filled with random values for it.
-        prune_norms: Also find the units that a layer norm, an RMS norm or a plain mean averages over, such as the width of a
-            transformer. A model under a mask then takes these statistics over the kept units, as the narrow model does. By
+        prune_hidden_size: Also find the units that a layer norm, an RMS norm or a plain mean averages over, such as the width
+            of a transformer. A model under a mask then takes these statistics over the kept units, as the narrow model does. By
             default these units cannot be pruned, since removing some of them changes the statistics.
         further_calls: A list of calls, so that every branch is taken: each is a tensor, a tuple of arguments or a mapping of
             keyword arguments. All of them are traced and verified.
@@ -102,7 +102,7 @@ def trace_units(
     given = [ModelInputs(inputs, kwargs)] if inputs or kwargs or not further_calls else []
     guard = ReadOnly(model)
     calls = [replace(call, guard=guard) for call in (*given, *map(ModelInputs.of, further_calls))]
-    tracer = Tracer(kept_norms=prune_norms)
+    tracer = Tracer(kept_norms=prune_hidden_size)
     with private_passes():
         training, refusal = _run(model, calls, tracer, rules)
         tracer.end()
@@ -112,7 +112,7 @@ def trace_units(
             built = _verified(verifier(model, calls, rules, training), tracer, built)
     if is_large(model):
         gc.collect()  # copies that lend the parameters would keep them alive after a cut in place
-    hint = "" if prune_norms else "; prune_norms=True averages over the kept units instead"
+    hint = "" if prune_hidden_size else "; prune_hidden_size=True averages over the kept units instead"
     _warn(built, hint)
     unread = [entry.names[0] for entry in tracer.entries if entry.is_parameter and entry.number not in tracer.used]
     if unread:
@@ -298,7 +298,7 @@ def _verified(verifier: Verifier | BlockVerifier, tracer: Tracer, built: Built) 
 
 
 def _is_average(item: Unprunable) -> bool:
-    return item.reason.startswith(("normalised over", *(f"reduced over its units by '{name}'" for name in _AVERAGES)))
+    return item.reason.startswith(("normalized over", *(f"reduced over its units by '{name}'" for name in _AVERAGES)))
 
 
 def _warn(built: Built, hint: str) -> None:

@@ -20,29 +20,29 @@ from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.optimizer_state import HasState
 from sparsekit.training.narrow_model import NarrowModel
 
-Target = Literal["standardised", "absolute"]
+Target = Literal["standardized", "absolute"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportanceRegularizer:
-    """The regulariser λ‖Q − σ(|θ|_J)‖², which pulls importance towards a target that follows the weights.
+    """The regularizer λ‖Q − σ(|θ|_J)‖², which pulls importance towards a target that follows the weights.
 
     Args:
         strength: λ in the paper.
-        target: "standardised": sigmoid of the absolute sums after each group's mean and deviation are removed;
+        target: "standardized": sigmoid of the absolute sums after each group's mean and deviation are removed;
             "absolute": sigmoid of the absolute sums, as in the paper (close to 1 for every unit of a wide network).
 
-    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), importance regularisation term; the standardised target is ours.
+    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), importance regularization term; the standardized target is ours.
     """
 
     strength: float = 1.0
-    target: Target = "standardised"
+    target: Target = "standardized"
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.strength < float("inf"):
             raise InvalidValueError(f"strength must be a finite number >= 0, got {self.strength}")
-        if self.target not in ("standardised", "absolute"):
-            raise InvalidValueError(f"target must be 'standardised' or 'absolute', got {self.target!r}")
+        if self.target not in ("standardized", "absolute"):
+            raise InvalidValueError(f"target must be 'standardized' or 'absolute', got {self.target!r}")
 
     def targets(self, magnitudes: Tensor, sizes: Sequence[int]) -> Tensor:
         """Return the target of every unit, a constant for the gradient.
@@ -54,12 +54,12 @@ class ImportanceRegularizer:
         Returns:
             float (J,) in [0, 1], float32 at least.
         """
-        if self.target == "standardised":
-            magnitudes = standardise(magnitudes, *unit_tables(tuple(sizes), magnitudes.device))
+        if self.target == "standardized":
+            magnitudes = standardize(magnitudes, *unit_tables(tuple(sizes), magnitudes.device))
         return torch.sigmoid(wide(magnitudes))
 
 
-def standardise(values: Tensor, group_of: Tensor, sizes: Tensor) -> Tensor:
+def standardize(values: Tensor, group_of: Tensor, sizes: Tensor) -> Tensor:
     """Subtract each group's mean and divide by its standard deviation.
 
     Args:
@@ -80,10 +80,10 @@ def standardise(values: Tensor, group_of: Tensor, sizes: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientImportance:
-    """Step importance along the gradient of each unit's gate, pulled by a regulariser, after every step of the weights.
+    """Step importance along the gradient of each unit's gate, pulled by a regularizer, after every step of the weights.
 
     The mask follows where the order of importance has changed. Both gradients are computed in closed form from those of the
-    weights, so optimisers need not know importance. Dropped units learn from the regulariser alone.
+    weights, so optimizers need not know importance. Dropped units learn from the regularizer alone.
 
     ```python
     masked = sk.LearnableMask(model, (x,), ratio=0.25, learning=sk.GradientImportance(lr=0.02))

@@ -52,7 +52,7 @@ class LearnableMask(nn.Module):
     """Train a narrow copy of a model, under a mask that stays or that is learned.
 
     Use it in place of the model in your own training loop: steps run on a physically narrow network,
-    so they are cheap, and `parameters()` are its weights, for any torch optimiser. By default the mask
+    so they are cheap, and `parameters()` are its weights, for any torch optimizer. By default the mask
     stays as it begins: with `batches`, as the cut that `prune` would make. With `learning`, the mask
     changes during training. The wrapped model is copied, and the weights of dropped units are remembered.
 
@@ -83,7 +83,7 @@ class LearnableMask(nn.Module):
             `graph`.
         graph: Units from an earlier `trace_units`.
         rules: Rules for layer types of your own, as in `trace_units`.
-        prune_norms: Also prune units that a layer norm averages over, as in `trace_units`.
+        prune_hidden_size: Also prune units that a layer norm averages over, as in `trace_units`.
         ratio: Share of units kept in each group, in (0, 1].
         budget: Upper limits for the narrow model in place of one ratio, such as `Budget(flops="25%")` or
             "flops=25%". The widths are those that `prune` would choose. Needs example inputs.
@@ -111,7 +111,7 @@ class LearnableMask(nn.Module):
         *,
         graph: UnitGraph | None = None,
         rules: Rules | None = None,
-        prune_norms: bool = False,
+        prune_hidden_size: bool = False,
         ratio: float = 1.0,
         budget: Budget | Mapping[str, str | float] | str | None = None,
         batches: Iterable[Batch] | None = None,
@@ -119,7 +119,7 @@ class LearnableMask(nn.Module):
         learning: GradientImportance | None = None,
     ) -> None:
         ratio = check_arguments(model, ratio, budget, learning)
-        graph = graph_of(model, example_inputs, graph, rules, prune_norms=prune_norms)
+        graph = graph_of(model, example_inputs, graph, rules, prune_hidden_size=prune_hidden_size)
         super().__init__()
         self.graph = graph
         self.learning = learning
@@ -289,7 +289,7 @@ class LearnableMask(nn.Module):
     ) -> None:
         """Begin another training from a dense state, as a new mask would, without tracing or copying the model again.
 
-        What was learned and remembered before is gone, the state of optimisers too.
+        What was learned and remembered before is gone, the state of optimizers too.
 
         ```python
         masked = sk.LearnableMask(model, (x,), learning=sk.GradientImportance(lr=0.02))
@@ -345,9 +345,9 @@ class LearnableMask(nn.Module):
         self._chosen_for = self._choice()
 
     def update_importance(self, gradients: Mapping[Tensor, Tensor] | None = None) -> None:
-        """Learn importance from the gradients of the weights, where no optimiser does it in its step.
+        """Learn importance from the gradients of the weights, where no optimizer does it in its step.
 
-        The step of a torch optimiser does this by itself. Call it after `backward()` where there is none, or where gradients
+        The step of a torch optimizer does this by itself. Call it after `backward()` where there is none, or where gradients
         are changed before that step, as by clipping.
 
         Args:
@@ -386,11 +386,11 @@ class LearnableMask(nn.Module):
     def add_optimizer(self, optimizer: HasState) -> None:
         """Let the state of `optimizer` follow the mask from now on.
 
-        A torch optimiser is met at its first step and needs no such call, unless it has state before that, as one that was
+        A torch optimizer is met at its first step and needs no such call, unless it has state before that, as one that was
         loaded or copied: then call this before the mask or the ratio changes. Any other object may keep tensors that follow the
         units: `state[leaf][name]`, each of the leaf's shape.
 
-        When the mask changes, units that stay keep their state; units that enter start with fresh state. Optimisers that are
+        When the mask changes, units that stay keep their state; units that enter start with fresh state. Optimizers that are
         not torch's own, or whose state is not one value for each weight (`Adafactor`, `AdamW8bit`), start with fresh state at
         every weight whose units change. `LBFGS` is refused when the mask changes.
 
@@ -403,7 +403,7 @@ class LearnableMask(nn.Module):
         self.optimizers.add(optimizer, self)
 
     def freeze_mask(self) -> AbstractContextManager[None]:
-        """Keep the mask as it is within a block, in which an optimiser steps in two parts.
+        """Keep the mask as it is within a block, in which an optimizer steps in two parts.
 
         ```python
         with masked.freeze_mask():
@@ -424,7 +424,7 @@ class LearnableMask(nn.Module):
         """Return the dense state under the model's own keys; all else that training continues from, under `sparsekit.` keys.
 
         These are importance, mask, ratio, what the rule of learning remembers, and sums of weights. Save the state dict of the
-        optimiser with it and load both, in either order.
+        optimizer with it and load both, in either order.
         """
         destination: dict[str, Any] | None = args[0] if args else kwargs.get("destination")
         prefix: str = args[1] if len(args) > 1 else kwargs.get("prefix", "")

@@ -51,7 +51,7 @@ class _Entry:
         if self.parameter is None:
             buffers_of(self.owner)[self.attribute] = tensor
         else:
-            reshape_leaf(self.parameter, tensor)  # optimisers and modules keep their references to it
+            reshape_leaf(self.parameter, tensor)  # optimizers and modules keep their references to it
 
 
 def _find_entries(module: nn.Module, graph: UnitGraph) -> list[_Entry]:

@@ -64,7 +64,7 @@ def refuse_export() -> NoReturn:
 
 
 def graph_of(
-    model: nn.Module, example_inputs: Any, graph: UnitGraph | None, rules: Rules | None, *, prune_norms: bool
+    model: nn.Module, example_inputs: Any, graph: UnitGraph | None, rules: Rules | None, *, prune_hidden_size: bool
 ) -> UnitGraph:
     """Return the given units, or trace the model.
 
@@ -75,7 +75,9 @@ def graph_of(
     if graph is None:
         if example_inputs is None:
             raise InvalidValueError("pass example_inputs=(x,), one call's worth of inputs, or a ready graph=")
-        graph = trace_units(model, prune_norms=prune_norms, rules=rules, further_calls=ModelInputs.several(example_inputs))
+        graph = trace_units(
+            model, prune_hidden_size=prune_hidden_size, rules=rules, further_calls=ModelInputs.several(example_inputs)
+        )
     graph.check_state(model.state_dict(), what="the model")
     return graph
 
@@ -206,7 +208,7 @@ def load_entries(
         masked._widths = mask.counts()
     masked._resume(remembered)
     masked.mask_changed = False
-    # The tensors themselves: load_state_dict(assign=True) then puts each in its own place, and optimisers keep theirs.
+    # The tensors themselves: load_state_dict(assign=True) then puts each in its own place, and optimizers keep theirs.
     state[prefix + "scores"] = masked.scores
     for name, tensor in masked.model.state_dict(keep_vars=True).items():
         state[f"{prefix}model.{name}"] = tensor

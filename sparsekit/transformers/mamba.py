@@ -1,7 +1,7 @@
 """Mamba-2 as transformers has it: the unit is a head of the state space, with its inputs, gates, step sizes and decay.
 
-The gated norm averages over all heads, so that heads can go with prune_norms=True alone. Where several heads share B and C, the
-same head of every such group goes.
+The gated norm averages over all heads, so that heads can go with prune_hidden_size=True alone. Where several heads share B and
+C, the same head of every such group goes.
 """
 
 from collections.abc import Callable, Mapping
@@ -70,7 +70,7 @@ class Mamba2Rule(LayerRule):
         tracer.unite(of_values, columns)
         tracer.read(Labels(columns, np.zeros_like(columns)), columns)
         if not tracer.kept_norms:
-            tracer.fix(heads, "normalised over all heads by the gated norm of Mamba-2")
+            tracer.fix(heads, "normalized over all heads by the gated norm of Mamba-2")
             return
         cause = tracer.cause("averaged over by one call that sees other heads from time to time")
         note = NormNote("mean", of_values, -1, cause)

@@ -39,7 +39,7 @@ Step = Callable[[Batch], tuple[Any, Tensor]]
 
 
 class Examples:
-    """One split of a client's data. TensorData are normalised and moved once; any other data set is read batch by batch.
+    """One split of a client's data. TensorData are normalized and moved once; any other data set is read batch by batch.
 
     `name` and `split` are for messages. `rng` seeds random transforms of the data; None: there are none.
 

@@ -72,7 +72,7 @@ def train_submodel(
     ```
 
     If the server chose the mask (HeteroFL), `submodel.model` is a plain module with fewer units. If clients learn their masks
-    (FedLPS), it is a `sparsekit.LearnableMask`, which learns importance as any torch optimiser steps its `parameters()`.
+    (FedLPS), it is a `sparsekit.LearnableMask`, which learns importance as any torch optimizer steps its `parameters()`.
 
     Args:
         message: From the server.
@@ -94,7 +94,7 @@ def train_submodel(
     if "mask" not in asked:
         model.load_state_dict(_state(message))
         ratio = min(ratio, capability)
-        learning = sk.GradientImportance(regularizer=ImportanceRegularizer(target="standardised"))  # that of `fedlps`
+        learning = sk.GradientImportance(regularizer=ImportanceRegularizer(target="standardized"))  # that of `fedlps`
         trained = sk.LearnableMask(model, graph=graph, ratio=ratio, learning=learning)
         if _IMPORTANCE in context.state:
             trained.load_importance(context.state.array_records[_IMPORTANCE].to_torch_state_dict())

@@ -47,7 +47,7 @@ def utility(accuracy: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class FedLPS(Method):
-    """Our FedLPS: standardised importance target, summed regulariser, personal model chosen on validation data.
+    """Our FedLPS: standardized importance target, summed regularizer, personal model chosen on validation data.
 
     A client learns weights and the importance of its units together, on a physically small model. Its loss is the task loss
     + μ‖θ − ω‖² + λ‖Q − σ(|θ|_J)‖². Its importance stays in its memory from round to round and starts at its target. The mask
@@ -60,7 +60,7 @@ class FedLPS(Method):
     ratio.
 
     ‖θ − ω‖² is a mean over the entries of the whole model, the sum over λ's units is one. The target of the importance is the
-    sigmoid of the absolute sums after each group's mean and deviation are removed; it, and the gradient from the regulariser,
+    sigmoid of the absolute sums after each group's mean and deviation are removed; it, and the gradient from the regularizer,
     are read again at every fourth step. Importance learns at a rate of 0.02. `fedlps-paper` has what the paper writes instead.
 
     Args:
@@ -184,7 +184,7 @@ class FedLPS(Method):
             client.load(start, mask)
             return masked
         rate, every = (client.training.lr, 1) if self.literal else (_IMPORTANCE_LR, _REFRESH_EVERY)
-        term = ImportanceRegularizer(strength=self.strength, target="absolute" if self.literal else "standardised")
+        term = ImportanceRegularizer(strength=self.strength, target="absolute" if self.literal else "standardized")
         importance = client.memory.get("importance")
         rule = GradientImportance(regularizer=term, lr=rate, refresh_every=every)
         masked.load(start, ratio=ratio, importance=importance, learning=rule)
@@ -239,7 +239,7 @@ fedlps_paper = _variant(
     "fedlps-paper",
     """FedLPS as the paper words it.
 
-    Both regularisers are sums of squares. The target of the importance is the sigmoid of the absolute sums, which is close to 1
+    Both regularizers are sums of squares. The target of the importance is the sigmoid of the absolute sums, which is close to 1
     for every unit of a wide network; a little noise on the first importance breaks ties. Target and importance are read at
     every step with the learning rate of the weights. T counts computation and upload. The executed ratio is credited, so with a
     capability that changes, its limits credit most rewards to small arms. The last personal model is deployed.

@@ -158,7 +158,7 @@ class REFL(Method):
     """FedAvg that samples first the clients expected to be away next, and ends a round before its stragglers have answered.
 
     The paper's intelligent participant selection, adaptive participant target and staleness-aware aggregation. The server
-    optimiser of its reference code, YoGi, is left out: the server adds the weighted mean of the changes, as in other methods.
+    optimizer of its reference code, YoGi, is left out: the server adds the weighted mean of the changes, as in other methods.
 
     A client is asked if it is there, is not still computing, and has rested; among those, the ones expected to be away in the
     next round come first, and ties are drawn. If too few have rested, the others are asked too; if nobody is there at all,

@@ -59,7 +59,7 @@ def calibrate(client: ClientContext, module: nn.Module) -> bool:
     those of the test batch. The module is changed in place. Returns whether it was; not if it has no batch norm, or if the
     client has one example.
 
-    Source: Diao, Ding, Tarokh, HeteroFL, ICLR 2021, static batch normalisation; the client's own data are our choice.
+    Source: Diao, Ding, Tarokh, HeteroFL, ICLR 2021, static batch normalization; the client's own data are our choice.
     """
     count = len(client.client.data.train)
     if count < 2:
@@ -104,7 +104,7 @@ class Submodels(Method):
 class HeteroFL(Submodels):
     """A prefix of ⌈z · J⌉ units per layer; entries are averaged over the clients that hold them, all alike.
 
-    Besides the nested submodels the paper has a scaler, static batch normalisation, a masked loss, and in its reference code,
+    Besides the nested submodels the paper has a scaler, static batch normalization, a masked loss, and in its reference code,
     as in that of FedRolex, gradients clipped at norm 1. Batch norm statistics are those of each client's own data, where the
     paper takes those of all clients. The masked loss, in which classes that a client lacks count as logit 0, is left out: it is
     meant to be scored among a client's own classes, while here all methods are scored among all classes. On the digits (two
@@ -147,7 +147,7 @@ def _unit_layers(client: ClientContext) -> Iterator[nn.Module]:
 class FedRolex(HeteroFL):
     """HeteroFL with a window of ⌈z · J⌉ units per layer that begins at the round's number, modulo J: every unit is trained.
 
-    Its reference code keeps HeteroFL's scaler, static batch normalisation and clipping, and all clients weigh alike. There the
+    Its reference code keeps HeteroFL's scaler, static batch normalization and clipping, and all clients weigh alike. There the
     window moves towards lower indices; the direction is a matter of numbering, and ours moves upwards.
     """
 
@@ -186,7 +186,7 @@ class FjORD(Submodels):
 
     Every step trains a prefix of the client's submodel, of a width drawn uniformly from those it affords: the levels from which
     the run draws capabilities, so that the widths of all clients coincide (0.2, 0.4, …, 1 in the paper). The widths are
-    physically narrow modules that share the leaves of the widest. One optimiser steps those: its momentum and weight decay also
+    physically narrow modules that share the leaves of the widest. One optimizer steps those: its momentum and weight decay also
     move what the drawn width does not hold, as in the reference code. Batch norm statistics are separate per width while
     training and taken from the client's data for scoring, where that code averages those of each width. A client deploys the
     width that it can run. Distillation, which the reference code leaves off unless asked for, is left out.
@@ -326,7 +326,7 @@ class EUCB:
 class FedMP(Submodels):
     """Magnitude pruning by the server at the ratio of each client's E-UCB; the residual stays as it was.
 
-    The paper's synchronisation, R2SP, adds to each submodel the residual that was pruned and takes the mean, which is the mean
+    The paper's synchronization, R2SP, adds to each submodel the residual that was pruned and takes the mean, which is the mean
     over all clients with equal weights. FedMP prunes shares of filters by their L1 norm; a ratio here is the share that stays.
 
     The bandits, in the server's memory, learn ratios that finish with the others. The reward of a participation is the decrease

@@ -36,7 +36,7 @@ class DataSource:
         name: Used in messages and results.
         train: The examples to learn from.
         test: The examples to score with; None if every owner splits its own.
-        kind: "image": one input, uint8 `(rows, C, H, W)`, which is resized and normalised for the model. "tokens": one input,
+        kind: "image": one input, uint8 `(rows, C, H, W)`, which is resized and normalized for the model. "tokens": one input,
             integer `(rows, T)`; targets int64 `(rows, T)`, the next tokens, `metrics.IGNORED` where there is none. "other":
             anything else, such as the features of a table; the model gets the inputs as they are.
         classes: Labels are in [0, classes); for tokens the size of the vocabulary; 0 if targets are not labels.

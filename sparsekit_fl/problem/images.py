@@ -31,7 +31,7 @@ Batches = DataLoader[tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """Make normalised float images of a given size from uint8 images.
+    """Make normalized float images of a given size from uint8 images.
 
     An image that is nearly as large as asked for (three quarters or more) is padded with black, so that its pixels stay
     as they are; any other is resized bilinearly. One grey channel is repeated where three are asked for.
@@ -178,7 +178,7 @@ def _decode(pillow: Any, encoded: Any, shape: tuple[int, int, int], what: str) -
 
 
 def _loaders(name: str, *, data_dir: Path | None = None, batch_size: int = 64, seed: int = 0) -> tuple[Batches, Batches]:
-    """Return training batches, in another order each time, and validation batches: normalised float images and labels.
+    """Return training batches, in another order each time, and validation batches: normalized float images and labels.
 
     For commands that know nothing of clients. A tenth of the training examples, drawn from `seed`, is for validation; the
     test set is not used.

@@ -1,4 +1,4 @@
-"""The cells of the matrix: every optimiser, precision, compiler and change, and what must come of each."""
+"""The cells of the matrix: every optimizer, precision, compiler and change, and what must come of each."""
 
 from dataclasses import astuple, dataclass
 from itertools import product
@@ -9,7 +9,7 @@ OPTIMIZERS = (
     "SGD", "SGD foreach", "SGD fused", "Adam", "Adam foreach", "Adam fused", "AdamW", "AdamW foreach", "AdamW fused",
     "Adafactor", "Adafactor foreach", "RMSprop", "RMSprop foreach", "LBFGS", "AdamW8bit",
 )  # fmt: skip
-"""Class of optimiser and its implementation; without one, a plain loop over parameters. `AdamW8bit` is torchao's."""
+"""Class of optimizer and its implementation; without one, a plain loop over parameters. `AdamW8bit` is torchao's."""
 
 PRECISIONS = ("float32", "bfloat16", "autocast bfloat16", "autocast float16", "float64")
 CHANGES = ("mask", "ratio", "resume")
@@ -23,7 +23,7 @@ class Cell:
     Args:
         optimizer: One of `OPTIMIZERS`.
         precision: Dtype of the weights, or of autocast over float32 weights; float16 with a GradScaler.
-        change: What changes while training; "resume" saves and loads mask and optimiser between two changes of mask.
+        change: What changes while training; "resume" saves and loads mask and optimizer between two changes of mask.
         compiler: Of the model inside; empty without one.
     """
 
@@ -37,7 +37,7 @@ class Cell:
 
     @property
     def kind(self) -> str:
-        """Class of the optimiser."""
+        """Class of the optimizer."""
         return self.optimizer.partition(" ")[0]
 
     @property
@@ -63,7 +63,7 @@ def all_cells() -> list[Cell]:
 
 
 def cells(compiler: str = "") -> list[Cell]:
-    """Every optimiser in every precision, each through one of the changes; with a compiler four optimisers, in one each."""
+    """Every optimizer in every precision, each through one of the changes; with a compiler four optimizers, in one each."""
     found = [cell for cell in all_cells() if (OPTIMIZERS.index(cell.optimizer) + PRECISIONS.index(cell.precision)) % 3
              == CHANGES.index(cell.change)]  # fmt: skip
     if not compiler:

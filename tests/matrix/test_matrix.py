@@ -1,4 +1,4 @@
-"""Every optimiser, in every precision, trains as masked dense training does through a change, or is refused; some compiled."""
+"""Every optimizer, in every precision, trains as masked dense training does through a change, or is refused; some compiled."""
 
 import importlib.util
 

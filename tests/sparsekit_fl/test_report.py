@@ -21,7 +21,7 @@ def page(folder: Path) -> str:
 def test_it_prints_the_tables_and_says_where_the_page_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = result("fedavg", note="A note.")
     made["environment"] = {"sparsekit": "0.2.0", "finished": "2026-11-22T10:00:00+00:00"}
-    save(tmp_path, made, result("local"), *(result(f"m{number}") for number in range(7)))  # more than there are colours
+    save(tmp_path, made, result("local"), *(result(f"m{number}") for number in range(7)))  # more than there are colors
     assert execute(["report", str(tmp_path)]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""

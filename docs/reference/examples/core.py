@@ -225,9 +225,9 @@ box.tell(sk.bandit.BoxPull(pull.id, {"lr": 0.5}), 1.0)
 # sparsekit.bandit.make_bandit
 again = sk.bandit.make_bandit("p-ucbv", sk.Interval(0.0, 1.0), rng=rng)
 
-# sparsekit.criteria.Activation, sparsekit.criteria.Fisher, sparsekit.criteria.PositionFisher, sparsekit.criteria.Taylor
+# sparsekit.criteria.Wanda, sparsekit.criteria.Fisher, sparsekit.criteria.PositionFisher, sparsekit.criteria.Taylor
 loss = nn.functional.cross_entropy
-for kind in (sk.criteria.Activation, sk.criteria.Fisher, sk.criteria.PositionFisher, sk.criteria.Taylor):
+for kind in (sk.criteria.Wanda, sk.criteria.Fisher, sk.criteria.PositionFisher, sk.criteria.Taylor):
     criterion = kind(batches, loss)
     sk.make_mask(criterion, graph, 0.5, sk.ScoringContext(weights=model.state_dict(), model=model))
 

@@ -204,7 +204,7 @@ class _Builder:
 
 
 def _owner(entry: Entry) -> str:
-    """Return the module that an entry belongs to as its user wrote it, past what parametrising and compiling put in between."""
+    """Return the module that an entry belongs to as its user wrote it, past what parametrizing and compiling put in between."""
     name, parent = entry.names[0], entry.names[0].rpartition(".")[0]
     parent = re.sub(r"(^|\.)parametrizations\..*$", "", parent)
     parent = ".".join(part for part in parent.split(".") if part != "_orig_mod")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sparsekit.tracing.ops import joining, movement, normalisation, pointwise, products, reduction
+from sparsekit.tracing.ops import joining, movement, normalization, pointwise, products, reduction
 from sparsekit.tracing.ops.call import HANDLERS, Handler
 
 __all__ = ["MAKE_CONSTANTS", "SAME_IN_TRAIN_MODE", "find_handler"]
@@ -12,7 +12,7 @@ del movement, products, reduction  # whose functions have entered the table
 MAKE_CONSTANTS = joining.CREATORS | {"expand"}
 """Operators that make an axis of equal values even of inputs without labels, and so must always be looked at."""
 
-SAME_IN_TRAIN_MODE = frozenset(normalisation.BATCH_NORMS.split())
+SAME_IN_TRAIN_MODE = frozenset(normalization.BATCH_NORMS.split())
 """Operators whose numbers and flags, such as whether they train, say nothing about units."""
 
 

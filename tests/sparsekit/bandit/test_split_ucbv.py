@@ -65,7 +65,7 @@ def test_scaling_all_rewards_changes_no_proposal(power: int) -> None:
         scaled.tell(other, scale * reward)
 
 
-def test_gain_per_cost_is_maximised() -> None:
+def test_gain_per_cost_is_maximized() -> None:
     bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
     for draw in np.random.default_rng(0).normal(0.0, 0.05, 250).tolist():
         pull = bandit.ask()

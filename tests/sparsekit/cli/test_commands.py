@@ -38,7 +38,7 @@ def test_the_last_match_counts_and_standard_error_where_standard_output_has_none
     assert read(r"loss=(?:[a-z]+=)?(-?[\d.e-]+)", "loss=val=-1e-3") == -0.001
     assert read(r"acc (\S+)", "acc 1", "acc 2") == 1.0
     assert read(r"acc (\S+)", "", "acc 2") == 2.0
-    # Neither colours nor progress bars hide it.
+    # Neither colors nor progress bars hide it.
     assert read(r"^acc: (\S+)$", "10 %\r50 %\racc: \x1b[1;32m0.75\x1b[0m\r\n") == 0.75
 
 

@@ -45,7 +45,7 @@ LINES = {
         ("--budget flops=1", "is the minimum"),
     ],
     "prune nets.py:make --budget flops=50%": [
-        ("--keep stem", "selects nothing"),
+        ("--exclude stem", "selects nothing"),
         ("--criterion taylor", "needs data; pass --dataset"),
         ("--criterion taylr", "did you mean 'taylor'"),
         ("--epochs 1", "needs data"),

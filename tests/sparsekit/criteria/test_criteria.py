@@ -13,7 +13,6 @@ import sparsekit as sk
 from sparsekit.allocation import make_mask
 from sparsekit.allocation.saliency import share_of_remaining
 from sparsekit.criteria import (
-    Activation,
     Criterion,
     Fisher,
     Learned,
@@ -24,6 +23,7 @@ from sparsekit.criteria import (
     Scored,
     ScoringContext,
     Taylor,
+    Wanda,
 )
 from sparsekit.criteria.base import score_units
 from sparsekit.errors import InvalidValueError, MissingImportanceError
@@ -37,8 +37,8 @@ DATA = [
 
 
 @dataclass(frozen=True)
-class Neighbours:
-    """Importance smoothed over neighbouring units: the rule of somebody else, in double precision."""
+class Neighbors:
+    """Importance smoothed over neighboring units: the rule of somebody else, in double precision."""
 
     def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
         return {
@@ -47,7 +47,7 @@ class Neighbours:
 
 
 ALL: list[Any] = [
-    Neighbours(),
+    Neighbors(),
     Learned(),
     Ordered(),
     Random(),
@@ -70,8 +70,8 @@ class TestActivation(CriterionContract):
     """Whose units must be read by layers."""
 
     @pytest.fixture
-    def criterion(self) -> Activation:
-        return Activation(DATA)
+    def criterion(self) -> Wanda:
+        return Wanda(DATA)
 
     def context(self, seed: int = 0) -> ScoringContext:
         with torch.random.fork_rng():
@@ -136,14 +136,14 @@ def test_weights_are_multiplied_by_the_root_mean_square_of_what_they_read() -> N
     batches = [(torch.randn(3, 2, 4, 4), None), (torch.randn(5, 2, 4, 4), None)]
     inputs = model[:3](torch.cat([x for x, _ in batches])).detach()
     terms = model[3].weight.detach().abs() * inputs.square().mean(0).sqrt()
-    found = Activation(batches).scores(graph, ScoringContext(model=model))["0"]
+    found = Wanda(batches).scores(graph, ScoringContext(model=model))["0"]
     assert torch.allclose(found, terms.sum(0).reshape(4, 4).sum(1).double(), rtol=1e-5)
 
 
 def test_units_that_no_layer_reads_are_named() -> None:
     context = example_context()
     with pytest.raises(InvalidValueError, match="the units of group 'first' are not the input of a linear layer"):
-        Activation([torch.randn(2, 3)]).scores(example_graph(), context)
+        Wanda([torch.randn(2, 3)]).scores(example_graph(), context)
 
 
 @pytest.mark.parametrize(

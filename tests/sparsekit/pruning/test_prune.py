@@ -66,7 +66,7 @@ def test_allocations_and_criteria_go_by_name(allocation: str, criterion: str | N
 
 
 def test_what_is_kept_stays_whole_and_limits_and_multiples_hold() -> None:
-    pruned = sk.prune(_net(), X, budget="flops=50%", keep=["0"], limits={nn.Linear: (0.5, 0.75)}, multiple_of=4)
+    pruned = sk.prune(_net(), X, budget="flops=50%", exclude=["0"], limits={nn.Linear: (0.5, 0.75)}, multiple_of=4)
     after = {group.name: group.after for group in pruned.report.groups}
     assert after["0"] == 16
     assert 16 <= after["6"] <= 24
@@ -74,7 +74,7 @@ def test_what_is_kept_stays_whole_and_limits_and_multiples_hold() -> None:
 
 
 def test_the_report_says_what_was_requested_achieved_and_possible() -> None:
-    pruned = sk.prune(_net(), X, budget="flops=50%", keep=["0"])
+    pruned = sk.prune(_net(), X, budget="flops=50%", exclude=["0"])
     report = pruned.report
     assert report.requested == {"flops": "50%"}
     assert report.minimum["flops"] < report.after["flops"] <= report.limits["flops"] == report.before["flops"] / 2
@@ -154,7 +154,7 @@ class _Broken:
         ({"allocation": "globl"}, UnknownNameError, "did you mean 'global'"),
         ({"allocation": HALF, "budget": None, "schedule": Schedule("linear", 2)}, InvalidValueError, "schedule of 2"),
         ({"schedule": "linearly"}, UnknownNameError, "did you mean 'linear'"),
-        ({"keep": ["nothing"]}, UnknownNameError, "selects nothing"),
+        ({"exclude": ["nothing"]}, UnknownNameError, "selects nothing"),
         ({"reconstruct": "all"}, InvalidValueError, "reconstruct must be"),
     ],
 )

@@ -17,7 +17,7 @@ CRITERIA: dict[str, Callable[[Any], Any]] = {
     "random": lambda _: criteria.Random(),
     "taylor": lambda batches: criteria.Taylor(batches, F.cross_entropy),
     "fisher": lambda batches: criteria.Fisher(batches, F.cross_entropy),
-    "activation": lambda batches: criteria.Activation(batches),
+    "wanda": lambda batches: criteria.Wanda(batches),
 }
 
 

@@ -43,7 +43,7 @@ def test_the_default_is_the_best_candidate_on_unseen_batches_and_reconstruction_
     x = batches[0][0][:1]
     pruned = sk.prune(model, x, budget="flops=25%", batches=batches, loss=F.cross_entropy)
     tried = pruned.report.candidates
-    names = {"fisher": "Fisher", "position_fisher": "PositionFisher", "activation": "Activation"}
+    names = {"fisher": "Fisher", "position_fisher": "PositionFisher", "wanda": "Wanda"}
     assert [(each.criterion, each.allocation) for each in tried] == [(names[first], second) for first, second in CANDIDATES]
     assert all(each.loss is not None for each in tried)
     [chosen] = [each for each in tried if each.chosen]
@@ -88,9 +88,9 @@ def test_scores_are_computed_once_and_serve_other_budgets() -> None:
     assert calls == 14, "Fisher and PositionFisher score once, whatever the allocations"
     again = sk.prune(model, x, budget="flops=50%", batches=batches, loss=loss, criterion=first.scores)
     assert calls == 14
-    assert {each.criterion for each in again.report.candidates} == {"Fisher", "PositionFisher", "Activation"}
-    direct = sk.prune(model, x, budget="flops=25%", batches=batches, loss=loss, criterion="activation")
-    reused = sk.prune(model, x, budget="flops=25%", batches=batches, loss=loss, criterion=first.scores["Activation"])
+    assert {each.criterion for each in again.report.candidates} == {"Fisher", "PositionFisher", "Wanda"}
+    direct = sk.prune(model, x, budget="flops=25%", batches=batches, loss=loss, criterion="wanda")
+    reused = sk.prune(model, x, budget="flops=25%", batches=batches, loss=loss, criterion=first.scores["Wanda"])
     assert reused.mask == direct.mask
 
 
@@ -98,7 +98,7 @@ def test_batches_without_a_target_distil_from_the_dense_model() -> None:
     model, batches = trained()
     inputs = [x for x, _ in batches]
     pruned = sk.prune(model, inputs[0][:1], budget="flops=40%", batches=iter(inputs))
-    assert {each.criterion for each in pruned.report.candidates} == {"Fisher", "PositionFisher", "Activation"}
+    assert {each.criterion for each in pruned.report.candidates} == {"Fisher", "PositionFisher", "Wanda"}
     with torch.no_grad():
         dense, small = model(inputs[7]), pruned.model(inputs[7])
     distance = float(F.mse_loss(small, dense) / dense.var())
@@ -114,7 +114,7 @@ def test_gradients_that_are_all_zero_are_an_error_that_says_so() -> None:
     with pytest.raises(sk.errors.InvalidValueError, match="gradients of the loss are all zero"):
         sk.prune(model, own[0][0][:1], criterion="fisher", **options)
     report = sk.prune(model, own[0][0][:1], **options).report
-    assert report.criterion == "Activation", "candidates that cannot be scored are left out"
+    assert report.criterion == "Wanda", "candidates that cannot be scored are left out"
     assert any("all zero" in each.note for each in report.candidates)
 
 

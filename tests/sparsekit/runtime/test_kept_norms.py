@@ -1,4 +1,4 @@
-"""prune_norms=True: averages are taken over kept positions, and a dense network under a mask equals the narrow one."""
+"""prune_hidden_size=True: averages are taken over kept positions, and a dense network under a mask equals the narrow one."""
 
 import copy
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def read(run: Callable[[Tensor], Any], x: Tensor) -> NormCall:
 
 def test_a_layer_norm_of_two_kept_numbers() -> None:
     call = read(lambda x: F.layer_norm(x, (3,), eps=0.0), torch.tensor([[1.0, 3.0, 50.0]], dtype=torch.float64))
-    # mean 2 and deviation 1 over the kept ones; what is dropped is normalised with the same two numbers
+    # mean 2 and deviation 1 over the kept ones; what is dropped is normalized with the same two numbers
     assert call.over(1, torch.arange(2)).tolist() == [[-1.0, 1.0, 48.0]]
 
 
@@ -92,14 +92,14 @@ def test_over_the_kept_positions_equals_the_call_on_what_is_kept(name: str, seed
 @pytest.mark.parametrize("ratio", [0.5, 1.0])
 def test_no_pass_reads_the_mask_back_or_copies_it_to_the_device(ratio: float) -> None:
     model = nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6), nn.Linear(6, 2))
-    graph, x = trace_units(model, torch.randn(4, 3), prune_norms=True), torch.zeros(4, 3, device="meta")
+    graph, x = trace_units(model, torch.randn(4, 3), prune_hidden_size=True), torch.zeros(4, 3, device="meta")
     with kept_norms(model.to("meta"), graph, random_mask(graph, ratio, 0)), torch.no_grad(), Operators() as operators:
         model(x)
     assert not {"_local_scalar_dense", "_to_copy"} & set(operators.names)
 
 
 def test_in_inference_the_fused_transformer_kernel_does_not_pass_the_norms_by() -> None:
-    model, args, _, graph = zoo.traced("transformer-encoder", prune_norms=True)
+    model, args, _, graph = zoo.traced("transformer-encoder", prune_hidden_size=True)
     dense, mask = copy.deepcopy(model).eval(), random_mask(graph, 0.5, 0)
     with torch.no_grad():
         gates = {name: keep.float() for name, keep in mask.items()}
@@ -116,7 +116,7 @@ def test_a_model_that_takes_another_path_than_when_it_was_traced_is_told() -> No
         return m.head(h - h.mean(-1, keepdim=True))
 
     model = Lambda(fickle, a=nn.Linear(3, 6), head=nn.Linear(6, 2), swap=False)
-    graph = trace_units(model, torch.randn(4, 3), prune_norms=True)
+    graph = trace_units(model, torch.randn(4, 3), prune_hidden_size=True)
     model.swap = True
     with kept_norms(model, graph, random_mask(graph, 0.5, 0)), pytest.raises(TraceError, match=r"calls var .* called mean"):
         model(torch.randn(4, 3))

@@ -1,4 +1,4 @@
-"""The state of units that enter a mask begins as a fresh optimiser's does; the oracle of masked training asks the same code."""
+"""The state of units that enter a mask begins as a fresh optimizer's does; the oracle of masked training asks the same code."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,7 +18,7 @@ from sparsekit.surgery.optimizer_state import first_value
         (lambda p: torch.optim.Rprop(p, lr=0.01), {"step_size": None}),
     ],
 )
-def test_state_begins_as_the_optimiser_begins_it(make: Callable[[Iterable[Any]], Any], special: dict[str, Any]) -> None:
+def test_state_begins_as_the_optimizer_begins_it(make: Callable[[Iterable[Any]], Any], special: dict[str, Any]) -> None:
     usual, faster = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     optimizer = make([usual])
     optimizer.add_param_group({"params": [faster], "lr": 0.25})  # a group with a rate of its own

@@ -60,9 +60,9 @@ def check_seeds(seeds: Sequence[int], **options: Any) -> tuple[int, list[str]]:
 HUNDREDS = pytest.param(fuzz.seeds(200, 8), 0.85, marks=pytest.mark.slow, id="hundreds")
 
 
-@pytest.mark.parametrize("prune_norms", [False, True])
+@pytest.mark.parametrize("prune_hidden_size", [False, True])
 @pytest.mark.parametrize(("seeds", "share"), [(range(1000, 1018), 0.9), HUNDREDS])
-def test_random_networks_are_cut_exactly(seeds: range, share: float, prune_norms: bool) -> None:
-    cut, wrong = check_seeds(seeds, prune_norms=prune_norms)
+def test_random_networks_are_cut_exactly(seeds: range, share: float, prune_hidden_size: bool) -> None:
+    cut, wrong = check_seeds(seeds, prune_hidden_size=prune_hidden_size)
     assert wrong == []
     assert cut > share * len(seeds)

@@ -31,7 +31,7 @@ def check_trace(name: str, norms: bool) -> tuple[nn.Module, Any, Any, sk.UnitGra
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            graph = sk.trace_units(model, *args, prune_norms=norms, example_kwargs=kwargs)
+            graph = sk.trace_units(model, *args, prune_hidden_size=norms, example_kwargs=kwargs)
         except NoUnitsError as error:
             messages = [str(error)]
     assert snapshot(model) == before

@@ -1,4 +1,4 @@
-"""Narrow training is masked training of the dense network, step for step: any rule, optimiser, norm and change of mask."""
+"""Narrow training is masked training of the dense network, step for step: any rule, optimizer, norm and change of mask."""
 
 import copy
 from typing import Any
@@ -32,7 +32,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 def alike(name: str, optimizer: str = "momentum", **options: Any) -> tuple[sk.LearnableMask, sk.LearnableMask]:
     """An architecture of the zoo, trained both ways."""
-    model, args, _ = build(name, KEPT if options.get("prune_norms") else None)
+    model, args, _ = build(name, KEPT if options.get("prune_hidden_size") else None)
     return train_alike(model.double().train(), batches_like(args), OPTIMIZERS[optimizer], **options)
 
 
@@ -63,10 +63,10 @@ def test_a_mask_that_does_not_learn_follows_its_ratio() -> None:
     alike("vgg-small", "momentum", steps=12, ratio=0.5, ratios={4: 0.25, 8: 0.75}, changes=2)
 
 
-NORMS = BY_GRADIENTS | {"ratios": {8: 0.25}, "prune_norms": True}
+NORMS = BY_GRADIENTS | {"ratios": {8: 0.25}, "prune_hidden_size": True}
 
 
-@pytest.mark.parametrize("name", ["gpt-tied", "convnext", "pool-former", "standardised", "vit-fused-qkv"])
+@pytest.mark.parametrize("name", ["gpt-tied", "convnext", "pool-former", "standardized", "vit-fused-qkv"])
 def test_norms_over_kept_units(name: str) -> None:
     compact, masked = alike(name, **NORMS)
     (example, _) = batches_like(build(name, KEPT)[1])(torch.Generator().manual_seed(2))

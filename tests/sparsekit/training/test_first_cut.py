@@ -54,7 +54,7 @@ def step(masked: sk.LearnableMask, batches: Batches, steps: int) -> None:
     [
         {"budget": "flops=40%"},
         {"budget": "flops=40%", "schedule": Schedule("linear", 3)},
-        {"allocation": partial(by_ratio, ratios=0.4), "criterion": "activation"},
+        {"allocation": partial(by_ratio, ratios=0.4), "criterion": "wanda"},
     ],
 )
 def test_a_mask_from_a_pruned_model_is_that_model(kind: str, how: dict[str, Any], learning: Any) -> None:

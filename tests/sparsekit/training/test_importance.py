@@ -10,7 +10,7 @@ from torch import nn
 
 from sparsekit import GradientImportance, LearnableMask, trace_units
 from sparsekit.criteria.weights import unit_magnitudes
-from sparsekit.training.importance import ImportanceRegularizer, standardise
+from sparsekit.training.importance import ImportanceRegularizer, standardize
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -23,7 +23,7 @@ def _classifier(dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor, torch.Tens
 
 def _masked(dtype: torch.dtype) -> LearnableMask:
     model, x, _ = _classifier(dtype)
-    return LearnableMask(model, (x,), prune_norms=True, ratio=0.5, learning=GradientImportance(lr=1e-4, refresh_every=1))
+    return LearnableMask(model, (x,), prune_hidden_size=True, ratio=0.5, learning=GradientImportance(lr=1e-4, refresh_every=1))
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -82,12 +82,12 @@ def test_gradients_of_gates_are_those_of_the_same_weights_in_float32(dtype: torc
     torch.testing.assert_close(found["short", "compact"], found["short", "masked"], rtol=1e-5, atol=1e-5)
 
 
-def test_targets_are_the_sigmoid_of_standardised_or_plain_sums() -> None:
+def test_targets_are_the_sigmoid_of_standardized_or_plain_sums() -> None:
     sums = torch.tensor([1.0, 2.0, 3.0, 5.0, 5.0])
     plain = ImportanceRegularizer(target="absolute").targets(sums, [3, 2])
     assert torch.equal(plain, torch.sigmoid(sums))
     deviation = (2 / 3) ** 0.5
     ours = ImportanceRegularizer().targets(sums, [3, 2])
     assert torch.allclose(ours, torch.sigmoid(torch.tensor([-1 / deviation, 0.0, 1 / deviation, 0.0, 0.0])))
-    assert standardise(sums, torch.tensor([0, 0, 0, 1, 1]), torch.tensor([3, 2]))[3:].tolist() == [0.0, 0.0]
+    assert standardize(sums, torch.tensor([0, 0, 0, 1, 1]), torch.tensor([3, 2]))[3:].tolist() == [0.0, 0.0]
     assert ImportanceRegularizer().targets(torch.empty(0), []).shape == (0,)  # of a model without units

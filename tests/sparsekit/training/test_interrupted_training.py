@@ -51,7 +51,7 @@ def test_steps_that_are_skipped_teach_nothing(size: float, parts: int, zero_late
 
 
 @pytest.mark.parametrize("learning", [None, sk.GradientImportance(lr=0.0)])
-def test_no_optimiser_steps_importance(learning: sk.GradientImportance | None) -> None:
+def test_no_optimizer_steps_importance(learning: sk.GradientImportance | None) -> None:
     """Neither by gradients, which nobody then pays for, nor by decay; also after all was frozen and set free."""
     model, x, y = convolutions()
     masked = sk.LearnableMask(model, (x,), ratio=0.5, learning=learning)

@@ -1,4 +1,4 @@
-"""A mask follows its importance and its optimisers, whichever way an optimiser writes and wherever it comes from."""
+"""A mask follows its importance and its optimizers, whichever way an optimizer writes and wherever it comes from."""
 
 import copy
 import io
@@ -110,8 +110,8 @@ def test_state_that_is_not_one_value_for_each_weight_starts_anew_where_units_cha
     train_step(masked, optimizer, x, y)
 
 
-def test_a_new_training_begins_without_state_and_its_optimiser_is_followed() -> None:
-    """After `load` the optimisers of the training before go on as new ones do."""
+def test_a_new_training_begins_without_state_and_its_optimizer_is_followed() -> None:
+    """After `load` the optimizers of the training before go on as new ones do."""
     found = []
     for again in (False, True):
         masked, optimizer, x, y = _trained(MOMENTS["momentum"])

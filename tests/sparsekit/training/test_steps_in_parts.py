@@ -1,4 +1,4 @@
-"""A mask stands still while an optimiser steps, or while it is told to, and every optimiser is met."""
+"""A mask stands still while an optimizer steps, or while it is told to, and every optimizer is met."""
 
 from typing import Any
 

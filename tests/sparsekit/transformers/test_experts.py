@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.allocation.shares import ratio_counts
-from sparsekit.criteria import Activation, ScoringContext
+from sparsekit.criteria import ScoringContext, Wanda
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.edit import only
 from sparsekit.graph.graph import UnitGraph
@@ -89,7 +89,7 @@ def test_experts_go_with_their_rows_of_the_router(name: str) -> None:
 
 def test_inner_features_and_the_width_go_where_the_products_take_any() -> None:
     model = _model(implementation="eager")
-    graph, _ = trace(model, _ids(), prune_norms=True)
+    graph, _ = trace(model, _ids(), prune_hidden_size=True)
     assert {"feature", "head", "expert"} == {group.kind for group in graph.groups.values()}
     assert graph.groups["model.layers.0.mlp.experts#2"].size == 12
     # The router casts to float32.
@@ -131,7 +131,7 @@ def test_the_score_is_that_of_reap() -> None:
     model = _model(layers=2)
     graph, _ = trace(model, _ids())
     batches = [_ids(), _ids().flip(1)]
-    scores = Activation(batches).scores(graph, ScoringContext(model=model))
+    scores = Wanda(batches).scores(graph, ScoringContext(model=model))
     for number, name in enumerate(_experts(graph)):
         experts, sums, counts = model.model.layers[number].mlp.experts, torch.zeros(6), torch.zeros(6)
         seen: list[tuple[Tensor, ...]] = []

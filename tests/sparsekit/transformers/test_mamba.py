@@ -19,9 +19,9 @@ def test_heads_go_with_their_gates_inputs_steps_and_decay(groups: int, tmp_path:
     config = transformers.Mamba2Config(**sizes, num_heads=8, head_dim=4, n_groups=groups, use_bias=groups > 1)
     model = transformers.Mamba2ForCausalLM(config).eval()
     ids = torch.randint(17, (2, 6))
-    with pytest.raises(sk.errors.NoUnitsError, match=r"all heads by the gated norm .* prune_norms=True"):
+    with pytest.raises(sk.errors.NoUnitsError, match=r"all heads by the gated norm .* prune_hidden_size=True"):
         trace(model, ids)
-    graph, _ = trace(model, ids, prune_norms=True)
+    graph, _ = trace(model, ids, prune_hidden_size=True)
     heads = [group for group in graph.groups.values() if group.kind == "head"]
     assert [group.size for group in heads] == [8 // groups] * 2
     spans = {piece.name.split("mixer.")[1]: piece.span // groups for piece in heads[0].slices if piece.dim == 0}

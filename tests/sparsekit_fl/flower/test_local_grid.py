@@ -186,7 +186,7 @@ def test_payloads_come_back_as_they_were(parts: list[bytes], run: str) -> None:
     assert read(over_the_wire(message(content(*parts, run=run)))) == (run, parts)
 
 
-def _serialised(message: Message) -> int:
+def _serialized(message: Message) -> int:
     """The length of all objects that Flower makes of a message, each as it is sent."""
     return sum(len(found.deflate()) for found in get_all_nested_objects(message).values())
 
@@ -203,8 +203,8 @@ def test_a_methods_reported_bytes_are_those_on_flowers_wire(name: str) -> None:
 
     def watch(message: Message, reply: Message) -> Message:
         if message.metadata.message_type == "train":  # a run's scoring is not part of its reported bytes
-            down.append(_serialised(message))
-            up.append(_serialised(reply))
+            down.append(_serialized(message))
+            up.append(_serialized(reply))
         return reply
 
     problem = fl.Problem(model=_wide, example_inputs=(torch.zeros(2, 6),))

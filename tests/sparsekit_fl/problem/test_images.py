@@ -41,7 +41,7 @@ def write_mnist(root: Path) -> None:
     write(root / "mnist" / "test.parquet", [encoded("L", 28, 40)], [3])
 
 
-def assert_normalised(source: fl.DataSource) -> None:
+def assert_normalized(source: fl.DataSource) -> None:
     pixels = source.train.inputs[0][:: max(1, len(source.train) // 5000)].double() / 255
     assert pixels.mean((0, 2, 3)).tolist() == pytest.approx(source.mean, abs=0.01)
     assert pixels.std((0, 2, 3)).tolist() == pytest.approx(source.std, abs=0.01)
@@ -95,11 +95,11 @@ def test_without_a_directory_the_copy_of_the_hub_is_fetched_and_read_in_the_orde
     assert asked == [("ylecun/mnist", "dataset", wanted)] * 2
 
 
-def test_digits_are_complete_and_normalised() -> None:
+def test_digits_are_complete_and_normalized() -> None:
     source = check_dataset(lambda: fl.datasets["digits"](None))
     assert (len(source.train), len(source.test)) == (1437, 360)
     assert source.test.labels().unique().tolist() == list(range(10))
-    assert_normalised(source)
+    assert_normalized(source)
 
 
 def test_of_batches_a_tenth_is_for_validation_and_the_same_seed_gives_the_same() -> None:
@@ -188,4 +188,4 @@ def test_the_real_files_are_complete(
     source: fl.DataSource = fl.datasets[name](data_dir)
     assert (len(source.train), len(source.test)) == (train, test)
     assert np.bincount(source.test.labels(), minlength=classes).min() >= 80
-    assert_normalised(source)
+    assert_normalized(source)

@@ -35,7 +35,7 @@ def normed_weight(tracer: Tracer, direction: Tensor, length: Tensor, dim: int) -
         return v
     for other, axis in enumerate(v.axes):
         if other != dim % len(v.axes) and not tracer.kept_norms:
-            tracer.fix(axis, "normalised over its units by 'weight_norm'")
+            tracer.fix(axis, "normalized over its units by 'weight_norm'")
     rows, lengths = v.axes[dim], g.axes[dim]
     tracer.make(v, dim)
     if rows is None or lengths is None:

@@ -1,4 +1,4 @@
-"""Activation: how strongly a unit is on, times the weights that read it."""
+"""Wanda: how strongly a unit is on, times the weights that read it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from sparsekit.graph.index import wide
 
 
 @dataclass(frozen=True)
-class Activation(DataDriven):
+class Wanda(DataDriven):
     """Σ |w|·‖x‖ over the weights w that read a unit, ‖x‖ the root mean square of what they read.
 
     An expert of a mixture scores gate · ‖output‖, averaged over the tokens that are routed to it; 0 without any.
@@ -50,7 +50,7 @@ class Activation(DataDriven):
         for name, each in readers.items():
             if name in routed:
                 total, count = routed[name]
-                found[name] = check_finite(name, (total / count.clamp(min=1)).cpu().double(), "Activation")
+                found[name] = check_finite(name, (total / count.clamp(min=1)).cpu().double(), "Wanda")
                 continue
             if not each or not all(layer in sizes for layer, _, _ in each):
                 raise InvalidValueError(
@@ -63,5 +63,5 @@ class Activation(DataDriven):
                 weight = wide(layer.get_parameter("weight").detach()).abs()
                 columns = along_axis(weight, piece.dim) * sizes[layer]
                 parts.append(columns.cpu().double()[piece.index].sum(1))
-            found[name] = check_finite(name, sum_up(parts), "Activation")
+            found[name] = check_finite(name, sum_up(parts), "Wanda")
         return found

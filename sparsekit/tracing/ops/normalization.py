@@ -1,9 +1,9 @@
-"""Operators that normalise: over a batch, over groups of channels, over the last axes, and softmax."""
+"""Operators that normalize: over a batch, over groups of channels, over the last axes, and softmax."""
 
 from torch import Tensor, nn
 
 from sparsekit.labels.values import TensorLabels
-from sparsekit.layers.parametrised import normed_weight
+from sparsekit.layers.parametrized import normed_weight
 from sparsekit.tracing.ops.call import Call, Outputs, handles
 
 BATCH_NORMS = (
@@ -18,7 +18,7 @@ def _batch_norm(call: Call) -> Outputs:
     made = call.tracer.scaled(x.units[1], *map(call.arguments.get, ("weight", "bias", "running_mean", "running_var")))
     others = x.without_zero().with_axis(1, None)
     # Statistics over the batch or over space would mix units on those axes.
-    call.tracer.fix(others.axes, f"normalised by {call.name!r} across an axis of units")
+    call.tracer.fix(others.axes, f"normalized by {call.name!r} across an axis of units")
     return [others.with_axis(1, made), None, None, None][: len(call.outputs)]
 
 
@@ -26,11 +26,11 @@ def _batch_norm(call: Call) -> Outputs:
 def _group_norm(call: Call) -> Outputs:
     tracer, x = call.tracer, call.labels("input")
     groups = int(call.arg("group"))
-    tracer.fix(x.axes[2:], "normalised by 'group_norm' across an axis of units")
+    tracer.fix(x.axes[2:], "normalized by 'group_norm' across an axis of units")
     channel = x.units[1]
     if channel is not None:
         if groups == 1:
-            tracer.fix(channel, "normalised over all its units by 'group_norm'")
+            tracer.fix(channel, "normalized over all its units by 'group_norm'")
         else:
             # Part of a norm group cannot go (its statistics would change), a whole one can.
             rows = channel.nodes.reshape(groups, -1)
@@ -40,7 +40,7 @@ def _group_norm(call: Call) -> Outputs:
                     tracer.count(rows[:, 0], tracer.module, "num_groups")
                     tracer.count(channel.nodes, tracer.module, "num_channels")
                 elif groups != channel.size:
-                    tracer.fix(channel, "normalised by 'group_norm' with a fixed number of groups")
+                    tracer.fix(channel, "normalized by 'group_norm' with a fixed number of groups")
     made = tracer.scaled(channel, *map(call.arguments.get, ("weight", "bias")))
     return [TensorLabels((x.without_zero().axes[0], made, *([None] * (len(x.axes) - 2)))), None, None]
 
@@ -50,7 +50,7 @@ def _layer_norm(call: Call) -> Outputs:
     tracer, count = call.tracer, len(call.arg("normalized_shape", []))
     whole = range(-count, 0)
     x = call.labels("input self", *whole)
-    tracer.fix(x.axes[len(x.axes) - count :], "normalised over its units by 'layer_norm'")
+    tracer.fix(x.axes[len(x.axes) - count :], "normalized over its units by 'layer_norm'")
     for name in ("weight", "bias"):
         if isinstance(call.arguments.get(name), Tensor):
             tracer.fix(call.labels(name), "scale of a norm over all units", quiet=True)
