@@ -197,7 +197,7 @@ def one(name: str, count: int, rounds: int, method: str) -> dict[str, Any]:
         recipe = fl.methods.registry[method]()
         result = fl.run(recipe, problem, clients, config, engine=watch, callbacks=[watch], out=folder)
         memories = sum(path.stat().st_size for path in Path(folder, "clients").iterdir())
-        checkpoint = Path(folder, "checkpoint.pt").stat().st_size
+        checkpoint = Path(folder, "checkpoint.state").stat().st_size
     marks = [record.cost.wall_seconds for record in result.rounds]
     return {
         "engine": name,

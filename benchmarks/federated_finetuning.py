@@ -197,7 +197,7 @@ def main() -> None:
             )
             others = ("images", "pixels", "lr", "norms", "validation", "rounds")
             folder = options.out / "-".join(map(str, (name, seed, *(about[other] for other in others))))
-            resume = (folder / "checkpoint.pt").exists()
+            resume = (folder / "checkpoint.state").exists()
             result = fl.run(METHODS[name], problem, everyone, config, out=folder, resume=resume, init=trained.state_dict())
             row = {**key, "personal": dict(result.final.personal), "flops": result.cost.flops}
             add(path, row)

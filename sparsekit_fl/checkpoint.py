@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import os
 import tempfile
@@ -26,7 +25,7 @@ from sparsekit_fl.errors import ResumeError
 if TYPE_CHECKING:
     from torch import Tensor  # drawing a report writes files too, and needs no torch
 
-_CHECKPOINT, _RECORDS = "checkpoint.pt", "rounds.jsonl"
+_CHECKPOINT, _RECORDS = "checkpoint.state", "rounds.jsonl"
 _FOLDERS_OPEN = os.name != "nt"  # Windows cannot fsync directories
 _HASH_BYTES = 32
 
@@ -68,7 +67,7 @@ def write_atomically(path: Path, payload: bytes, *, durable: bool = True, sync: 
 
 
 def dumps(value: Any) -> bytes:
-    """Return a value as what `torch.save` writes, after the SHA-256 of it.
+    """Return a value as safetensors, whose metadata are JSON, after the SHA-256 of it.
 
     Args:
         value: Tensors, numbers, strings, None, and lists, tuples and dicts of these.
@@ -76,11 +75,13 @@ def dumps(value: Any) -> bytes:
     Raises:
         InvalidValueError: it holds something else.
     """
-    import torch
+    from sparsekit_fl.packed import pack
 
-    buffer = io.BytesIO()
-    torch.save(_checked(value), buffer)
-    payload = buffer.getvalue()
+    tensors: dict[str, Tensor] = {}
+    try:
+        payload = pack(tensors, {"value": _written(value, tensors)})
+    except DataError as error:
+        raise InvalidValueError(f"a memory holds a tensor that cannot be saved: {error}") from error
     return hashlib.sha256(payload).digest() + payload
 
 
@@ -90,30 +91,50 @@ def loads(payload: bytes) -> Any:
     Raises:
         DataError: the bytes are damaged, or come from elsewhere.
     """
-    import torch
+    from sparsekit_fl.packed import unpack
 
     if hashlib.sha256(payload[_HASH_BYTES:]).digest() != payload[:_HASH_BYTES]:
         raise DataError("it is damaged: its checksum does not match its content")
-    return torch.load(io.BytesIO(payload[_HASH_BYTES:]), weights_only=True)
+    tensors, meta = unpack(payload[_HASH_BYTES:])
+    try:
+        return _read_back(meta["value"], tensors)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"it was not written by this package: {error!r}") from error
 
 
-def _checked(value: Any) -> Any:
-    """Return a value as it can be saved; a view of a larger tensor would bring the whole of it along."""
+def _written(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return a value as JSON; its tensors go into `tensors`, and their names stand in their places."""
     import torch
 
     if isinstance(value, torch.Tensor):
-        value = value.detach()
-        return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
+        name = str(len(tensors))
+        tensors[name] = value.detach()
+        return {"tensor": name}
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, list | tuple):
-        return type(value)(map(_checked, value))
+        items = [_written(item, tensors) for item in value]
+        return {"tuple": items} if isinstance(value, tuple) else items
     if isinstance(value, Mapping) and {type(key) for key in value} <= {str, int}:
-        return {key: _checked(item) for key, item in value.items()}
+        return {"dict": [[key, _written(item, tensors)] for key, item in value.items()]}
     raise InvalidValueError(
         f"a memory holds {value!r:.200}; allowed are tensors, numbers, strings, None, and lists, tuples and dicts of these,"
         " whose keys are strings or integers; convert it, for example with float() or torch.from_numpy()"
     )
+
+
+def _read_back(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Undo `_written`."""
+    if isinstance(value, list):
+        return [_read_back(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, held),) = value.items()
+    if kind == "tensor":
+        return tensors[held]
+    if kind == "tuple":
+        return tuple(_read_back(item, tensors) for item in held)
+    return {key: _read_back(item, tensors) for key, item in held}
 
 
 class Memories:
@@ -132,7 +153,7 @@ class Memories:
 
     def path(self, client_id: int, round: int) -> Path:
         """Return the path of a memory."""
-        return self.folder / f"{client_id}-{round}.pt"
+        return self.folder / f"{client_id}-{round}.state"
 
     def read(self, client_id: int, round: int | None) -> dict[str, Any]:
         """Return the memory of a client as written in `round`; empty for None.
@@ -169,7 +190,7 @@ class Memories:
     def keep(self, versions: Mapping[int, int]) -> None:
         """Remove every version but these, such as those of a round that a crash cut off; other files stay."""
         kept = {self.path(client_id, round).name for client_id, round in versions.items()}
-        for path in self.folder.glob("[0-9]*-[0-9]*.pt"):
+        for path in self.folder.glob("[0-9]*-[0-9]*.state"):
             if path.name not in kept:
                 path.unlink()
 
@@ -205,7 +226,7 @@ def holds_run(path: Path) -> bool:
 
 
 class RunFolder:
-    """The files of a run: `checkpoint.pt`, `rounds.jsonl`, `clients/`, `models/`, `result.json`.
+    """The files of a run: `checkpoint.state`, `rounds.jsonl`, `clients/`, `models/`, `result.json`.
 
     Args:
         path: The folder.

@@ -228,7 +228,7 @@ def use_exact_arithmetic() -> None:
     An operator that has no such version raises an error; on a CPU all that we use have one.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms would import the compiler
     torch.backends.cudnn.benchmark = False
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
@@ -237,14 +237,14 @@ def use_exact_arithmetic() -> None:
 @contextmanager
 def exact_arithmetic(wanted: bool) -> Iterator[None]:
     """Use exact arithmetic inside the block, where wanted, and put the switches back."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    before = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
     tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     if wanted:
         use_exact_arithmetic()
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
+        torch.set_deterministic_debug_mode(before[0])
         torch.backends.cudnn.benchmark = before[1]
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
 

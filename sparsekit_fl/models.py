@@ -2,8 +2,8 @@
 
 import json
 import logging
+import operator
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.graph import StateDict
-from sparsekit.registry import load_object
 from sparsekit.surgery import Factory, load_compact
 from sparsekit_fl.checkpoint import write_atomically
+from sparsekit_fl.problem.models import Network, models
 
 _log = logging.getLogger(__name__)
-_MOST_NAMED = 5
+_MOST_NAMED, _IMAGE_AXES = 5, 3
 
 
 def model_path(out: Path, which: str | int) -> Path:
@@ -26,50 +26,32 @@ def model_path(out: Path, which: str | int) -> Path:
     return out / "models" / f"{which if isinstance(which, str) else f'client-{which}'}.safetensors"
 
 
-def recipe_of(model: Callable[[], nn.Module]) -> Any:
-    """Return how another process makes a model again, as JSON values: the path of its code, and arguments.
+def write_recipe(out: Path, model: Callable[[], nn.Module], clients: list[int], *, personal: bool) -> None:
+    """Write `models/model.json`: the model's name in the registry, the run's clients, and whether their models are here.
 
-    None if it cannot: the code is that of a script or a lambda, or an argument is neither a JSON value, a model nor a tensor.
+    A folder names no code: of a model that is not registered, nothing is written.
+    """
+    recipe = None
+    if isinstance(model, Network) and models.get(model.spec.name) is model.spec:
+        recipe = {"name": model.spec.name, "kind": model.kind, "shape": list(model.shape), "classes": model.classes}
+    about = {"model": recipe, "clients": clients, "personal": personal}
+    write_atomically(out / "models" / "model.json", (json.dumps(about, indent=1) + "\n").encode())
+
+
+def _factory(recipe: Any, where: Path | str) -> Factory:
+    """Return what makes the registered model of a recipe.
+
+    Raises:
+        DataError: no such model, or words that it does not take.
     """
     try:
-        recipe = _written(model)
-        json.dumps(recipe)
-    except (InvalidValueError, TypeError):
-        return None
-    return recipe
-
-
-def _written(value: Any) -> Any:
-    if isinstance(value, Tensor):  # an example input, whose values do not matter
-        return {"zeros": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
-    if isinstance(value, list | tuple):
-        return [_written(one) for one in value]
-    if not callable(value):
-        return value
-    made = value if isinstance(value, partial) else partial(value)
-    path = f"{getattr(made.func, '__module__', '')}:{getattr(made.func, '__qualname__', '')}"
-    if path.startswith("__main__") or load_object(path) is not made.func:
-        raise InvalidValueError(f"{path} cannot be imported")
-    keywords = {name: _written(one) for name, one in made.keywords.items()}
-    return {"factory": path, "args": _written(made.args), "keywords": keywords}
-
-
-def _made(recipe: Any) -> Any:
-    """Undo `_written`; a list comes back as a tuple."""
-    if isinstance(recipe, list):
-        return tuple(map(_made, recipe))
-    if not isinstance(recipe, dict):
-        return recipe
-    if "zeros" in recipe:
-        return torch.zeros(recipe["zeros"], dtype=getattr(torch, recipe["dtype"]))
-    keywords = {name: _made(one) for name, one in recipe["keywords"].items()}
-    return partial(load_object(recipe["factory"]), *_made(recipe["args"]), **keywords)
-
-
-def write_recipe(out: Path, model: Callable[[], nn.Module], clients: list[int], *, personal: bool) -> None:
-    """Write `models/model.json`: how the models of a run are made again, its clients, and whether their models are here."""
-    about = {"model": recipe_of(model), "clients": clients, "personal": personal}
-    write_atomically(out / "models" / "model.json", (json.dumps(about, indent=1) + "\n").encode())
+        shape, classes = tuple(map(operator.index, recipe["shape"])), operator.index(recipe["classes"])
+        if (kind := recipe["kind"]) == "image" and len(shape) != _IMAGE_AXES:
+            raise ValueError(f"an image of shape {shape}")
+        made: Factory = models[recipe["name"]].factory(kind, shape, classes)
+        return made
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{where} does not name a registered model ({error}); pass model=, its class or function") from error
 
 
 def read_initial(source: Path | str | StateDict, fresh: StateDict) -> dict[str, Tensor]:
@@ -125,35 +107,37 @@ def load_model(out: Path | str, which: str | int = "global", *, model: Factory |
         out: The folder of the run.
         which: "global", the id of a client, or "best" where a `BestCheckpoint` kept one.
         model: Makes the dense model, as in `load_compact`: the class or function of the problem, a module, or
-            `"package.module:function"`; for DepthFL, a model with its exits. None takes what the run wrote down: a model by
-            name, or one that can be imported.
+            `"package.module:function"`; for DepthFL, a model with its exits. None takes the registered model that the run wrote
+            down (`--model NAME`). Loading a folder imports nothing that the folder names.
 
     Returns:
         A plain module in evaluation mode, narrow where the client trained a submodel, on the CPU. A client that deploys the
         global model gets that.
 
     Raises:
-        DataError: the run is not finished, or the client or the file of its model does not exist.
-        InvalidValueError: the run does not say how its model is made, and `model` is None.
+        DataError: the run is not finished, its model is not a known one, or the client or the file of its model does not exist.
+        InvalidValueError: the model of the run has no name in the registry, and `model` is None.
         CompactFileError: the file is damaged, or `model` makes another architecture.
     """
     path = Path(out) / "models" / "model.json"
     try:
-        recipe = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, TypeError, ValueError) as error:
+        about = json.loads(path.read_text(encoding="utf-8"))
+        recipe, clients, personal = about["model"], list(about["clients"]), bool(about["personal"])
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{out} holds no finished run: {error}; pass the --out folder, or resume the run first") from error
     number = int(which) if str(which).isdecimal() else None
     own = model_path(Path(out), str(which) if number is None else number)
     if not own.exists():
         if number is None:
             raise DataError(f"{out} holds no model {which!r}; take 'global', the id of a client, or 'best' (--callback best)")
-        if number not in recipe["clients"]:
-            raise DataError(f"the run in {out} has no client {number}; it has {_named(list(map(str, recipe['clients'])))}")
-        if not recipe["personal"]:
+        if number not in clients:
+            raise DataError(f"the run in {out} has no client {number}; it has {_named(list(map(str, clients)))}")
+        if not personal:
             raise DataError(f"the model of client {number} stayed on its device; take 'global'")
         own = model_path(Path(out), "global")
-    if model is None and recipe["model"] is None:
+    if model is None and recipe is None:
         raise InvalidValueError(
-            f"the run in {out} does not say where the code of its model is; pass model= (--model package.module:function)"
+            f"the model of the run in {out} is not a registered one, and a folder names no code;"
+            " pass its class or function, as in load_model(folder, model=MyNet)"
         )
-    return load_compact(own, _made(recipe["model"]) if model is None else model).eval()
+    return load_compact(own, _factory(recipe, path) if model is None else model).eval()

@@ -104,8 +104,15 @@ class Server:
                 error.add_note(f"Where it failed:\n{reply.traceback}")
             raise error
         ctx, update, ratio = self._ctx, reply.update, 1.0 if request.ratio is None else request.ratio
-        check_update(update, request, ctx, upload=self.spec.config.upload)
-        self.spec.method.validate(ctx, update, Task(mask=request.mask, ratio=ratio, extra=request.extra))
+        try:
+            check_update(update, request, ctx, upload=self.spec.config.upload)
+            self.spec.method.validate(ctx, update, Task(mask=request.mask, ratio=ratio, extra=request.extra))
+        except UpdateError:
+            raise
+        except Exception as error:
+            # Whatever a stranger's update leads to, costs this update alone.
+            told = f"the update of client {update.client_id} could not be checked: {type(error).__name__}: {error}"
+            raise UpdateError(told) from error
         # What was rounded on the way is added up as exactly as anything else.
         return replace(update, delta={name: tensor.to(ctx.state[name].dtype) for name, tensor in update.delta.items()})
 

@@ -19,10 +19,10 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from sparsekit_fl.checkpoint import Memories
-from sparsekit_fl.client.packing import unpack
 from sparsekit_fl.engines import RunClients
 from sparsekit_fl.flower.app import Node, make_app
 from sparsekit_fl.flower.engine import GridEngine, read
+from sparsekit_fl.packed import unpack
 from sparsekit_fl.problem.data import Client
 from sparsekit_fl.spec import RunSpec
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import shlex
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args, get_origin
@@ -39,6 +40,9 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
 
 MOMENTARY = ("config", "resume", "as_json", "quiet")
 """The options of one command line, which a file neither gives nor keeps."""
+
+_CODE = ("dataset", "model", "partition", "callback", "optimizer")
+"""The options whose values may be code: package.module:name, or a Python file."""
 
 PARTITION = "partition."
 """Begins the path of an option of the partition."""
@@ -205,15 +209,20 @@ def written(method: str, given: Mapping[str, Any]) -> str:
     return toml_of({"method": method, **kept, **read_settings(given.get("set") or ())})
 
 
-def _read_file(path: Path) -> tuple[str | None, dict[str, Any]]:
-    """Read the method that a TOML file names, and path → value of its options."""
+def _read_file(path: Path, rest: dict[str, Any], own: Collection[str], command: Callable[..., None]) -> dict[str, Any]:
+    """Return path → value of the options in a TOML file; the method that it names goes into `rest` unless one was typed."""
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidValueError(f"--config {path} cannot be read: {getattr(error, 'strerror', error)}") from error
     except tomllib.TOMLDecodeError as error:
         raise InvalidValueError(f"--config {path} is not TOML: {error}") from error
-    return raw.pop("method", None), {name.replace("-", "_"): value for name, value in flat(raw).items()}
+    method = raw.pop("method", None)
+    if "method" in own:
+        rest["method"] = rest["method"] or method
+    elif "methods" not in own and method not in (None, command.__name__.strip("_")):
+        raise InvalidValueError(f"{path} is for method {method!r}; use `sparsekit run` for it")
+    return {name.replace("-", "_"): value for name, value in flat(raw).items()}
 
 
 def with_run_options(command: Callable[..., None], *, without: tuple[str, ...] = ()) -> Callable[..., None]:
@@ -236,22 +245,48 @@ def with_run_options(command: Callable[..., None], *, without: tuple[str, ...] =
         given = {name: value for name, value in typed.items() if value is not None and value is not False}
         given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
         values: dict[str, Any] = read_settings(given.pop("set", ()))
-        file = given.get("config")
-        if file is None and given.get("resume") and "out" in given and (given["out"] / "run.toml").exists():
-            file = given["out"] / "run.toml"  # the options that the run wrote into its folder
-        if file is not None:
-            method, filed = _read_file(file)
-            values = filed | values
-            if "method" in own:
-                rest["method"] = rest["method"] or method
-            elif "methods" not in own and method not in (None, command.__name__.strip("_")):
-                raise InvalidValueError(f"{file} is for method {method!r}; use `sparsekit run` for it")
-        return {**rest, "options": RunOptions.read(values, **given)}
+        if (file := given.get("config")) is not None:
+            values = _read_file(file, rest, own, command) | values
+        options = RunOptions.read(values, **given)
+        # The options that the run wrote into its folder.
+        if file is None and options.resume and options.out is not None and (kept := options.out / "run.toml").exists():
+            typed_options, named = options, rest.get("method", "")
+            options = RunOptions.read(_read_file(kept, rest, own, command) | values, **given)
+            filed = _code(options, typed_options) | ({} if named is not None else {"": (rest["method"] or "",)})
+            _refuse_code(kept, ["run", rest["method"]] if "method" in own else [command.__name__.strip("_")], filed)
+        return {**rest, "options": options}
 
     parameters = [parameter.replace(kind=parameter.KEYWORD_ONLY) for name, parameter in own.items() if name != "options"]
     for panel, names in FLAGS.items():
         parameters += [_parameter(name, panel) for name in names if name not in (*without, *own)]
     return with_options(command, parameters, collect)
+
+
+def _code(options: RunOptions, typed: RunOptions) -> dict[str, tuple[str, ...]]:
+    """Return the options that may be code, and that the command line does not give, with their texts."""
+    filed = {name: getattr(options, name) or () for name in _CODE if getattr(typed, name) is None}
+    return {name: (value,) if isinstance(value, str) else value for name, value in filed.items()}
+
+
+def _refuse_code(file: Path, words: list[str | None], filed: Mapping[str, tuple[str, ...]]) -> None:
+    """Raise if the file of a folder names code: only the command line may, since whoever wrote the folder may be a stranger.
+
+    Args:
+        file: The file.
+        words: The command and its arguments.
+        filed: Option → texts from the file; of the method, the empty name.
+
+    Raises:
+        InvalidValueError: has the line to type.
+    """
+    code = [(name, text) for name, texts in filed.items() for text in texts if ":" in text]
+    if code:
+        line = ["sparsekit", *filter(None, words), "--resume", "--out", str(file.parent)]
+        line += [word for name, text in code if name for word in (f"--{name}", text)]
+        raise InvalidValueError(
+            f"{file} names code ({', '.join(text for _, text in code)}), which runs only if the command line names it;"
+            f" if you trust it, type: {shlex.join(line)}"
+        )
 
 
 def _parameter(name: str, panel: str) -> inspect.Parameter:

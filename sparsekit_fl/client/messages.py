@@ -14,17 +14,10 @@ from torch import Tensor
 
 from sparsekit.errors import DataError
 from sparsekit.graph import StateDict, UnitGraph
-from sparsekit_fl.client.packing import (
-    Kept,
-    Mask,
-    pack,
-    pack_mask,
-    packed_bytes,
-    unpack,
-    unpack_mask,
-)
+from sparsekit_fl.client.packing import Kept, Mask, pack_mask, unpack_mask
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.options import Checked, NonNegativeCount, Ratio
+from sparsekit_fl.packed import pack, packed_bytes, unpack
 from sparsekit_fl.problem.data import Capability
 
 MAX_TEXT = 4000
@@ -300,8 +293,8 @@ def decode_reply(payload: bytes, request: Request, graph: UnitGraph) -> Reply:
         )
     except DataError:
         raise
-    except (KeyError, TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
-        raise DataError(f"a malformed reply: {error!r}") from error
+    except Exception as error:  # no list of what a stranger's reply can raise would be complete
+        raise DataError(f"a malformed reply: {error!r:.{MAX_TEXT}}") from error
 
 
 def _common(kind: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], graph: UnitGraph) -> dict[str, Any]:

@@ -1,12 +1,8 @@
-"""Tensors of a state: what of them travels under a mask, and the way to bytes and back, in the safetensors format.
-
-Never a pickled object: what comes from a wire or a disk is parsed by the safetensors library, which checks it.
-"""
+"""Tensors of a state: what of them travels under a mask, and a mask as bits."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -14,8 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load
 from torch import Tensor
 
 from sparsekit.errors import DataError, InvalidValueError
@@ -30,6 +24,7 @@ from sparsekit.graph import (
     scatter_,
 )
 from sparsekit_fl.config import Upload
+from sparsekit_fl.packed import plain_bytes
 
 
 def clone(state: StateDict) -> dict[str, Tensor]:
@@ -43,13 +38,6 @@ def is_finite(tensor: Tensor) -> bool:
     If the sum is finite, so are its terms, and a sum takes a twentieth of the time of checking each term.
     """
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
-
-
-def plain_bytes(tensor: Tensor) -> memoryview:
-    """Return the raw bytes of a tensor in row-major order; of a view, the bytes of the values that it shows."""
-    whole = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    # A tensor of one number counts as contiguous with any stride, and cannot be viewed as bytes with it.
-    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def digest(state: StateDict) -> str:
@@ -147,61 +135,10 @@ def mask_state(graph: UnitGraph, mask: Mask | None, state: StateDict) -> dict[st
     return result
 
 
-# The names of dtypes in the safetensors format.
-_NAMES = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
-    torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64",
-}  # fmt: skip
-
-
 def upload_dtype(dtype: torch.dtype, upload: Upload) -> torch.dtype:
     """Return what a change of this dtype is sent up as: itself, or bfloat16 for a floating-point one where that was asked
     for."""
     return torch.bfloat16 if upload == "bfloat16" and dtype.is_floating_point else dtype
-
-
-def _header(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> tuple[bytes, list[str], int]:
-    """Return the header of a file, the order of its tensors, and their bytes."""
-    # Largest items first keeps every tensor aligned to its item size, as the safetensors library itself does.
-    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
-    header: dict[str, Any] = {"__metadata__": {"meta": json.dumps(meta, sort_keys=True, separators=(",", ":"))}}
-    offset = 0
-    for name in order:
-        tensor = tensors[name]
-        if tensor.dtype not in _NAMES:
-            raise DataError(f"{name!r} has dtype {tensor.dtype}, which cannot be sent; allowed: {', '.join(_NAMES.values())}")
-        span = [offset, offset + tensor.nbytes]
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
-        offset += tensor.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8), order, offset
-
-
-def packed_bytes(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> int:
-    """Return exactly `len(pack(tensors, meta))`, from dtypes and shapes alone: tensors on the device "meta" will do."""
-    header, _, size = _header(tensors, meta)
-    return 8 + len(header) + size
-
-
-def pack(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> bytes:
-    """Return tensors and metadata, plain JSON values, as one safetensors file; equal input gives equal bytes."""
-    header, order, _ = _header(tensors, meta)
-    return b"".join([len(header).to_bytes(8, "little"), header, *(plain_bytes(tensors[name]) for name in order)])
-
-
-def unpack(payload: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read what `pack` wrote. Raises DataError for other bytes."""
-    try:
-        # Copies begin where torch lets tensors begin, on which the last bits of products depend.
-        tensors = {name: tensor.clone() for name, tensor in load(payload).items()}
-        header = payload[8 : 8 + int.from_bytes(payload[:8], "little")]
-        meta = json.loads(json.loads(header)["__metadata__"]["meta"])
-        if not isinstance(meta, dict) or not {tensor.dtype for tensor in tensors.values()} <= _NAMES.keys():
-            raise ValueError("metadata or dtypes that `pack` does not write")
-    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        # A RuntimeError is what torch says of a shape that it cannot take, and Python of JSON that is nested too deeply.
-        raise DataError(f"these {len(payload)} bytes are not a packed message: {error}") from error
-    return tensors, meta
 
 
 def pack_mask(mask: Mask | None) -> tuple[dict[str, Tensor], dict[str, Any] | None]:

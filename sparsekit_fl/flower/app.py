@@ -24,12 +24,12 @@ from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.flower_app import client_ids, parsed
 from sparsekit_fl.cli.options import RunOptions
 from sparsekit_fl.client.messages import Reply, Request, decode_request, encode_reply
-from sparsekit_fl.client.packing import unpack
 from sparsekit_fl.client_round import answer
 from sparsekit_fl.engines import check_device, one_thread, use_exact_arithmetic
 from sparsekit_fl.flower.engine import GridEngine, content, describe_clients, identity_of, read
 from sparsekit_fl.methods import make_method
 from sparsekit_fl.models import model_path, write_recipe
+from sparsekit_fl.packed import unpack
 from sparsekit_fl.problem.data import Client
 from sparsekit_fl.problem.problem import check_fit
 from sparsekit_fl.spec import RunSpec, by_id
@@ -82,7 +82,7 @@ class Node:
         """
         self.memories.sync()
         needed = {f"{request.client_id}-{round}" for round in (request.round, request.memory_round)}
-        for path in self.memories.folder.glob(f"{request.client_id}-*.pt"):
+        for path in self.memories.folder.glob(f"{request.client_id}-*.state"):
             if path.stem not in needed:
                 path.unlink()
 

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 import sparsekit as sk
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.training import ImportanceRegularizer
-from sparsekit_fl.client.packing import pack, pack_mask, unpack, unpack_mask
+from sparsekit_fl.client.packing import pack_mask, unpack_mask
+from sparsekit_fl.packed import pack, unpack
 
 KEY = "sparsekit"
 """Name of the record with a ratio and a mask, in the content of messages and replies."""
 
 _IMPORTANCE, _MASK = f"{KEY}-importance", f"{KEY}-mask"
+_TYPE = "sparsekit.raw"  # of the array in a reply
 
 
 class Submodel:
@@ -52,7 +54,7 @@ class Submodel:
         assert mask is not None, "a mask is the server's, or learned"
         seconds = self._seconds or time.perf_counter() - self._began
         (name,) = self._message.content.array_records
-        content = RecordDict({name: arrays_of(trained.state_dict()), "metrics": MetricRecord(dict(metrics))})
+        content = RecordDict({name: packed(trained.state_dict()), "metrics": MetricRecord(dict(metrics))})
         content[KEY] = mask_record(mask, seconds=seconds)
         return Message(content, reply_to=self._message)
 
@@ -154,6 +156,26 @@ def read_mask(record: ConfigRecord, graph: sk.UnitGraph) -> sk.UnitMask:
     if not isinstance(mask, sk.UnitMask):
         raise DataError("the mask is not one of units")
     return mask
+
+
+def packed(state: Mapping[str, Tensor]) -> ArrayRecord:
+    """Return a state as a client sends it: one array of bytes, which `unpacked` reads without numpy's reader."""
+    body = pack({name: tensor.detach().cpu() for name, tensor in state.items()}, {})
+    return ArrayRecord({"body": Array(dtype="uint8", shape=(len(body),), stype=_TYPE, data=body)})
+
+
+def unpacked(arrays: ArrayRecord, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Undo `packed`, for the arrays of any client.
+
+    Args:
+        arrays: What it sent.
+        shapes: State-dict key → expected shape, which are compared before a tensor is made.
+
+    Raises:
+        DataError: it is not a state of these shapes.
+    """
+    (array,) = arrays.values()
+    return unpack(array.data, shapes=shapes)[0]
 
 
 def _state(message: Message) -> dict[str, Tensor]:

@@ -18,9 +18,9 @@ from sparsekit.errors import DataError, SparsekitError
 from sparsekit.version import __version__
 from sparsekit_fl.checkpoint import Memories, write_atomically
 from sparsekit_fl.client.messages import MAX_TEXT, Reply, Request, decode_reply, encode_request
-from sparsekit_fl.client.packing import pack
 from sparsekit_fl.engines import one_thread
 from sparsekit_fl.errors import WorkerDiedError
+from sparsekit_fl.packed import pack
 from sparsekit_fl.problem.data import Capability, Client, ClientData
 from sparsekit_fl.spec import RunSpec
 
@@ -223,7 +223,7 @@ def read(message: Message | str) -> tuple[str, list[bytes]]:
         if min(about["sizes"], default=0) < 0 or ends[-1] != len(data):
             raise ValueError(f"{len(data)} bytes, where {ends[-1]} were announced")
         return str(about["run"]), [data[begin:end] for begin, end in pairwise(ends)]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except Exception as error:
         raise DataError(f"not a message of this package: {error!r}") from error
 
 
@@ -271,7 +271,7 @@ def read_clients(answer: Message | str, identity: str) -> dict[int, Client]:
             if not 0 < len(clients) == len(rows) <= _MOST_CLIENTS:
                 raise ValueError("it names a client twice, none or too many")
             return clients
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except Exception as error:
         raise DataError(f"it describes its clients badly: {error}") from error
     raise DataError(
         f"it has {theirs}, and the server has {identity}; install the same versions of sparsekit and torch on both, and use"

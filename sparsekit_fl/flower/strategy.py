@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,12 +23,14 @@ from sparsekit.graph import StateDict
 from sparsekit.measure import CostModel
 from sparsekit_fl.client.messages import Request, Update, WorkCost
 from sparsekit_fl.client.packing import Kept
-from sparsekit_fl.flower.client import KEY, arrays_of, mask_record, read_mask, traced
+from sparsekit_fl.flower.client import KEY, arrays_of, mask_record, read_mask, traced, unpacked
 from sparsekit_fl.methods.server import ClientInfo, ServerContext, mean
 from sparsekit_fl.problem.data import Capability
 from sparsekit_fl.server import check_update
 
 _log = logging.getLogger(__name__)
+_METRICS = "metrics"
+_MOST_EXAMPLES = 1e15  # of a client; sums of such numbers stay finite
 
 
 class SubmodelStrategy(Strategy):
@@ -68,6 +72,7 @@ class SubmodelStrategy(Strategy):
         self._examples = getattr(strategy, "weighted_by_key", "num-examples")
         self._state: StateDict = {}
         self._sent: dict[int, Request] = {}
+        self._name = ""  # of the record of arrays
 
     def summary(self) -> None:
         """Log the options of this strategy and of the one inside."""
@@ -83,10 +88,10 @@ class SubmodelStrategy(Strategy):
             ratio, mask = check_ratio(self._ratio(node)), None
             content = RecordDict(dict(message.content.items()))  # the strategy may send one content to all
             content[KEY] = ConfigRecord({"ratio": ratio})
+            (self._name,) = content.array_records
             if not self._learned:
                 mask = sk.make_mask(sk.criteria.Ordered(), self._graph, ratio, sk.ScoringContext(weights=self._state))
-                (name,) = content.array_records
-                content[name] = arrays_of(Kept(self._graph, mask).gather_all(self._state))
+                content[self._name] = arrays_of(Kept(self._graph, mask).gather_all(self._state))
                 content[KEY] = mask_record(mask, ratio=ratio)
             self._sent[node] = Request(round=server_round, client_id=node, state={}, mask=mask, ratio=ratio)
             messages.append(Message(content, node, message.metadata.message_type))
@@ -106,36 +111,33 @@ class SubmodelStrategy(Strategy):
             costs=self._costs,
             parameters=frozenset(),
         )
-        good: dict[int, tuple[Message, Update, float]] = {}
+        good: dict[int, tuple[Message, Update, MetricRecord]] = {}
         failed = []
         for reply in replies:
-            node = reply.metadata.src_node_id
             if reply.has_error():
                 failed.append(reply)
                 continue
-            try:
+            node = reply.metadata.src_node_id
+            with _left_out(node, server_round):
                 if node in good or node not in self._sent:
                     raise DataError("this round already has its reply, or did not ask it")
                 good[node] = (reply, *self._read(server, self._sent[node], reply.content))
-            except (DataError, KeyError, TypeError, ValueError) as error:
-                _log.warning("round %d continues without the update of node %d: %s", server_round, node, error)
+        alike = _alike({node: metrics for node, (*_, metrics) in good.items()}, server_round)
         # In the order of nodes, so that the sums do not depend on which reply came first.
-        ordered = [good[node] for node in sorted(good)]
-        updates, weights = [update for _, update, _ in ordered], [weight for *_, weight in ordered]
+        ordered = [good[node] for node in sorted(alike)]
+        updates, weights = [update for _, update, _ in ordered], [float(metrics[self._examples]) for *_, metrics in ordered]  # type: ignore[arg-type]
         arrays = arrays_of(mean(server, updates, weights=weights, over="all" if self._learned else "holders"))
-        for reply, update, _ in ordered:
-            (name,), (metrics,) = reply.content.array_records, reply.content.metric_records.values()
+        for reply, update, metrics in ordered:
             if isinstance(self._ratio, BanditRatios):
                 self._ratio.tell(update.client_id, metrics, update.cost.seconds)
-            reply.content[name] = arrays
-            del reply.content[KEY]
+            reply.content = RecordDict({self._name: arrays, _METRICS: metrics})
         return self._inner.aggregate_train(server_round, [reply for reply, *_ in ordered] + failed)
 
-    def _read(self, server: ServerContext, request: Request, content: RecordDict) -> tuple[Update, float]:
-        """Return the update in a reply, and its weight.
+    def _read(self, server: ServerContext, request: Request, content: RecordDict) -> tuple[Update, MetricRecord]:
+        """Return the update in a reply, and its metrics.
 
         Raises:
-            DataError: its mask is not the one that was asked for, or its weight is not allowed.
+            DataError: its mask is not the one that was asked for, its entries have other shapes, or a metric is missing.
             UpdateError: it is not an update of the submodel under its mask.
         """
         (arrays,), (metrics,) = content.array_records.values(), content.metric_records.values()
@@ -143,24 +145,62 @@ class SubmodelStrategy(Strategy):
         mask = read_mask(record, self._graph)
         if request.mask not in (None, mask):
             raise DataError("its mask is not the one that it was to train")
-        if not (math.isfinite(weight) and weight > 0):
+        if not 0 < weight < _MOST_EXAMPLES:
             raise DataError(f"{self._examples} must be a finite number > 0, got {weight}")
+        if isinstance(self._ratio, BanditRatios):
+            self._ratio.check(metrics)
+        kept = Kept(self._graph, mask)
+        state = unpacked(arrays, {name: kept.shape(name) for name in self._state})
         cost = WorkCost(seconds=float(record["seconds"]))  # type: ignore[arg-type]
-        state = dict(arrays.to_torch_state_dict())
         update = Update(round=request.round, client_id=request.client_id, examples=1, delta=state, mask=mask, cost=cost)
         check_update(update, request, server)
         # A state of the right shapes is checked as if it were a change; what is added up is the change.
-        sent = Kept(self._graph, mask).gather_all(self._state)
+        sent = kept.gather_all(self._state)
         change = {name: tensor.double() - sent[name].double() for name, tensor in state.items()}
-        return replace(update, delta=change), weight
+        return replace(update, delta=change), metrics
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """Do as the strategy inside does: the whole global model travels, and `load_submodel` cuts it."""
         return self._inner.configure_evaluate(server_round, arrays, config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Do as the strategy inside does."""
-        return self._inner.aggregate_evaluate(server_round, replies)
+        """Do as the strategy inside does, with the replies whose metrics have the same names."""
+        good, failed = dict[int, Message](), list[Message]()
+        for reply in replies:
+            if reply.has_error():
+                failed.append(reply)
+                continue
+            with _left_out(node := reply.metadata.src_node_id, server_round):
+                (metrics,) = reply.content.metric_records.values()
+                if node in good or not 0 < float(metrics.get(self._examples, 1)) < _MOST_EXAMPLES:  # type: ignore[arg-type]
+                    raise DataError(f"it is a second one, or its {self._examples} is not a finite number > 0")
+                reply.content = RecordDict({_METRICS: metrics})
+                good[node] = reply
+        alike = _alike({node: reply.content.metric_records[_METRICS] for node, reply in good.items()}, server_round)
+        return self._inner.aggregate_evaluate(server_round, [good[node] for node in sorted(alike)] + failed)
+
+
+@contextmanager
+def _left_out(node: int, round: int) -> Iterator[None]:
+    """Log what is wrong with the reply of a node, of whatever kind, and continue without it."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - a stranger may send anything
+        _log.warning("round %d continues without the reply of node %d: %s: %s", round, node, type(error).__name__, error)
+
+
+def _alike(found: Mapping[int, MetricRecord], round: int) -> set[int]:
+    """Return the nodes whose metrics have the names and lengths that most have; Flower's strategies stop at any others."""
+    kinds = {
+        node: tuple(sorted((name, len(value) if isinstance(value, list) else -1) for name, value in found[node].items()))
+        for node in sorted(found)
+    }
+    usual = Counter(kinds.values()).most_common(1)
+    for node, kind in kinds.items():
+        with _left_out(node, round):
+            if kind != usual[0][0]:
+                raise DataError("its metrics have other names or lengths than those of most nodes")
+    return {node for node, kind in kinds.items() if kind == usual[0][0]}
 
 
 class BanditRatios:
@@ -193,14 +233,23 @@ class BanditRatios:
             self._pulls[node] = self._bandits[node].ask()
         return self._pulls[node].value
 
+    def check(self, metrics: Mapping[str, Any]) -> float:
+        """Return the accuracy in the metrics of a reply.
+
+        Raises:
+            InvalidValueError: it is missing, or not a finite number.
+        """
+        found = metrics.get(self._metric)
+        if not isinstance(found, int | float) or not math.isfinite(found):
+            raise InvalidValueError(
+                f"the bandits learn from the metric {self._metric!r}, a finite number; the reply has {dict(metrics)}"
+            )
+        return float(found)
+
     def tell(self, node: int, metrics: Mapping[str, Any], seconds: float) -> None:
         """Credit the ratio of a node with what its accuracy gained."""
-        if self._metric not in metrics:
-            raise InvalidValueError(
-                f"the replies have no metric {self._metric!r}, from which the bandits learn: {sorted(metrics)}"
-            )
-        accuracy, pull = float(metrics[self._metric]), self._pulls.pop(node, None)
+        accuracy, pull = self.check(metrics), self._pulls.pop(node, None)
         gain = accuracy - self._accuracy.get(node, accuracy)
         self._accuracy[node] = accuracy
-        if pull is not None and math.isfinite(accuracy):
+        if pull is not None:
             self._bandits[node].tell(pull, gain / max(seconds, 1e-9))

@@ -15,13 +15,7 @@ from sparsekit.training import LearnableMask
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.fit import Adjust, Batch, Batches, LocalStep, Step, TrainingLog, make_step
 from sparsekit_fl.client.messages import Scores, WorkCost
-from sparsekit_fl.client.packing import (
-    Kept,
-    Mask,
-    mask_state,
-    recall_mask,
-    remember_mask,
-)
+from sparsekit_fl.client.packing import Kept, Mask, mask_state, recall_mask, remember_mask
 from sparsekit_fl.config import TrainingConfig
 
 Leaves = Mapping[str, Tensor]

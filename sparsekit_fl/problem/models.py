@@ -74,19 +74,13 @@ class ModelSpec:
         sides = (max(self.minimum, -(-side // self.multiple) * self.multiple) for side in (height, width))
         return (self.channels or channels, *sides)
 
-    def factory(self, kind: Kind, shape: tuple[int, ...], classes: int) -> Callable[[], nn.Module]:
+    def factory(self, kind: Kind, shape: tuple[int, ...], classes: int) -> "Network":
         """Return a function without arguments that builds a network, with weights from torch's global generator.
 
-        The function can be pickled. `shape` is that of one example, from `input_shape`: (C, H, W) of images, (T,) of tokens.
-        `classes` is the number of outputs; for tokens the size of the vocabulary.
+        `shape` is that of one example, from `input_shape`: (C, H, W) of images, (T,) of tokens. `classes` is the number of
+        outputs; for tokens the size of the vocabulary.
         """
-        words: dict[str, Any] = {"classes": classes, "shape": shape}
-        if kind == "tokens":
-            words["vocabulary"] = classes
-        elif kind == "image":
-            words |= {"channels": shape[0], "size": shape[1:]}
-        accepted = inspect.signature(self.build).parameters
-        return partial(self.build, **{word: value for word, value in words.items() if word in accepted})
+        return Network(self, kind, shape, classes)
 
     def demo(self) -> tuple[nn.Module, tuple[Tensor]]:
         """Return a network without a data set, and one example for it: zeros, or tokens that are always the same."""
@@ -94,6 +88,25 @@ class ModelSpec:
         if self.kind != "tokens":
             return model, (torch.zeros(shape),)
         return model, (torch.randint(self.classes, shape, generator=torch_generator(np.random.default_rng(0))),)
+
+
+@dataclass(frozen=True)
+class Network:
+    """Builds a network of a `ModelSpec` for data of one shape when called; it can be pickled. See `ModelSpec.factory`."""
+
+    spec: ModelSpec
+    kind: Kind
+    shape: tuple[int, ...]
+    classes: int
+
+    def __call__(self) -> nn.Module:
+        words: dict[str, Any] = {"classes": self.classes, "shape": self.shape}
+        if self.kind == "tokens":
+            words["vocabulary"] = self.classes
+        elif self.kind == "image":
+            words |= {"channels": self.shape[0], "size": self.shape[1:]}
+        accepted = inspect.signature(self.spec.build).parameters
+        return self.spec.build(**{word: value for word, value in words.items() if word in accepted})
 
 
 class Cnn(nn.Module):

@@ -78,14 +78,14 @@ def test_a_round_is_on_the_disk_before_anything_that_it_replaces_is_removed(tmp_
         monkeypatch.undo()
     names = {os.stat(path).st_ino: path.name for path in (tmp_path, *tmp_path.rglob("*"))}
     assert [(kind, names.get(subject, subject)) for kind, subject in events] == [
-        ("sync", "1-2.pt"),
-        ("rename", "1-2.pt"),
+        ("sync", "1-2.state"),
+        ("rename", "1-2.state"),
         ("sync", "clients"),
         ("sync", "rounds.jsonl"),
-        ("sync", "checkpoint.pt"),
-        ("rename", "checkpoint.pt"),
+        ("sync", "checkpoint.state"),
+        ("rename", "checkpoint.state"),
         ("sync", tmp_path.name),
-        ("remove", "1-1.pt"),
+        ("remove", "1-1.state"),
     ]
 
 
@@ -95,9 +95,9 @@ def test_a_folder_gives_back_the_state_of_its_last_round_and_nothing_that_came_a
         folder.memories.write(1, 3, {"seen": 3})  # of a round that a crash cut off
         with (tmp_path / "rounds.jsonl").open("a") as file:
             file.write('{"round": 3}\n{"rou')
-        for left_over in (tmp_path / ".result.json.7.tmp", tmp_path / "clients" / ".1-3.pt.7.tmp"):
+        for left_over in (tmp_path / ".result.json.7.tmp", tmp_path / "clients" / ".1-3.state.7.tmp"):
             left_over.touch()
-        (tmp_path / "clients" / "mine.pt").write_bytes(b"a user's")
+        (tmp_path / "clients" / "mine.state").write_bytes(b"a user's")
         with pytest.raises(ResumeError, match="another run is writing"), RunFolder.open(tmp_path, resume=True):
             pass
     with RunFolder.open(tmp_path, resume=True) as folder:
@@ -106,11 +106,11 @@ def test_a_folder_gives_back_the_state_of_its_last_round_and_nothing_that_came_a
         assert same(state.model, saved.model)
         assert records == [{"round": 1}, {"round": 2}]
         assert folder.memories.read(1, 2) == {"seen": 2}
-        assert {path.name for path in (tmp_path / "clients").iterdir()} == {"1-2.pt", "mine.pt"}
+        assert {path.name for path in (tmp_path / "clients").iterdir()} == {"1-2.state", "mine.state"}
         assert not list(tmp_path.rglob("*.tmp"))
         folder.save(State(3, {"w": torch.zeros(2)}), {"round": 3})
         left = [path.name for path in (tmp_path / "clients").iterdir()]
-        assert left == ["mine.pt"], "a version that no checkpoint names any more goes, a user's file stays"
+        assert left == ["mine.state"], "a version that no checkpoint names any more goes, a user's file stays"
     with RunFolder.open(tmp_path, resume=True) as folder:
         assert folder.load(DESCRIBED, FRESH)[1] == [{"round": 1}, {"round": 2}, {"round": 3}]
     with RunFolder.open(tmp_path, resume=True) as folder, pytest.raises(ResumeError, match=r"config.lr: was null, now 1"):
@@ -120,6 +120,6 @@ def test_a_folder_gives_back_the_state_of_its_last_round_and_nothing_that_came_a
 def test_a_folder_that_is_not_kept_holds_memories_until_its_run_ends():
     with RunFolder.open(None, resume=False) as folder:
         saved_rounds(folder)
-        assert [path.name for path in folder.path.rglob("*.pt")] == ["1-2.pt"]
+        assert [path.name for path in folder.path.rglob("*.state")] == ["1-2.state"]
         assert not (folder.path / "rounds.jsonl").exists()
     assert not folder.path.exists()

@@ -1,16 +1,19 @@
 """Where a run starts: from a file, an earlier run or a state; and what never trains neither travels nor is kept."""
 
+import json
 import logging
-from functools import partial
+from dataclasses import replace
 
 import pytest
 import torch
-from personal import tiny_run
+from personal import tiny_clients, tiny_config, tiny_run
 from safetensors.torch import save_file
 
 import sparsekit_fl as fl
-from sparsekit.errors import InvalidValueError
+from sparsekit.errors import InvalidValueError, SparsekitError
 from sparsekit_fl.models import read_initial
+from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.models import models
 from sparsekit_fl.testing import TinyNet
 
 FRESH = {"a": torch.zeros(2), "b": torch.zeros(3)}
@@ -44,20 +47,31 @@ def test_a_run_starts_where_an_earlier_one_ended(tmp_path):
     assert second.final.state_sha256 == same.final.state_sha256 != first.final.state_sha256
 
 
-@pytest.mark.parametrize(
-    ("method", "model"),
-    [("fedavg", partial(torch.nn.Linear, 6, out_features=3)), ("depthfl", TinyNet), ("fedavg", lambda: TinyNet())],
-)
-def test_a_model_is_made_again_from_what_the_run_wrote_down(method, model, tmp_path):
-    problem = fl.Problem(model=model, example_inputs=(torch.zeros(2, 6),))
-    state = tiny_run(method, problem=problem, rounds=1, out=tmp_path).state
-    if method == "fedavg" and not isinstance(model, partial):
-        with pytest.raises(InvalidValueError, match="does not say where the code of its model is"):
+def test_a_registered_model_is_made_again_and_any_other_is_given(tmp_path):
+    cnn, clients = models["cnn"].factory("image", (1, 28, 28), 3), []
+    for client in tiny_clients():
+        splits = {split: TensorData((torch.zeros(4, 1, 28, 28),), torch.arange(4) % 3) for split in ("train", "val", "test")}
+        clients.append(replace(client, data=fl.ClientData(**splits)))
+    problem = fl.Problem(model=cnn, example_inputs=(torch.zeros(2, 1, 28, 28),))
+    named = fl.run(fl.methods.fedavg(), problem, clients, tiny_config(rounds=1), out=tmp_path / "named")
+    own = tiny_run(rounds=1, out=tmp_path / "own")
+    with pytest.raises(InvalidValueError, match=r"not a registered one.*load_model\(folder, model=MyNet\)"):
+        fl.load_model(tmp_path / "own")
+    for result, model in ((named, fl.load_model(tmp_path / "named")), (own, fl.load_model(tmp_path / "own", model=TinyNet))):
+        assert model.state_dict().keys() == result.state.keys()
+        assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in result.state.items())
+
+
+def test_a_recipe_that_no_registered_model_takes_is_refused_in_a_sentence(tmp_path):
+    tiny_run(rounds=1, out=tmp_path)
+    path = tmp_path / "models" / "model.json"
+    about, good = json.loads(path.read_text()), {"name": "cnn", "kind": "image", "shape": [1, 28, 28], "classes": 3}
+    bad = [{"name": name} for name in ("os:system", "nowhere", ["cnn"], None)]
+    bad += [{"shape": shape} for shape in ([28], "x", [1.5, 2, 3], None)] + [{"classes": "many"}, {"kind": "tokens"}]
+    for one in bad:
+        path.write_text(json.dumps(about | {"model": good | one}))
+        with pytest.raises(SparsekitError):
             fl.load_model(tmp_path)
-        return
-    loaded = fl.load_model(tmp_path).state_dict()
-    assert loaded.keys() == state.keys()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
 
 
 def frozen_net():

@@ -124,7 +124,7 @@ class LimitFiles(fl.Callback):
 
     def on_round_end(self, run: fl.RunView, record: Any) -> None:
         if record.round == 2:
-            size = (self.folder / "checkpoint.pt").stat().st_size
+            size = (self.folder / "checkpoint.state").stat().st_size
             resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, resource.RLIM_INFINITY))
 
 
@@ -151,7 +151,7 @@ def flipped(path: Path) -> Iterator[int]:
     path.write_bytes(whole)
 
 
-@pytest.mark.parametrize("name", ["checkpoint.pt", "rounds.jsonl"])
+@pytest.mark.parametrize("name", ["checkpoint.state", "rounds.jsonl"])
 def test_a_flipped_bit_anywhere_in_a_file_of_a_run_is_found_and_said_by_name(name: str, tmp_path: Path) -> None:
     with pytest.raises(fl.errors.RunInterrupted):
         tiny_run(out=tmp_path, callbacks=[StopAfter(2)])
@@ -164,7 +164,7 @@ def test_a_flipped_bit_anywhere_in_a_file_of_a_run_is_found_and_said_by_name(nam
 def test_a_flipped_bit_anywhere_in_the_memory_of_a_client_is_found_and_said_by_name(tmp_path: Path) -> None:
     with pytest.raises(fl.errors.RunInterrupted):
         tiny_run(OwnModels(), out=tmp_path, callbacks=[StopAfter(3)])
-    memories = sorted((tmp_path / "clients").glob("*.pt"))
+    memories = sorted((tmp_path / "clients").glob("*.state"))
     for _ in flipped(memories[0]):
         with pytest.raises(DataError, match=r"the memory of client \d of round \d cannot be read from"):
             Memories(tmp_path / "clients", durable=False).read(*map(int, memories[0].stem.split("-")))

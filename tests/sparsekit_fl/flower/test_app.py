@@ -31,7 +31,7 @@ from sparsekit_fl.methods import make_method
 from sparsekit_fl.models import load_model
 from sparsekit_fl.rounds import run
 from sparsekit_fl.spec import RunSpec, by_id
-from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
 
 
 def test_options_survive_flowers_run_configuration() -> None:
@@ -64,7 +64,7 @@ def test_a_node_keeps_the_memory_that_the_server_counts_on_and_its_newest_whatev
         reply = node.answer(request)
         assert reply.stored
         assert ("it started without memory" in reply.note) == (memory_round == 4)
-        return sorted(path.stem for path in tmp_path.glob("*.pt"))
+        return sorted(path.stem for path in tmp_path.glob("*.state"))
 
     assert train(1, None) == ["3-1"]
     assert [train(round, 1) for round in (2, 4, 6)] == [["3-1", "3-2"], ["3-1", "3-4"], ["3-1", "3-6"]]
@@ -139,7 +139,7 @@ def test_a_device_predicts_with_the_models_of_its_own_clients_and_they_are_nowhe
     (home,) = (path for path in (tmp_path / "a").iterdir() if list(path.glob("models/*")))
     widths = set()
     for which in ("global", 0, 1, 2, 3):
-        own, expected = load_model(home, which), load_model(tmp_path / "here", which)
+        own, expected = (load_model(place, which, model=TinyNet) for place in (home, tmp_path / "here"))
         assert own.state_dict().keys() == expected.state_dict().keys()
         assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in own.state_dict().items())
         widths.add(own.first.out_features)

@@ -2,12 +2,12 @@
 
 import difflib
 import importlib.util
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,7 +21,8 @@ from local_grid import LocalGrid
 import sparsekit as sk
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.flower import SubmodelStrategy, train_submodel
-from sparsekit_fl.flower.client import KEY, mask_record, read_mask, traced
+from sparsekit_fl.flower.client import KEY, mask_record, packed, read_mask, traced
+from sparsekit_fl.packed import unpack
 from sparsekit_fl.testing import TinyNet
 
 pytestmark = pytest.mark.flower
@@ -85,8 +86,9 @@ def one_round(strategy: SubmodelStrategy, app: ClientApp, state: dict[str, Any],
     grid = LocalGrid(app, nodes=nodes, **options)
     replies = list(grid.send_and_receive(strategy.configure_train(1, ArrayRecord(state), ConfigRecord(), grid)))
     sent = [
-        (reply.metadata.src_node_id - 1000, reply.content[KEY], dict(reply.content["arrays"].to_torch_state_dict()))
+        (reply.metadata.src_node_id - 1000, reply.content[KEY], unpack(reply.content["arrays"]["body"].data)[0])
         for reply in replies
+        if "body" in reply.content["arrays"]
     ]
     arrays, metrics = strategy.aggregate_train(1, replies)
     return arrays.to_torch_state_dict(), metrics, sent
@@ -117,13 +119,19 @@ def test_an_entry_is_the_mean_over_its_holders_or_over_all_and_stays_where_nobod
     assert all(sum(tensor.numel() for tensor in part.values()) < whole for *_, part in sent), "what is trained is sent alone"
 
 
-def bad(array: Callable[[np.ndarray], np.ndarray]) -> Callable[[Message, int], None]:
-    def change(reply: Message, number: int) -> None:
+def bad(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Message, int], None]:
+    def changed(reply: Message, number: int) -> None:
         if number == 2:
-            name = next(iter(reply.content["arrays"]))
-            reply.content["arrays"][name] = Array(array(reply.content["arrays"][name].numpy()))
+            state = unpack(reply.content["arrays"]["body"].data)[0]
+            name = next(iter(state))
+            reply.content["arrays"] = packed({**state, name: change(state[name])})
 
-    return change
+    return changed
+
+
+def as_numpy(reply: Message, number: int) -> None:
+    if number == 2:
+        reply.content["arrays"] = ArrayRecord(unpack(reply.content["arrays"]["body"].data)[0])
 
 
 def without_mask(reply: Message, number: int) -> None:
@@ -137,18 +145,32 @@ def another_mask(reply: Message, number: int) -> None:
         reply.content[KEY] = mask_record(sk.UnitMask({name: keep.flip(0) for name, keep in mask.items()}), seconds=1.0)
 
 
-def no_examples(reply: Message, number: int) -> None:
+def metrics(**values: Any) -> Callable[[Message, int], None]:
+    def change(reply: Message, number: int) -> None:
+        if number == 2:
+            reply.content["metrics"] = MetricRecord({"num-examples": 30, "train_acc": 0.5} | values)
+
+    return change
+
+
+def two_records(reply: Message, number: int) -> None:
     if number == 2:
-        reply.content["metrics"] = MetricRecord({"num-examples": float("nan"), "train_acc": 0.5})
+        reply.content["more"] = MetricRecord({"num-examples": 30})
 
 
 BAD = {
-    "not finite": bad(lambda array: array * np.float32("nan")),
-    "another shape": bad(lambda array: array[:1]),
-    "another type": bad(lambda array: array.astype(np.float64)),
+    "not finite": bad(lambda tensor: tensor * math.nan),
+    "another shape": bad(lambda tensor: tensor[:1]),
+    "another type": bad(torch.Tensor.double),
+    "arrays of numpy": as_numpy,
     "no mask": without_mask,
     "another mask": another_mask,
-    "no number of examples": no_examples,
+    "no number of examples": metrics(**{"num-examples": math.nan}),
+    "examples without end": metrics(**{"num-examples": 1e308}),
+    "a list of examples": metrics(**{"num-examples": [1, 2]}),
+    "a metric more": metrics(invented=1.0),
+    "a metric that is a list": metrics(train_acc=[0.5, 0.5]),
+    "two records of metrics": two_records,
 }
 
 
@@ -161,7 +183,7 @@ def test_a_bad_reply_changes_nothing(name: str, learned: bool, caplog: pytest.Lo
     made = {nodes: one_round(SubmodelStrategy(fedavg(), TinyNet(), EXAMPLE, learned=learned), app_of(how), state, nodes)[0]
             for nodes, how in ((3, BAD[name]), (2, lambda *_: None))}  # fmt: skip
     assert all(torch.equal(made[3][name], made[2][name]) for name in state)
-    assert "continues without the update of node 1002" in caplog.text
+    assert "continues without the reply of node 1002" in caplog.text
 
 
 def test_a_reply_twice_counts_once_and_the_order_of_replies_changes_no_bit() -> None:

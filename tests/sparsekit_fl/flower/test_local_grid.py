@@ -22,10 +22,10 @@ from personal import tiny_run
 import sparsekit_fl as fl
 from sparsekit.errors import DataError
 from sparsekit_fl.client.messages import encode_reply
-from sparsekit_fl.client.packing import pack, unpack
 from sparsekit_fl.flower.engine import content, read
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.whole_models import Local
+from sparsekit_fl.packed import pack, unpack
 from sparsekit_fl.testing import tiny_clients, tiny_config
 
 
@@ -139,7 +139,7 @@ def test_scores_that_say_they_are_of_another_client_are_not_believed() -> None:
 def test_a_memory_that_is_not_in_the_folder_of_the_run_ends_it() -> None:
     def elsewhere(message: Message, answer: Message) -> Message:
         folder, asked = Path(read(message)[0]), task_of(message)
-        (folder / f"{asked['client_id']}-{asked['round']}.pt").unlink()
+        (folder / f"{asked['client_id']}-{asked['round']}.state").unlink()
         return answer
 
     with pytest.raises(DataError, match="must be a folder that all machines share"):

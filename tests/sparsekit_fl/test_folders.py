@@ -1,0 +1,114 @@
+"""A folder runs no code: nothing that the files of a run name is imported, and nothing is unpickled."""
+
+import contextlib
+import itertools
+import json
+import pickle
+import shlex
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from personal import SMALL, tiny_run
+
+import sparsekit_fl as fl
+from sparsekit.cli.main import execute
+from sparsekit.errors import SparsekitError
+from sparsekit_fl.cli.options import paths, toml_of
+from sparsekit_fl.testing import StopAfter, TinyNet
+
+EVIL = "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n\ndef net(*args, **more):\n    raise SystemExit\n"
+
+
+@pytest.fixture
+def no_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("something was unpickled")
+
+    found = {
+        pickle: ("load", "loads", "Unpickler", "_Unpickler"),
+        torch: ("load",),
+        torch.serialization: ("load",),
+        np: ("load",),
+    }
+    for module, names in found.items():
+        for name in names:
+            monkeypatch.setattr(module, name, never)
+
+
+@pytest.mark.usefixtures("no_pickle")
+@pytest.mark.parametrize("method", ["fedlps", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fedspa", "refl"))])
+def test_a_run_its_resume_and_every_load_unpickle_nothing(method: str, tmp_path: Path) -> None:
+    out, best = tmp_path / "run", fl.callbacks.BestCheckpoint()
+    with pytest.raises(fl.errors.RunInterrupted):
+        tiny_run(method, out=out, callbacks=[best, StopAfter(2)])
+    result = tiny_run(method, out=out, callbacks=[best], resume=True)
+    assert fl.load_result(out).final.state_sha256 == result.final.state_sha256
+    for which in ("global", "best", 0, 3):
+        assert isinstance(fl.load_model(out, which, model=TinyNet), TinyNet)
+    assert len(tiny_run(method, rounds=1, init=out).rounds) == 1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("folders") / "run"
+    assert execute(["run", "fedavg", "--rounds", "1", *SMALL[2:], "--quiet", "--out", str(out)]) == 0
+    (out / "evil.py").write_text(EVIL)
+    return out
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every place of a JSON value; of a list, the first one stands for all."""
+    for key in list(value) if isinstance(value, dict) else range(min(1, len(value))):
+        yield (*path, key)
+        if isinstance(value[key], dict | list):
+            yield from places(value[key], (*path, key))
+
+
+@pytest.mark.parametrize(("name", "load"), [("models/model.json", fl.load_model), ("result.json", fl.load_result)])
+def test_no_place_of_a_json_file_names_code_that_is_run(name: str, load: Callable[[Path], Any], folder: Path) -> None:
+    text = (folder / name).read_text()
+    code = {"factory": "os:system", "args": [f"touch {folder / 'ran'}"], "keywords": {}}
+    for (*way, key), value in itertools.product(places(json.loads(text)), (f"{folder}/evil.py:net", code)):
+        holder = changed = json.loads(text)
+        for step in way:
+            holder = holder[step]
+        holder[key] = value
+        (folder / name).write_text(json.dumps(changed))
+        with contextlib.suppress(SparsekitError):
+            load(folder)
+    (folder / name).write_text(text)
+    assert not (folder / "ran").exists()
+    load(folder)
+
+
+@pytest.mark.parametrize("path", ["method", *sorted(paths())])
+def test_no_option_in_the_folder_of_a_run_names_code_that_is_run(path: str, folder: Path) -> None:
+    options = tomllib.loads((folder / "run.toml").read_text())
+    code = f"{folder}/evil.py:net"
+    kept = (folder / "run.toml").read_text()
+    (folder / "run.toml").write_text(toml_of({**options, path: [code] if path == "callback" else code}))
+    try:
+        assert execute(["run", "--resume", "--out", str(folder), "--quiet"]) == 2
+    finally:
+        (folder / "run.toml").write_text(kept)
+    assert not (folder / "ran").exists()
+
+
+def test_the_error_about_code_in_a_folder_has_the_line_that_runs_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n\ndef net(classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, classes))\n"
+    )
+    code, out = ["--model", f"{tmp_path}/mine.py:net"], ["--quiet", "--out", f"{tmp_path}/o"]
+    run = ["run", "fedavg", *code, "--rounds", "1", *SMALL[2:], *out]
+    assert execute(run) == 0
+    capsys.readouterr()
+    assert execute(["run", "--resume", "--out", f"{tmp_path}/o", "--quiet"]) == 2
+    line = capsys.readouterr().err.split("type: ")[1]
+    assert execute([*shlex.split(line)[1:], "--quiet"]) == 0
+    with pytest.raises(SparsekitError, match=r"load_model\(folder, model=MyNet\)"):
+        fl.load_model(tmp_path / "o")
