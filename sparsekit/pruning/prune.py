@@ -265,7 +265,7 @@ def prune(
             judge(f"finetuned{when}")
     assert cut is not None
     report = _report(cutter, dense, cut, shares, mask, history, found, tried, notes)
-    return Pruned(model if dry_run else small, mask, graph, report, scores)
+    return Pruned(model if dry_run else small, mask, graph, report, scores, call)
 
 
 def _candidates(

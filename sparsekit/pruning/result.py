@@ -30,6 +30,7 @@ class Pruned:
         report: What was requested and achieved.
         scores: Name → scores of all units, by each criterion that was tried; `criterion=pruned.scores` prunes to another
             budget without scoring again.
+        inputs: Example inputs of the dense model.
     """
 
     model: nn.Module
@@ -37,6 +38,7 @@ class Pruned:
     graph: UnitGraph
     report: PruneReport
     scores: Mapping[str, Scored] = field(default_factory=dict)
+    inputs: ModelInputs | None = field(default=None, repr=False)
 
     def measure_times(self, dense: nn.Module, example_inputs: Any, *, runtimes: Sequence[str] = ("eager",)) -> Pruned:
         """Time the dense and the smaller model in turns, in a few seconds: milliseconds, and the layers that take most.
@@ -69,9 +71,10 @@ class Pruned:
         return replace(self, report=replace(self.report, times=times, slowest=slowest, notes=notes))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write model and mask to one safetensors file, for `load_compact` and `load_mask`.
+        """Write model, mask and a proof of what the model computes to one safetensors file, for `load_compact` and `load_mask`.
 
         Raises:
             OSError: the file cannot be written.
         """
-        save_compact(self.model, path, graph=self.graph, mask=self.mask)
+        known = None if self.inputs is None else (self.inputs.args or self.inputs.kwargs)
+        save_compact(self.model, path, graph=self.graph, mask=self.mask, example_inputs=known)

@@ -1,7 +1,8 @@
 """save_compact(), load_compact(): a compacted model as one safetensors file, rebuilt from your own code without pickle.
 
 The file holds the narrow tensors. A JSON text in its header describes the modules: class names, plain attributes
-(`out_channels`, `num_heads`, `eps`, …), and which parameters are tied or do not train. It has the mask, too, where it is known.
+(`out_channels`, `_num_heads`, `eps`, …), and which parameters are tied or do not train. It has the mask, too, where it is
+known, and a proof if inputs are known: what the model computes on inputs that everybody can draw again.
 Nothing in the file can run: the classes come from the factory that the reader passes.
 """
 
@@ -26,6 +27,7 @@ from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule, resize
 from sparsekit.registry import load_object
 from sparsekit.runtime.safe_convolution import guard_convolutions
+from sparsekit.surgery.proof import check_proof, make_proof
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.version import __version__
 
@@ -49,6 +51,8 @@ class SparseModel(Protocol):
 
 
 _PLAIN = (bool, int, float, str, type(None))
+_OWN = frozenset(vars(nn.Module())) - {"training"}
+"""What torch keeps on every module: tables and hooks."""
 
 
 def save_compact(
@@ -57,6 +61,7 @@ def save_compact(
     *,
     graph: UnitGraph | None = None,
     mask: UnitMask | None = None,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
 ) -> None:
     """Write a compacted model to one safetensors file.
 
@@ -66,6 +71,9 @@ def save_compact(
         path: The file, by custom with the ending `.safetensors`. An old one is replaced at once or not at all.
         graph: The units of the dense model, so that the mask can be found again with `load_mask`; given with `mask`.
         mask: What `model` keeps of the dense model.
+        example_inputs: Positional or keyword inputs of one call. With them, the file gets a proof, which `load_compact` checks:
+            projections of the outputs on inputs of the same shapes and ranges. It is left out if the model draws random
+            numbers in eval mode, or if rounding changes its outputs much.
 
     Raises:
         InvalidValueError: the model has state that is not a tensor; or only one of graph and mask was given.
@@ -89,6 +97,7 @@ def save_compact(
         "fixed": [name for name, entry in entries.items() if isinstance(entry, nn.Parameter) and not entry.requires_grad],
         "graph": None if graph is None else digest(graph),
         "mask": None if mask is None else {name: keep.nonzero().flatten().tolist() for name, keep in mask.items()},
+        "proof": None if example_inputs is None else make_proof(model, example_inputs),
     }
     write_file(Path(path), entries, spec)
 
@@ -108,7 +117,8 @@ def load_compact(
         A plain module, on the device of what the factory made (on the CPU for the meta device), in the dtypes of the file.
 
     Raises:
-        CompactFileError: the file is damaged or was not written by `save_compact`, or the factory makes another model.
+        CompactFileError: the file is damaged or was not written by `save_compact`, or the factory makes another model, as
+            its modules, their attributes or the proof in the file show.
         InvalidValueError: the factory makes no module, or one with a buffer on the meta device that the state lacks.
         OSError: the file cannot be read.
     """
@@ -130,11 +140,14 @@ def load_compact(
     with damage(path):
         _check_modules(path, small, spec["modules"])
         for name, module in small.named_modules():
-            _set_attributes(module, spec["modules"][name][1])
+            _set_attributes(path, name, module, spec["modules"][name][1])
         fixed = set(spec["fixed"])
     for name, entry in _entries(small)[0].items():
         if isinstance(entry, nn.Parameter):
             entry.requires_grad_(name not in fixed)
+    if spec["proof"] is not None:
+        with damage(path):
+            check_proof(path, small, spec["proof"])
     return small
 
 
@@ -195,23 +208,37 @@ def _entries(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _is_plain(value: object) -> bool:
+    if type(value) is dict:
+        return all(type(key) is str and _is_plain(item) for key, item in value.items())
     return type(value) in _PLAIN or (isinstance(value, tuple | list) and all(_is_plain(item) for item in value))
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if not name.startswith("_") and _is_plain(value)}
+    return {name: value for name, value in vars(module).items() if name not in _OWN and _is_plain(value)}
 
 
-def _set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
-    """Set the attributes that differ, if the module has them and both values are plain."""
-    own = _attributes(module)
-    for name, value in attributes.items():
-        if name in own and _is_plain(value) and (saved := _like(own[name], value)) != own[name]:
-            setattr(module, name, saved)
+def _set_attributes(path: str | os.PathLike[str], name: str, module: nn.Module, attributes: Mapping[str, Any]) -> None:
+    """Set the attributes that differ. A private one may be new: passes and loaders make such attributes.
+
+    Raises:
+        CompactFileError: the module has no such public attribute, or one that is not plain.
+    """
+    for attribute, value in attributes.items():
+        own = getattr(module, attribute, None if attribute.startswith("_") else module)  # a module is not plain
+        if not _is_plain(own):
+            raise CompactFileError(
+                f"{path} has the attribute {attribute!r} of {name or 'the top'!r}, which {type(module).__qualname__} of the"
+                f" factory {'lacks' if own is module else f'has as {type(own).__name__}'}; use the code that the model was"
+                " saved with. If a pass sets it, delete it before saving, or let the factory run the model once"
+            )
+        if (saved := _like(own, value)) != own:
+            setattr(module, attribute, saved)
 
 
 def _like(own: Any, value: Any) -> Any:
     """Convert a list, since JSON has no tuples, to the type that the module has there."""
+    if isinstance(value, dict):
+        return {key: _like(own.get(key) if isinstance(own, dict) else None, item) for key, item in value.items()}
     if not isinstance(value, list):
         return value
     kinds = own if isinstance(own, tuple | list) and len(own) == len(value) else [()] * len(value)
@@ -267,7 +294,7 @@ def _check_modules(path: str | os.PathLike[str], small: nn.Module, saved: Mappin
             )
 
 
-_KEY, _FORMAT = "sparsekit", 1
+_KEY, _FORMAT = "sparsekit", 2
 
 
 def write_file(path: Path, entries: StateDict, spec: Mapping[str, Any]) -> None:

@@ -2,7 +2,9 @@
 
 import copy
 import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,3 +144,95 @@ def test_save_pretrained_of_a_cut_model_names_the_function_that_can(tmp_path: Pa
         with pytest.raises(sk.errors.UnsupportedModelError, match=r"sparsekit\.save_pretrained"):
             each.save_pretrained(tmp_path)
     Pretrained.save_pretrained(small, tmp_path)  # type: ignore[arg-type]
+
+
+class Attention(nn.Module):
+    """Keeps its numbers in attributes of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_heads, self._scale, self.gain = 4, 32**-0.5, 1.0
+        self.options: dict[str, Any] = {"gain": 1.0, "nested": [1.0, (1.0, 2)]}
+        self._pair, self._list = (1.0, 3), [1.0, 2.0]
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, _ = x.shape
+        q, k, v = (t.view(b, n, self._num_heads, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        h = nn.functional.scaled_dot_product_attention(q, k, v, scale=self._scale).transpose(1, 2).reshape(b, n, -1)
+        factor = self.gain * self.options["gain"] * self.options["nested"][1][0] * self._pair[0] * self._list[0]
+        found: Tensor = self.out(h) * factor
+        return found
+
+
+PLANTED: dict[str, Callable[[Any], None]] = {
+    "private": lambda m: setattr(m, "_scale", 0.5),
+    "public": lambda m: setattr(m, "gain", 0.5),
+    "tuple": lambda m: setattr(m, "_pair", (0.5, 3)),
+    "list": lambda m: m._list.__setitem__(0, 0.5),
+    "dict": lambda m: m.options.update(gain=0.5),
+    "nested": lambda m: m.options.update(nested=[1.0, (0.5, 2)]),
+    "nothing": lambda m: None,
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_every_plain_attribute_of_a_saved_model_comes_back(planted: str, tmp_path: Path) -> None:
+    x = torch.randn(2, 7, 32)
+    model = Attention().eval()
+    PLANTED[planted](model)
+    graph = sk.trace_units(model, x)
+    mask = sk.UnitMask({"qkv": torch.tensor([True, False, True, False])})
+    small = sk.compact(model, graph, mask)
+    sk.save_compact(small, tmp_path / "m.safetensors", graph=graph, mask=mask, example_inputs=(x,))
+    again = sk.load_compact(tmp_path / "m.safetensors", Attention)
+    assert torch.equal(again(x), small(x))
+    assert (again._num_heads, again._pair, again._list, again.options) == (2, small._pair, small._list, small.options)
+
+
+def test_an_attribute_that_the_code_lacks_is_refused_or_if_private_set(tmp_path: Path) -> None:
+    model = mlp()
+    model[1].slope, model[1]._cached = 0.5, 2.0
+    sk.save_compact(model, tmp_path / "m.safetensors")
+    with pytest.raises(CompactFileError, match=r"the attribute 'slope' of '1', which ReLU of the factory lacks"):
+        sk.load_compact(tmp_path / "m.safetensors", mlp)
+    other = mlp()
+    other[1].slope = 1.0
+    assert sk.load_compact(tmp_path / "m.safetensors", other)[1]._cached == 2.0
+    other[1].slope = torch.ones(1)
+    with pytest.raises(CompactFileError, match="has as Tensor"):
+        sk.load_compact(tmp_path / "m.safetensors", other)
+
+
+class Scaled(nn.Module):
+    """Computes with a number that no attribute shows."""
+
+    def __init__(self, factor: Callable[[Tensor], Tensor] = lambda y: y, noise: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.last, self.factor, self.noise = nn.Linear(6, 8), nn.Linear(8, 3), factor, (lambda: noise)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).relu()
+        return self.factor(self.last(h + self.noise() * torch.randn_like(h)))
+
+
+def test_a_file_proves_what_its_model_computes(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    sk.prune(Scaled(), (torch.zeros(2, 6),), budget="params=70%").save(path)
+    fresh, state = Scaled(), torch.random.get_rng_state()
+    sk.load_compact(path, fresh)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    with pytest.raises(CompactFileError, match=r"differ from those of the saved one by 0\.1"):
+        sk.load_compact(path, lambda: Scaled(lambda y: y * 1.1))
+    sk.load_compact(path, lambda: Scaled(lambda y: y * 1.001))  # another kernel may do that
+    with pytest.warns(UserWarning, match="was not compared with the saved one: 'Tensor' object has no attribute 'nothing'"):
+        sk.load_compact(path, lambda: Scaled(lambda y: y.nothing))
+
+
+def test_a_model_that_no_sum_can_prove_is_saved_without_a_proof(tmp_path: Path) -> None:
+    path, x = tmp_path / "m.safetensors", torch.rand(2, 6)
+    strange: list[tuple[nn.Module, Any]] = [(Scaled(noise=1.0), (x,)), (Scaled(lambda y: y / 0), (x,)), (Scaled(), ({1: x},))]
+    strange += [(Scaled(lambda y: (y * 1e4).sin()), (x,)), (Scaled(lambda y: y.argmax(-1)), (x,))]
+    for model, inputs in strange:
+        sk.save_compact(model, path, example_inputs=inputs)
+        sk.load_compact(path, lambda: Scaled(lambda y: 2 * y))

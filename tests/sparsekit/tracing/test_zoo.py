@@ -59,7 +59,7 @@ def check_saved(name: str, norms: bool, model: nn.Module, args: Any, kwargs: Any
     fresh = build(name, zoo_norms.KEPT if norms else None)[0]
     small(*args, **kwargs)
     check_native(small, fresh)
-    sk.save_compact(small, path, graph=graph, mask=mask)
+    sk.save_compact(small, path, graph=graph, mask=mask, example_inputs=args or kwargs)
     again = sk.load_compact(path, lambda: fresh).eval()
     assert [type(m).__qualname__ for m in again.modules()] == [type(m).__qualname__ for m in small.modules()]
     found, expected = named_entries(again), named_entries(small)
