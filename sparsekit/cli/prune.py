@@ -160,7 +160,7 @@ class PruneJob:
 
         options = self.options
         done = finetune(
-            small.train(),
+            small,
             self.train,
             self.loss,
             epochs=options.epochs,

@@ -57,11 +57,7 @@ def example_count(batch: Batch) -> int:
 
 
 def call_model(model: nn.Module, batch: Batch, loss: Loss | None) -> Tensor:
-    """Run a model on a batch and return its loss, a scalar, as `loss_of` reads it; a sum over examples is refused."""
-    if getattr(loss, "reduction", None) == "sum":
-        raise InvalidValueError(
-            f"the loss must be the mean over the examples of the batch, got {loss} with reduction='sum'; pass 'mean'"
-        )
+    """Run a model on a batch and return its loss, a scalar, as `loss_of` reads it."""
     args, kwargs, target = split_batch(batch, keep_target=loss is None)
     return loss_of(model(*args, **kwargs), target, loss)
 
@@ -73,8 +69,12 @@ def loss_of(outputs: Any, target: Any, loss: Loss | None) -> Tensor:
     takes the `loss` of the outputs, as models of transformers compute it from labels.
 
     Raises:
-        InvalidValueError: no loss was given and the outputs have none, or it is not a scalar.
+        InvalidValueError: no loss was given and the outputs have none, it is not a scalar, or it is a sum over the examples.
     """
+    if getattr(loss, "reduction", None) == "sum":
+        raise InvalidValueError(
+            f"the loss must be the mean over the examples of the batch, got {loss} with reduction='sum'; pass 'mean'"
+        )
     if loss is None:
         value = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
         if not isinstance(value, Tensor):

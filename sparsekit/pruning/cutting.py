@@ -27,7 +27,7 @@ from sparsekit.pruning.latency import meet_latency
 from sparsekit.pruning.reconstruction import (
     Reconstruct,
     recalibrate_batchnorm,
-    reconstruct,
+    refit,
     refits_in_sequence,
     statistics_prior,
 )
@@ -222,7 +222,7 @@ class Cutter:
             return {}
         batches, measured = self.calibration.fit, dict[str, Any]()
         if self.reconstruct in (True, "layers"):
-            left = reconstruct(before, small, graph, mask, batches, sequential=sequential, progress=self.progress)
+            left = refit(before, small, graph, mask, batches, sequential=sequential, progress=self.progress)
             if left:
                 measured["reconstruction_error"] = sum(left.values()) / len(left)
         if self.reconstruct in (True, "batchnorm"):

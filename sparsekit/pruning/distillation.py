@@ -51,7 +51,7 @@ class Distillation:
 
     @staticmethod
     def outputs(value: Any) -> Tensor:
-        """Return what is compared: `logits` where there are some, else the first floating tensor of two axes or more."""
+        """Return what is compared: `logits` where there are some, else the first floating tensor that has axes."""
         found = [getattr(value, "logits", None), *find_tensors(value)]
         tensor = next((t for t in found if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 0), None)
         if tensor is None:

@@ -1,6 +1,7 @@
 """finetune(): train a cut model on, with whatever optimizer, keep the best on validation, and resume to the same bits."""
 
 import contextlib
+import copy
 import math
 import os
 import time
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from sparsekit.criteria.batches import Batch, Loss, loss_of, read_batches, split_batch
 from sparsekit.errors import InvalidValueError
-from sparsekit.measure.clock import evaluated
+from sparsekit.measure.clock import evaluated, measured
 from sparsekit.pruning.distillation import Distillation
 from sparsekit.pruning.regularizers import GroupSL
 from sparsekit.rng import torch_scope
@@ -84,14 +85,19 @@ def finetune(
 ) -> FineTuned:
     """Train a model for some epochs.
 
+    Each submodule trains in the mode in which it was given, so that frozen batch norms stay frozen. If the model itself is in
+    eval mode, all of it trains. If anything fails, or you press Ctrl-C, the model gets the weights of the best epoch so far;
+    without validation those of the last complete one, and before that its own. A loss that is not finite is found before the
+    step that it would spoil.
+
     Args:
         model: Changed in place; on the device of the batches.
         batches: A loader or a list, read once an epoch; batches as for data-driven criteria. A torch loader that shuffles
             draws from its own generator, or from torch's global one, which is seeded here.
         loss: `loss(outputs, target)`; None takes `outputs.loss`.
         epochs: Number of epochs in all, at least 1; a resumed call trains those that are left.
-        optimizer: Makes one from the trainable parameters, or is one; None is SGD with Nesterov momentum 0.9, rate 0.01 and
-            weight decay 5e-4.
+        optimizer: Makes one from the trainable parameters, or is one, with parameters of the model (and of the loss, if that is
+            a module) alone; None is SGD with Nesterov momentum 0.9, rate 0.01 and weight decay 5e-4.
         scheduler: Makes a scheduler of learning rates from the optimizer.
         scheduler_step: When it steps: after each "epoch", or after each "batch". One that follows a metric
             (`ReduceLROnPlateau`) gets minus the score, or the training loss without validation, and steps by epoch.
@@ -112,27 +118,27 @@ def finetune(
         The model, the history and the best epoch.
 
     Raises:
-        InvalidValueError: a number out of range, no trainable parameter, a loss that is not finite, or a checkpoint of
-            another model.
+        InvalidValueError: a number out of range, no trainable parameter, an optimizer of another model, a loss that is not
+            finite, a score that is not a number, or a checkpoint of another model.
         DataError: an empty loader, or a batch on another device than the model.
     """
-    if epochs < 1:
-        raise InvalidValueError(f"epochs must be at least 1, got {epochs}")
+    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
+        raise InvalidValueError(f"epochs must be a whole number of at least 1, got {epochs!r}")
     if scheduler_step not in ("epoch", "batch"):
         raise InvalidValueError(f"scheduler_step must be 'epoch' or 'batch', got {scheduler_step!r}")
     if clip_norm is not None and not clip_norm > 0:
         raise InvalidValueError(f"clip_norm must be above 0, got {clip_norm}; None does not clip")
     if amp not in (None, torch.bfloat16, torch.float16):
         raise InvalidValueError(f"amp must be torch.bfloat16, torch.float16 or None, got {amp}")
+    path = None if checkpoint is None else Path(checkpoint)
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise InvalidValueError(f"checkpoint must be a file in a folder that exists, got {str(path)!r}")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise InvalidValueError(f"no parameter of {type(model).__name__} requires gradients; call model.requires_grad_(True)")
-    if optimizer is None:
-        optimizer = torch.optim.SGD(parameters, lr=0.01, momentum=0.9, nesterov=True, weight_decay=5e-4)
-    elif not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = optimizer(parameters)
+    optimizer = _optimizer(optimizer, model, parameters, loss)
     kind = parameters[0].device.type
-    schedule = None if scheduler is None else scheduler(optimizer)
+    schedule = _schedule(scheduler, optimizer)
     follows_metric = isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
     by_batch = scheduler_step == "batch" and not follows_metric
     scaler = torch.amp.GradScaler(kind, enabled=amp is torch.float16)
@@ -140,6 +146,7 @@ def finetune(
     parts = {name: part for name, part in every.items() if part is not None}
     history: list[EpochRecord] = []
     best: _Best = None, None, 0
+    frozen = [module for module in model.modules() if model.training and not module.training]
 
     def compute(batch: Batch, teacher: Distillation | None = None) -> Tensor:
         args, kwargs, target = split_batch(batch, keep_target=loss is None)
@@ -152,9 +159,17 @@ def finetune(
     def train(epoch: int) -> float:
         """Train one epoch, and return the mean loss over its batches."""
         model.train()
+        for module in frozen:
+            module.training = False
         losses: list[float] = []
         for batch in read_batches(batches, model, f"Epoch {epoch}/{epochs}", progress=progress):
             value = compute(batch, distillation)
+            losses.append(float(value.detach()))
+            if not math.isfinite(losses[-1]) and not scaler.is_enabled():  # a scaler leaves such a step out
+                raise InvalidValueError(
+                    f"the loss is {losses[-1]} in batch {len(losses) - 1} of epoch {epoch}; lower the learning rate, clip"
+                    " gradients with clip_norm=1.0, or look for NaN in the data"
+                )
             optimizer.zero_grad(set_to_none=True)
             scaler.scale(value).backward()
             if clip_norm is not None or regularizer is not None:
@@ -167,52 +182,97 @@ def finetune(
             scaler.update()
             if schedule is not None and by_batch:
                 schedule.step()
-            losses.append(float(value.detach()))
-            if not math.isfinite(losses[-1]) and not scaler.is_enabled():
-                raise InvalidValueError(
-                    f"the loss is {losses[-1]} in batch {len(losses) - 1}; lower the learning rate, clip gradients with"
-                    " clip_norm=1.0, or look for NaN in the data"
-                )
         return sum(losses) / len(losses)
 
     def validate() -> float | None:
         if validation is None:
             return None
-        model.eval()
-        # What validation draws must not move the draws of training.
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with measured(model):  # what validation draws must not move the draws of training
             if callable(validation):
-                found = float(validation(model))
+                found: Any = validation(model)
             else:
                 losses = [float(compute(batch)) for batch in read_batches(validation, model, "Validation")]
                 found = -sum(losses) / len(losses)
-        if math.isnan(found):
+        try:
+            score = float(found)
+        except (TypeError, ValueError, RuntimeError):
+            raise InvalidValueError(f"validation must return a number, larger is better, got {found!r}") from None
+        if math.isnan(score):
             raise InvalidValueError("the score on validation is NaN; look at the metric and at the learning rate")
-        return found
+        return score
 
-    path = None if checkpoint is None else Path(checkpoint)
     teachers = [] if distillation is None else [distillation.teacher]
-    with evaluated(model, *teachers), torch_scope(np.random.default_rng(seed)):
-        if path is not None and resume and path.exists():
-            history, best = _load(path, parts, batches)
-        for epoch in range(len(history) + 1, epochs + 1):
-            begun = time.perf_counter()
-            mean, score = train(epoch), validate()
-            if schedule is not None and follows_metric:
-                schedule.step(mean if score is None else -score)
-            elif schedule is not None and not by_batch:
-                schedule.step()
-            rate = float(optimizer.param_groups[0]["lr"])
-            history.append(EpochRecord(epoch, mean, score, rate, time.perf_counter() - begun))
-            if score is not None and (best[1] is None or score > best[1]):
-                best = {name: tensor.clone() for name, tensor in model.state_dict().items()}, score, epoch
-            if path is not None:
-                _save(path, parts, history, best, batches)
-            if on_epoch is not None:
-                on_epoch(history[-1])
+    kept = copy_state(model)
+    with (
+        evaluated(model, *teachers),
+        torch_scope(np.random.default_rng(seed)),
+        torch.inference_mode(mode=False),
+        torch.enable_grad(),
+    ):
+        try:
+            if path is not None and resume and path.exists():
+                history, best = _load(path, parts, batches)
+                kept = best[0] or copy_state(model)
+            for epoch in range(len(history) + 1, epochs + 1):
+                begun = time.perf_counter()
+                mean, score = train(epoch), validate()
+                if schedule is not None and follows_metric:
+                    schedule.step(mean if score is None else -score)
+                elif schedule is not None and not by_batch:
+                    schedule.step()
+                rate = float(optimizer.param_groups[0]["lr"])
+                history.append(EpochRecord(epoch, mean, score, rate, time.perf_counter() - begun))
+                if score is None or best[1] is None or score > best[1]:
+                    kept = copy_state(model)
+                    best = best if score is None else (kept, score, epoch)
+                if path is not None:
+                    _save(path, parts, history, best, batches)
+                if on_epoch is not None:
+                    on_epoch(history[-1])
+        except BaseException:
+            model.load_state_dict(kept)
+            raise
         if best[0] is not None:
             model.load_state_dict(best[0])
     return FineTuned(model, tuple(history), best[2] or len(history))
+
+
+def copy_state(model: nn.Module) -> dict[str, Any]:
+    """Return a copy of the state dict, for `load_state_dict`."""
+    return {name: copy.deepcopy(value) for name, value in model.state_dict().items()}
+
+
+def _optimizer(
+    given: MakeOptimizer | torch.optim.Optimizer | None, model: nn.Module, parameters: list[nn.Parameter], loss: Loss | None
+) -> torch.optim.Optimizer:
+    """Return the optimizer, and refuse one that trains something else than the model and the loss."""
+    if given is None:
+        return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    made = given if isinstance(given, torch.optim.Optimizer) or not callable(given) else given(parameters)
+    advice = "pass a function that makes one, such as optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01)"
+    if not isinstance(made, torch.optim.Optimizer):
+        raise InvalidValueError(f"optimizer must be a torch.optim.Optimizer or make one, got {made!r}; {advice}")
+    own = {id(entry) for module in (model, loss) if isinstance(module, nn.Module) for entry in module.parameters()}
+    its = [entry for group in made.param_groups for entry in group["params"]]
+    foreign = sum(id(entry) not in own for entry in its)
+    if foreign:
+        raise InvalidValueError(
+            f"{foreign} of the {len(its)} parameters of the optimizer are not those of this {type(model).__name__}, such as"
+            f" those of the dense model; {advice}"
+        )
+    return made
+
+
+def _schedule(make: MakeScheduler | None, optimizer: torch.optim.Optimizer) -> Any:
+    if make is None:
+        return None
+    made = make(optimizer) if callable(make) else None
+    if not hasattr(made, "step"):
+        raise InvalidValueError(
+            f"scheduler must be a function that makes one from the optimizer, got {make!r}; pass"
+            " scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)"
+        )
+    return made
 
 
 def _save(path: Path, parts: Mapping[str, Any], history: list[EpochRecord], best: _Best, batches: Any) -> None:
@@ -248,21 +308,24 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _load(path: Path, parts: Mapping[str, Any], batches: Any) -> tuple[list[EpochRecord], _Best]:
+    """Load a checkpoint. Where it fails, the caller puts the model back."""
     found = _read(path)
-    own = {name: entry.shape for name, entry in parts["model"].state_dict().items()}
-    theirs = {name: entry.shape for name, entry in found["state"]["model"].items()}
-    if own != theirs:
-        differing = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
-        raise InvalidValueError(
-            f"the checkpoint {path} is of another model: {', '.join(differing[:5])} differ; pass another file, or resume=False"
-        )
     if parts.keys() != found["state"].keys():
         raise InvalidValueError(
             f"the checkpoint {path} is of a training with {', '.join(found['state'])}, this one has {', '.join(parts)}; pass"
             " what it had, another file, or resume=False"
         )
-    for name, part in parts.items():
-        part.load_state_dict(found["state"][name])
+    own = {name: entry.shape for name, entry in parts["model"].state_dict().items()}
+    theirs = {name: entry.shape for name, entry in found["state"]["model"].items()}
+    try:
+        for name, part in parts.items():
+            part.load_state_dict(found["state"][name])
+    except (RuntimeError, ValueError, KeyError) as error:
+        differing = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
+        raise InvalidValueError(
+            f"the checkpoint {path} is of another model: {', '.join(differing[:5]) or error} differ; pass another file, or"
+            " resume=False"
+        ) from error
     torch.default_generator.set_state(found["rng"])
     if found["cuda"]:
         torch.cuda.set_rng_state_all(found["cuda"])

@@ -1,8 +1,8 @@
 """reconstruct(): layers that read dropped units, refitted to their dense outputs; recalibrate_batchnorm(): new statistics."""
 
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
-from typing import Literal, TypeAlias
+from contextlib import ExitStack, closing
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from sparsekit.graph.index import StateDict, cut_axes
 from sparsekit.graph.mask import UnitMask
 from sparsekit.pruning.least_squares import Fit, Reader
 from sparsekit.pruning.sequence import find_chain, fit_in_sequence
+from sparsekit.pruning.undo import Undo
 from sparsekit.rng import torch_generator
 from sparsekit.surgery.rebuild import named_entries, narrow_block, narrow_in_place
 
@@ -73,11 +74,37 @@ def reconstruct(
     Raises:
         InvalidValueError: a negative ridge; or a model to be cut in place whose units are not all inside a chain of blocks.
         ForeignMaskError: the mask or the model does not belong to the graph.
-        DataError: an empty loader, or a batch on another device than the model.
+        DataError: an empty loader, or a batch on another device than the model. Whatever is raised, `small` is then as it was;
+            a temporary file keeps the weights that were changed.
 
     Source: the fixed-mask form of optimal brain surgery, as in ZipLM (Kurtic et al., NeurIPS 2023) and He et al., Channel
         Pruning for Accelerating Very Deep Neural Networks, ICCV 2017.
     """
+    with closing(Undo()) as undo:
+        try:
+            return refit(
+                model, small, graph, mask, batches, ridge=ridge, memory_bytes=memory_bytes, sequential=sequential,
+                progress=progress, undo=undo,
+            )  # fmt: skip
+        except BaseException:
+            undo.restore()
+            raise
+
+
+def refit(
+    model: nn.Module,
+    small: nn.Module,
+    graph: UnitGraph,
+    mask: UnitMask,
+    batches: Iterable[Batch],
+    *,
+    ridge: float = 1e-2,
+    memory_bytes: int = 2**30,
+    sequential: bool = True,
+    progress: bool = False,
+    undo: Undo | None = None,
+) -> dict[str, float]:
+    """Do what `reconstruct` does, for a `small` that nobody needs if it fails."""
     if not ridge >= 0:
         raise InvalidValueError(f"ridge must be at least 0, got {ridge}")
     mask.check(graph)
@@ -97,7 +124,7 @@ def reconstruct(
 
         left = fit_in_sequence(
             model, small, chain, fitting, batches, lambda each: Fit(each, generator), narrow, ridge=ridge,
-            memory_bytes=memory_bytes, progress=progress,
+            memory_bytes=memory_bytes, progress=progress, undo=undo,
         )  # fmt: skip
     if small is model:
         if chain and not left:
@@ -120,7 +147,10 @@ def reconstruct(
                 seen += example_count(batch)
             for fit in fits:
                 if fit.seen.count:
-                    left[fit.reader.name] = fit.solve(modules[fit.reader.name], ridge)
+                    layer = modules[fit.reader.name]
+                    if undo is not None:
+                        undo.keep(layer.parameters(recurse=False))
+                    left[fit.reader.name] = fit.solve(layer, ridge)
     return left
 
 
@@ -193,7 +223,9 @@ def recalibrate_batchnorm(
     Everything else runs in eval mode; no weight changes.
 
     Args:
-        model: Changed in place: running means and variances become plain averages over the batches.
+        model: Changed in place: running means and variances become plain averages over the batches. A batch norm that gets
+            one value of a channel in every batch, such as behind a linear layer in batches of one example, takes those of all
+            batches together. One that gets no values keeps its statistics.
         batches: Training data, as for data-driven criteria; a target is not used. Some dozen batches are enough.
         prior: State-dict key → what is added to a running mean, and multiplied with a running variance, as
             `statistics_prior` measures it on the dense model; None changes nothing.
@@ -203,29 +235,51 @@ def recalibrate_batchnorm(
         The number of batch norms; with 0 no batch is read.
 
     Raises:
-        DataError: an empty loader, or a batch on another device than the model; the statistics are then as they were.
+        DataError: an empty loader, or a batch on another device than the model. Whatever is raised, the statistics are then as
+            they were.
     """
     norms = _batch_norms(model)
     if not norms:
         return 0
-    momenta = [norm.momentum for norm in norms.values()]
-    with scoring(model), torch.no_grad():
+    before = [(norm, norm.momentum, [norm.get_buffer(name).clone() for name in _STATISTICS]) for norm in norms.values()]
+    measured: set[nn.Module] = set()
+    rows: dict[nn.Module, list[Tensor]] = {}
+
+    def enter(norm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else next(iter(kwargs.values()))
+        norm.training = x.numel() > x.shape[1]  # one value of a channel has no variance
+        if x.numel() == x.shape[1]:
+            rows.setdefault(norm, []).append(x.reshape(-1))
+        elif norm.training and norm not in measured:
+            measured.add(norm)
+            norm.reset_running_stats()
+            norm.momentum = None  # a cumulative average
+
+    with ExitStack() as hooks, scoring(model), torch.no_grad():
+        for norm in norms.values():
+            hooks.callback(norm.register_forward_pre_hook(enter, with_kwargs=True).remove)
         try:
-            for place, batch in enumerate(read_batches(batches, model, "Recalibrating batch norms", progress=progress)):
-                if not place:  # only now is it sure that there is one
-                    for norm in norms.values():
-                        norm.reset_running_stats()
-                        norm.momentum = None  # a cumulative average
-                        norm.train()
+            for batch in read_batches(batches, model, "Recalibrating batch norms", progress=progress):
                 args, kwargs, _ = split_batch(batch, keep_target=False)
                 model(*args, **kwargs)
-        finally:
-            for norm, momentum in zip(norms.values(), momenta):
-                norm.momentum = momentum
-        if prior is not None:
             for name, norm in norms.items():
-                norm.get_buffer("running_mean").add_(prior[f"{name}running_mean"])
-                norm.get_buffer("running_var").mul_(prior[f"{name}running_var"])
+                mean, variance = norm.get_buffer("running_mean"), norm.get_buffer("running_var")
+                if norm not in measured and len(rows.get(norm, ())) > 1:  # batches of one example, together
+                    measured.add(norm)
+                    values = torch.stack(rows[norm])
+                    mean.copy_(values.mean(0))
+                    variance.copy_(values.var(0))
+                if prior is not None and norm in measured:
+                    mean.add_(prior[f"{name}running_mean"])
+                    variance.mul_(prior[f"{name}running_var"])
+        except BaseException:
+            for norm, _, statistics in before:
+                for name, value in zip(_STATISTICS, statistics):
+                    norm.get_buffer(name).copy_(value)
+            raise
+        finally:
+            for norm, momentum, _ in before:
+                norm.momentum = momentum
     return len(norms)
 
 

@@ -14,6 +14,7 @@ from sparsekit._torch import tree_leaves
 from sparsekit.criteria.batches import Batch, example_count, scoring, split_batch
 from sparsekit.progress import track
 from sparsekit.pruning.least_squares import Fit, Reader
+from sparsekit.pruning.undo import Undo
 from sparsekit.surgery.rebuild import named_entries, reshape_leaf
 
 _PLAIN = (Tensor, int, float, str, torch.dtype, torch.device, type(None))
@@ -53,6 +54,7 @@ def fit_in_sequence(
     ridge: float,
     memory_bytes: int,
     progress: bool,
+    undo: Undo | None,
 ) -> dict[str, float]:
     """Refit the linear layers of a chain of equal blocks, such as the layers of a transformer, in the order of computation.
 
@@ -72,6 +74,7 @@ def fit_in_sequence(
         ridge: As for `reconstruct`.
         memory_bytes: What hidden states of all batches may take.
         progress: Whether to draw a progress bar on stderr.
+        undo: Notes what is changed, before it is.
 
     Returns:
         Name of each layer that was fitted → share of its error that is left. It is empty if the blocks do not follow one
@@ -97,6 +100,9 @@ def fit_in_sequence(
                 after.append(found[0])
                 wanted.append({layer: _value(layer, stream, *found) for layer, stream in streams.items()})
             cut_block = narrow(name)
+            if undo is not None:
+                changed = [blocks[place]] if small is model else [cut_block.get_submodule(layer) for layer in streams]
+                undo.keep(entry for module in changed for entry in named_entries(module).values())
             for layer, stream in streams.items():
                 reader, mine = inside[layer], fit(inside[layer])
                 for batch, (state, others) in enumerate(zip(states, cut.others)):

@@ -75,6 +75,50 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
     ]
 
 
+@pytest.mark.same_bits
+def test_a_learnable_mask_resumes_with_its_rule(tmp_path: Path) -> None:
+    def train(epochs: int, checkpoint: Path | None) -> sk.LearnableMask:
+        masked = sk.LearnableMask(_model(), (_data().tensors[0][:2],), ratio=0.5, learning=sk.GradientImportance(lr=0.5))
+        sk.finetune(masked, _loader(), F.cross_entropy, epochs=epochs, validation=[_data(20).tensors], checkpoint=checkpoint)
+        return masked
+
+    train(2, tmp_path / "run")
+    assert _same(train(4, tmp_path / "run"), train(4, None))
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"epochs": 1.5}, "epochs must be a whole number"),
+    ({"optimizer": "adam"}, "optimizer must be a torch.optim.Optimizer or make one, got 'adam'"),
+    ({"optimizer": lambda p: [*p]}, "optimizer must be"),
+    ({"optimizer": SGD(_model().parameters(), 0.1)}, "6 of the 6 parameters of the optimizer are not those of this Sequential"),
+    ({"scheduler": lambda _: None}, "scheduler must be a function"),
+    ({"scheduler": MultiStepLR(SGD(_model().parameters(), 0.1), [1])}, "scheduler must be a function"),
+    ({"validation": lambda _: None}, "validation must return a number"),
+    ({"checkpoint": "no/such/folder"}, "checkpoint must be a file in a folder that exists"),
+    ({"loss": nn.CrossEntropyLoss(reduction="sum")}, "mean over the examples"),
+]
+
+
+@pytest.mark.parametrize(("more", "told"), WRONG)
+def test_bad_input_is_refused(more: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidValueError, match=told):
+        sk.finetune(_model(), _loader(), **{"loss": F.cross_entropy, "epochs": 1, **more})
+
+
+def test_an_optimizer_may_train_a_part_of_the_model_and_the_loss() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
+            return F.cross_entropy(self.scale * outputs, target)
+
+    model, loss = _model(), Scaled()
+    sk.finetune(model, _loader(), loss, epochs=1, optimizer=SGD([*model[4].parameters(), *loss.parameters()], 0.1))
+    assert float(loss.scale) != 1
+
+
 def test_a_checkpoint_of_other_parts_or_another_model_is_refused(tmp_path: Path) -> None:
     sk.finetune(_model(), _loader(), F.cross_entropy, epochs=1, checkpoint=tmp_path / "run")
     with pytest.raises(InvalidValueError, match="this one has model, optimizer, scheduler, scaler"):
@@ -102,6 +146,36 @@ def test_the_weights_of_the_best_epoch_are_kept() -> None:
     assert tuple(records) == found.history
     assert all(torch.equal(entry, seen[1][name]) for name, entry in model.state_dict().items())
     assert model.training
+
+
+@pytest.mark.parametrize("scores", [[0.9, 0.1], None])
+def test_the_best_epoch_survives_an_error_and_ctrl_c(scores: list[float] | None) -> None:
+    seen: list[dict[str, Tensor]] = []
+
+    def stop(record: EpochRecord) -> None:
+        seen.append({name: entry.clone() for name, entry in model.state_dict().items()})
+        if record.epoch == 2:
+            raise KeyboardInterrupt
+
+    model = _model()
+    metric = None if scores is None else lambda _: scores[len(seen)]
+    with pytest.raises(KeyboardInterrupt):
+        sk.finetune(model, _loader(), F.cross_entropy, epochs=4, validation=metric, on_epoch=stop)
+    kept = seen[1 if scores is None else 0]
+    assert all(torch.equal(entry, kept[name]) for name, entry in model.state_dict().items())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_each_submodule_trains_in_the_mode_in_which_it_was_given_unless_the_model_is_in_eval_mode(training: bool) -> None:
+    model = _model().train(training)
+    model[1].eval()
+    before, modes = {name: entry.clone() for name, entry in model.state_dict().items()}, []
+    model.register_forward_hook(lambda *_: modes.append((model[1].training, model[3].training)))
+    sk.finetune(model, _loader(), F.cross_entropy, epochs=2, optimizer=lambda p: SGD(p, 0.0))
+    assert set(modes) == {(not training, True)}
+    same = {name: torch.equal(entry, before[name]) for name, entry in model.state_dict().items()}
+    assert same["1.running_mean"] is training
+    assert (model.training, model[1].training) == (training, False)
 
 
 def test_a_teacher_alone_pulls_its_student_to_it() -> None:

@@ -28,6 +28,22 @@ def test_statistics_are_averages_over_the_batches() -> None:
     assert not any(module.training for module in model.modules())
 
 
+def test_batches_of_one_example_give_the_statistics_of_all_and_a_last_one_changes_nothing() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval()
+    x = torch.randn(24, 3)
+    alone, together, ragged = copy.deepcopy(model), copy.deepcopy(model), copy.deepcopy(model)
+    recalibrate_batchnorm(alone, x.split(1))
+    recalibrate_batchnorm(together, [x])
+    recalibrate_batchnorm(ragged, [x, x[:1], x[:0]])
+    for name, value in together.state_dict().items():
+        if "running" in name:
+            torch.testing.assert_close(alone.state_dict()[name], value)
+            assert torch.equal(ragged.state_dict()[name], value)
+    before = copy.deepcopy(model.state_dict())
+    recalibrate_batchnorm(model, [x[:1]])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "one value has no variance"
+
+
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_the_prior_moves_statistics_a_share_of_the_way_to_those_of_the_training(share: float) -> None:
     torch.manual_seed(0)

@@ -1,0 +1,175 @@
+"""An object that raised equals its copy from before, whatever call was to change it, and wherever it failed."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sparsekit as sk
+from sparsekit.pruning import sequence
+from sparsekit.pruning.least_squares import Fit
+
+
+class Planted(Exception):
+    """A fault of the test."""
+
+
+def net() -> nn.Module:
+    """A network that has seen data, with a frozen batch norm and a frozen bias."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 3))
+        model(torch.randn(32, 6))
+    model[1].momentum = 0.05
+    model[1].eval()
+    model[3].bias.requires_grad_(False)
+    return model
+
+
+class Chain(nn.Module):
+    """Blocks that hold all units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 6)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def masked() -> nn.Module:
+    """A learnable mask."""
+    return sk.LearnableMask(net(), (torch.zeros(2, 6),), ratio=0.5, learning=sk.GradientImportance())
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """Batches of a rule that can be learned."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(64, 6, generator=generator)
+    return list(zip(x.split(16), (x @ torch.randn(6, 3, generator=generator)).argmax(1).split(16)))
+
+
+def broken(fault: str) -> Any:
+    """Batches of which the second fails."""
+    first, (x, y), *rest = batches()
+
+    def load() -> Iterator[Any]:
+        yield first
+        raise Planted
+
+    bad = {"device": (x.to("meta"), y), "width": (x[:, :3], y), "kind": "text", "nan": (x * float("nan"), y)}
+    return load() if fault == "loader" else [first, bad[fault], *rest]
+
+
+def at_second(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Fail when called for the second time."""
+    calls = 0
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise Planted
+        return call(*args, **kwargs)
+
+    return fails
+
+
+def _finetune(model: nn.Module, data: Any = None, loss: Any = F.cross_entropy, **options: Any) -> None:
+    options = {"epochs": 2, "optimizer": lambda p: torch.optim.SGD(p, 0.5), **options}
+    sk.finetune(model, data or batches(), loss, **options)
+
+
+def _checkpoint_of_another(model: nn.Module, folder: Path, _: Any) -> None:
+    _finetune(net(), epochs=1, checkpoint=folder / "run")
+    found = torch.load(folder / "run", weights_only=True)
+    found["state"]["model"]["5.bias"] = torch.zeros(7)
+    torch.save(found, folder / "run")
+    _finetune(model, checkpoint=folder / "run")
+
+
+def _graph(model: nn.Module) -> tuple[sk.UnitGraph, sk.UnitMask]:
+    graph = sk.trace_units(model, torch.zeros(2, 6))
+    return graph, sk.UnitMask({name: torch.arange(group.size) < group.size // 2 for name, group in graph.groups.items()})
+
+
+def small() -> nn.Module:
+    """Half of the network."""
+    dense = net().eval()
+    return sk.compact(dense, *_graph(dense))
+
+
+def _reconstruct(model: nn.Module, data: Any) -> None:
+    dense = net().eval()
+    sk.reconstruct(dense, model, *_graph(dense), data)
+
+
+def _second_layer(model: nn.Module, _: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fit, "solve", at_second(Fit.solve))
+    _reconstruct(model, batches())
+
+
+def _in_place(model: nn.Module, _: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, mask = _graph(model)
+    monkeypatch.setattr(sequence, "reshape_leaf", at_second(sequence.reshape_leaf))
+    sk.reconstruct(model, model, graph, mask, [x for x, _ in batches()])
+
+
+def _prune(model: nn.Module, data: Any = None, **options: Any) -> None:
+    options = {"loss": F.cross_entropy, "budget": "flops=60%", **options}
+    sk.prune(model, (torch.zeros(2, 6),), batches=data or batches(), **options)
+
+
+def _score(model: nn.Module) -> float:
+    return float(model(torch.randn(4, 6)).sum())
+
+
+DATA = ("loader", "device", "width", "kind")
+CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[..., None]]] = {
+    **{f"finetune, {fault}": (net, lambda m, *_, f=fault: _finetune(m, broken(f))) for fault in (*DATA, "nan")},
+    "finetune, loss": (net, lambda m, *_: _finetune(m, loss=at_second(F.cross_entropy))),
+    "finetune, metric": (net, lambda m, *_: _finetune(m, validation=lambda _: _score(m) / 0)),
+    "finetune, metric is NaN": (net, lambda m, *_: _finetune(m, validation=lambda _: float("nan"))),
+    "finetune, optimizer": (net, lambda m, *_: _finetune(m, optimizer=torch.optim.SGD(net().parameters(), 0.1))),
+    "finetune, checkpoint": (net, _checkpoint_of_another),
+    "finetune of a mask": (masked, lambda m, *_: _finetune(m, broken("loader"))),
+    **{f"recalibrate, {fault}": (net, lambda m, *_, f=fault: sk.recalibrate_batchnorm(m, broken(f))) for fault in DATA},
+    **{f"reconstruct, {fault}": (small, lambda m, *_, f=fault: _reconstruct(m, broken(f))) for fault in DATA},
+    "reconstruct, second layer": (small, _second_layer),
+    "reconstruct in place": (Chain, _in_place),
+    **{f"prune, {fault}": (net, lambda m, *_, f=fault: _prune(m, broken(f))) for fault in DATA},
+    "prune, metric": (net, lambda m, *_: _prune(m, metric=at_second(_score))),
+    "prune, loss": (net, lambda m, *_: _prune(m, criterion="fisher", loss=at_second(F.cross_entropy))),
+    "prune, finetune": (net, lambda m, *_: _prune(m, schedule="linear", finetune=lambda *_: 1 / 0)),
+    "load_importance": (masked, lambda m, *_: m.load_importance({"0": torch.ones(16), "3": torch.full((12,), torch.nan)})),
+    "change_mask": (masked, lambda m, *_: m.change_mask(sk.UnitMask({"0": torch.ones(16) > 0, "3": torch.ones(7) > 0}))),
+}
+
+
+def _facts(model: nn.Module) -> tuple[dict[str, Tensor], list[Any]]:
+    entries = dict([*model.named_parameters(), *model.named_buffers()])
+    names = ("training", "momentum", "in_features", "out_features", "num_features", "_forward_hooks", "_forward_pre_hooks")
+    plain = [[repr(getattr(module, name, None)) for name in names] for module in model.modules()]
+    flags = [value.requires_grad for value in entries.values()]
+    return {
+        **{name: value.detach().clone() for name, value in entries.items()},
+        "draws": torch.random.get_rng_state(),
+    }, plain + flags
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_object_that_raised_equals_its_copy_from_before(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, call = CALLS[name]
+    model = make()
+    tensors, plain = _facts(model)
+    with pytest.raises(Exception):  # noqa: B017 - whichever the fault is, the model is the point
+        call(model, tmp_path, monkeypatch)
+    found, now = _facts(model)
+    assert now == plain
+    torch.testing.assert_close(found, tensors, rtol=0, atol=0)
