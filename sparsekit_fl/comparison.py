@@ -32,22 +32,27 @@ _SCORES = (
     Column("final.personal.accuracy", "personal accuracy", "share"),
     Column("final.validation.accuracy", "validation accuracy", "share"),
     Column("final.global.accuracy", "global accuracy", "share"),
-    Column("final.worst_decile.personal.accuracy", "accuracy, worst tenth", "share"),
+    Column("final.worst_decile.personal.accuracy", "worst decile", "share"),
 )
 _COSTS = (
     Column("cost.flops", "FLOPs", "flops"),
     Column("cost.simulated_seconds", "simulated time", "seconds"),
-    Column("cost.uplink_bytes", "sent up", "bytes"),
-    Column("cost.downlink_bytes", "sent down", "bytes"),
+    Column("cost.uplink_bytes", "uplink", "bytes"),
+    Column("cost.downlink_bytes", "downlink", "bytes"),
     Column("cost.flops_paper", "FLOPs, paper", "flops"),
     Column("cost.wall_seconds", "wall time", "seconds"),
 )
 
 
+_FIRST = ("personal accuracy", "FLOPs", "simulated time", "uplink", "downlink")
+
+
 def columns_of(results: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
     """Return the columns of a table: accuracies, costs, and other metrics."""
     names = dict.fromkeys(name for one in results for name in one["final"].get("personal", {}) if name != "accuracy")
-    return (*_SCORES, *_COSTS, *(Column(f"final.personal.{name}", name, "number") for name in names))
+    found = (*_SCORES, *_COSTS, *(Column(f"final.personal.{name}", name, "number") for name in names))
+    # A narrow terminal shows what a choice depends on most: accuracy, FLOPs, time and bytes.
+    return tuple(sorted(found, key=lambda column: column.title not in _FIRST))
 
 
 @dataclass(frozen=True, eq=False)

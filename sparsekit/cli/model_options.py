@@ -63,7 +63,13 @@ def read_runtimes(text: str) -> tuple[str, ...]:
 class ModelOptions:
     """The model, its weights and example inputs, and its device."""
 
-    model: Annotated[str, typer.Argument(help="A built-in model, package.module:factory or path/to/file.py:factory.")]
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A built-in model, package.module:factory, path/to/file.py:factory, or a name in torchvision, timm"
+            " or transformers (untrained)."
+        ),
+    ]
     init: Annotated[Path | None, typer.Option(help="Trained weights: a state dict as safetensors, or as torch saves it.")] = (
         None
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsekit.cli.table import MODELS
-from sparsekit.errors import InvalidValueError
+from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit.registry import Registry, ran
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 models = Registry("model", MODELS, group="sparsekit.models")
 """Models by name, for every command that takes a model."""
 
+_MOST_PARAMETERS = 10**9
+"""Of a model that is built for its name alone."""
 _NESTED = ("state_dict", "model_state_dict", "model", "net", "module")
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 
@@ -43,7 +47,15 @@ def load_model(name: str) -> tuple[nn.Module, tuple[Any, ...] | Mapping[str, Any
     """Build a model, and the example inputs that its factory brings along, if any."""
     from torch import nn
 
-    factory = models.find(name)
+    try:
+        factory = models.find(name)
+    except UnknownNameError as error:
+        published = _published(name)
+        if published is None:
+            raise UnknownNameError(
+                f"{error}; or a name in torchvision, timm or transformers, where they are installed"
+            ) from None
+        return published
     if isinstance(factory, nn.Module) or not callable(factory):
         raise InvalidValueError(f"{name!r} must be a class or function that builds a model, got {type(factory).__name__}")
     made = ran(name, factory, how=" without arguments", advice="wrap it in a function")
@@ -51,6 +63,36 @@ def load_model(name: str) -> tuple[nn.Module, tuple[Any, ...] | Mapping[str, Any
     if not isinstance(module, nn.Module):
         raise InvalidValueError(f"{name!r} must return a torch.nn.Module or (module, inputs), got {type(module).__name__}")
     return module, own if own is None or isinstance(own, tuple | Mapping) else (own,)
+
+
+def _published(name: str) -> tuple[nn.Module, tuple[Any, ...] | Mapping[str, Any]] | None:
+    """Build an untrained model of torchvision, timm or transformers by its name there, with example inputs; None if unknown."""
+    import torch
+
+    vision, timm, transformers = map(_installed, ("torchvision.models", "timm", "transformers"))
+    if vision and name in vision.list_models():
+        side = 299 if name == "inception_v3" else 224
+        return vision.get_model(name, weights=None), (torch.randn(1, 3, side, side),)
+    if timm and timm.is_model(name):
+        model = timm.create_model(name)
+        return model, (torch.randn(1, *model.default_cfg["input_size"]),)
+    if transformers and name in transformers.CONFIG_MAPPING:
+        config = transformers.CONFIG_MAPPING[name]()
+        with torch.device("meta"):
+            size = sum(entry.numel() for entry in transformers.AutoModel.from_config(config).parameters())
+        if size > _MOST_PARAMETERS:
+            raise InvalidValueError(
+                f"the default {name!r} of transformers has {size / 1e9:.1f} billion parameters; write a factory for yours"
+            )
+        model = transformers.AutoModel.from_config(config)
+        return model, dict(model.dummy_inputs)
+    return None
+
+
+def _installed(module: str) -> Any:
+    with contextlib.suppress(ImportError):
+        return importlib.import_module(module)
+    return None
 
 
 def example_inputs(

@@ -88,11 +88,13 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, texts: Co
 
 
 def print_lines(rows: Sequence[Sequence[str]]) -> None:
-    """Print one line per row, in columns; the last one is cut at a word where the terminal ends."""
+    """Print rows in columns; the last one is broken at words where the terminal ends, and continues below itself."""
     widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
     for *cells, last in rows:
         text = "".join(f"{cell.ljust(width)}  " for cell, width in zip(cells, widths, strict=True))
-        typer.echo(text + textwrap.shorten(last, max(20, Console().width - len(text)), placeholder="…"))
+        for line in textwrap.wrap(last, max(20, Console().width - len(text))) or [""]:
+            typer.echo(text + line)
+            text = " " * len(text)
 
 
 def print_wrapped(text: str, *, indent: str = "") -> None:

@@ -71,7 +71,7 @@ def _print(report: PruneReport, how: str) -> None:
         if rows:
             print_table(head, rows)
     if report.unprunable:
-        typer.echo(f"{len(report.unprunable)} more cannot be pruned; `sparsekit units` says why")
+        typer.echo(f"{len(report.unprunable)} groups of units cannot be pruned; `sparsekit units` says why")
     for note in report.notes:
         typer.echo(note)
 

@@ -7,7 +7,7 @@ import json
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -168,6 +168,27 @@ def _print(report: Mapping[str, Any], names: list[str]) -> None:
         for row in rows[:_MAX_ROWS]
     ]
     print_table(("trial", "metric", *names, ""), shown)
+    scores = [row["score"] for row in report["trials"]]
+    if len(scores) > 2 and any(score is not None for score in scores):
+        typer.echo(f"metric by trial: {curve(scores)}")
+
+
+def curve(scores: Sequence[float | None], *, width: int = 50) -> str:
+    """Draw scores as a line of bars, with the smallest and the largest; a failed trial is a dot.
+
+    Args:
+        scores: In the order of the trials.
+        width: Bars at most; with more trials, each bar is a mean of neighbors.
+    """
+    known = [score for score in scores if score is not None]
+    low, high = min(known), max(known)
+    bars = []
+    for place in range(min(width, len(scores))):
+        part = scores[place * len(scores) // min(width, len(scores)) : (place + 1) * len(scores) // min(width, len(scores))]
+        own = [score for score in part if score is not None]
+        height = (sum(own) / len(own) - low) / (high - low) if own and high > low else 0.0
+        bars.append("▁▂▃▄▅▆▇█"[min(7, int(8 * height))] if own else "·")
+    return f"{''.join(bars)}  {low:.4g} to {high:.4g}"
 
 
 tune = command_app(

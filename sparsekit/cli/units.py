@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,12 +13,11 @@ import typer
 from sparsekit.cli.model_options import ModelOptions, takes
 from sparsekit.cli.model_source import load_with_inputs
 from sparsekit.cli.output import AsJson, command_app, print_json, print_table, print_wrapped
+from sparsekit.measure.budget import format_cost
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from sparsekit.graph.graph import UnitGraph
-    from sparsekit.graph.groups import UnitGroup
+    from sparsekit.measure.cost import CostModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +35,10 @@ class UnitsOptions(ModelOptions):
 def _units(options: UnitsOptions) -> None:
     """Show the unit groups of a model: what can be removed exactly, what cannot be pruned, and why.
 
-    A factory is called without arguments and returns the module, or the module and a tuple of example inputs.
+    A factory is called without arguments and returns the module, or the module and a tuple of example inputs. Untrained models
+    of torchvision, timm and transformers have their names there: resnet50, vit_small_patch16_224, bert.
     """
+    from sparsekit.measure.cost import measure_costs
     from sparsekit.tracing.trace import UnprunableWarning, trace_units
 
     module, args, kwargs = load_with_inputs(options)
@@ -43,73 +46,107 @@ def _units(options: UnitsOptions) -> None:
         # The same facts are in the table.
         warnings.simplefilter("ignore", UnprunableWarning)
         graph = trace_units(module, *args, prune_hidden_size=options.prune_hidden_size, example_kwargs=kwargs)
-    report = _describe(options.model, module, graph)
+    report = _describe(options.model, graph, measure_costs(module, args, kwargs, graph))
     if options.as_json:
         print_json(report)
     else:
         _print(report)
 
 
-def _entries_of(group: UnitGroup, graph: UnitGraph, keys: set[str]) -> int:
-    """Return parameters that touch the units of a group; those between two groups count for both."""
-    import torch
-
-    total = 0
-    for name in keys & {piece.name for piece in group.slices}:
-        touched = torch.zeros(graph.shapes[name], dtype=torch.bool)
-        for piece in group.slices:
-            if piece.name == name:
-                touched.index_fill_(piece.dim, piece.index.reshape(-1), True)
-        total += int(touched.sum())
-    return total
-
-
-def _describe(name: str, module: nn.Module, graph: UnitGraph) -> dict[str, Any]:
+def _describe(name: str, graph: UnitGraph, costs: CostModel) -> dict[str, Any]:
     """Return what the command shows."""
-    # Tied parameters appear once, under their first name.
-    parameters = {key: tensor.numel() for key, tensor in module.named_parameters()}
-    total = sum(parameters.values())
-    groups = []
-    for group in graph.groups.values():
-        count = _entries_of(group, graph, set(parameters))
-        groups.append(
-            {
-                "name": group.name,
-                "kind": group.kind,
-                "size": group.size,
-                "parameters": count,
-                "share": count / max(1, total),
-                "ties": list(group.modules),
-            }
-        )
-    unprunable = [{"module": item.module, "size": item.size, "reason": item.reason} for item in graph.unprunable]
-    return {"model": name, "parameters": total, "units": graph.units, "groups": groups, "unprunable": unprunable}
+    from sparsekit.pruning.report import describe
+
+    dense = costs.dense_costs()
+    least = costs.costs(dict.fromkeys(graph.groups, 1))
+    groups = [
+        {
+            "name": one.name,
+            "kind": one.kind,
+            "size": one.before,
+            "flops": one.flops_before,
+            "flops_share": one.flops_before / max(1.0, dense["flops"]),
+            "parameters": int(one.params_before),
+            "coupled": [module for module in graph.groups[one.name].modules if module != one.name],
+        }
+        for one in describe(costs, dict.fromkeys(graph.groups, 1))
+    ]
+    return {
+        "model": name,
+        "parameters": int(dense["params"]),
+        "flops": dense["flops"],
+        "units": graph.units,
+        "prunable_parameters": 1.0 - least["params"] / max(1.0, dense["params"]),
+        "prunable_flops": 1.0 - least["flops"] / max(1.0, dense["flops"]),
+        "groups": groups,
+        "unprunable": [{"module": item.module, "size": item.size, "reason": item.reason} for item in graph.unprunable],
+    }
+
+
+def folded(names: Sequence[str]) -> str:
+    """Return names of modules in one line; those that differ in numbers alone are one: `encoder.layer.{0–11}.output`."""
+    patterns: dict[str, list[tuple[str, ...]]] = {}
+    for name in names:
+        patterns.setdefault(_pattern(name), []).append(tuple(filter(str.isdecimal, name.split("."))))
+    texts = []
+    for pattern, found in patterns.items():
+        axes = [sorted(set(values), key=int) for values in zip(*found, strict=True)]
+        whole = math.prod(map(len, axes)) == len(found)
+        for numbers in [[_numbers(values) for values in axes]] if whole else found:
+            places = iter(numbers)
+            texts.append(".".join(next(places) if part == "#" else part for part in pattern.split(".")))
+    return ", ".join(texts)
+
+
+def _pattern(name: str) -> str:
+    return ".".join("#" if part.isdecimal() else part for part in name.split("."))
+
+
+def _numbers(values: Sequence[str]) -> str:
+    first, last = values[0], values[-1]
+    if len(values) == 1:
+        return first
+    return f"{{{first}–{last}}}" if int(last) - int(first) == len(values) - 1 else f"{{{','.join(values)}}}"
 
 
 def _print(report: dict[str, Any]) -> None:
     groups = report["groups"]
     typer.echo(
-        f"{report['model']}: {report['units']:,} units in {len(groups)} group{'s' if len(groups) > 1 else ''},"
-        f" {report['parameters']:,} parameters"
+        f"{report['model']}: {report['units']:,} units in {len(groups)} group{'' if len(groups) == 1 else 's'},"
+        f" {report['parameters']:,} parameters, {format_cost('flops', report['flops'])}"
     )
-    rows = []
+    print_wrapped(
+        f"With one unit left in each group, {report['prunable_flops']:.1%} of the FLOPs and {report['prunable_parameters']:.1%}"
+        " of the parameters are gone."
+    )
+    alike: dict[tuple[object, ...], list[dict[str, Any]]] = {}
     for group in groups:
-        size = f"{group['size']} {group['kind']}{'' if group['size'] == 1 else 's'}"
-        others = ", ".join(name for name in group["ties"] if name != group["name"])
-        rows.append([group["name"], size, f"{group['parameters']:,}", f"{group['share']:.1%}", others or "–"])
-    ties = "ties, besides itself"
-    print_table(("group", "units", "parameters", "share", ties), rows, texts=[ties])
-    print_wrapped("Parameters between two groups count for both, so shares may add up to more than 100 %.")
+        alike.setdefault((_pattern(group["name"]), group["kind"], group["size"]), []).append(group)
+    rows = [
+        [
+            folded([group["name"] for group in some]),
+            f"{f'{len(some)} × ' if len(some) > 1 else ''}{size} {kind}{'' if size == 1 else 's'}",
+            format_cost("flops", sum(group["flops"] for group in some)),
+            f"{sum(group['flops_share'] for group in some):.1%}",
+            f"{sum(group['parameters'] for group in some):,}",
+            folded([module for group in some for module in group["coupled"]]) or "–",
+        ]
+        for (_, kind, size), some in alike.items()
+    ]
+    coupled = "coupled layers"
+    print_table(("group", "units", "FLOPs of affected layers", "share", "parameters", coupled), rows, texts=[coupled])
+    print_wrapped("A layer between two groups counts for both, so shares may add up to more than 100 %.")
     if report["unprunable"]:
         typer.echo("\nCannot be pruned:")
-        kept = [(item["module"], str(item["size"]), item["reason"]) for item in report["unprunable"]]
-        print_table(("module", "size", "reason"), kept, texts=["reason"])
+        rows = [[item["module"], str(item["size"]), item["reason"]] for item in report["unprunable"]]
+        print_table(("module", "size", "reason"), rows, texts=["reason"])
 
 
 units = command_app(
     _units,
     examples=(
         "sparsekit units vgg11",
+        "sparsekit units resnet50  # of torchvision or timm, where installed",
         "sparsekit units mypackage.nets:make_net --example-shape 1,3,32,32",
         "sparsekit units mypackage.nets:TextNet --example-shape 1,20:int64 --json",
         "sparsekit units nets.py:Bert --example-shape input_ids=1,20:int64 --init bert.safetensors --device cuda",

@@ -160,7 +160,7 @@ class PruneReport:
         ]
         found: dict[str, Table] = {
             "Costs": (("metric", "before", "after", "share", "requested", "minimum"), costs),
-            "Time": (("a pass of", "before", "after", "speed-up (quartiles)", "fewer FLOPs", "speed-up ÷ fewer FLOPs"), times),
+            "Time": (("forward pass", "before", "after", "speed-up (quartiles)", "FLOPs reduction", "efficiency"), times),
             "Most time": (("module", "after"), [(name, f"{each:.3g} ms") for name, each in self.slowest.items()]),
             "Candidates": (
                 ("criterion", "allocation", "loss on unseen batches", ""),
@@ -169,7 +169,7 @@ class PruneReport:
                     for each in self.candidates
                 ],
             ),
-            "Measured": (("what", "value"), measured),
+            "Measured": (("measured", "value"), measured),
             "Groups": (("group", "kind", "before", "after", "share", "FLOPs of affected layers"), groups),
         }
         return {title: table for title, table in found.items() if table[1]}

@@ -41,6 +41,8 @@ def _run(method_name: str, options: RunOptions) -> None:
         else:
             result = experiment.run(method, options, [*own, *callbacks], resume=options.resume)
     _show(result, options)
+    if not options.as_json:
+        _show_reference(result, experiment, options)
     if result.failures or len(result.final.per_client) < len(experiment.clients):
         raise typer.Exit(INCOMPLETE)
 
@@ -87,10 +89,26 @@ def _show(result: RunResult, options: RunOptions) -> None:
             typer.echo(line)
         if len(lines) > _MOST_REASONS:
             typer.echo(f"  and {len(lines) - _MOST_REASONS} more; {file} names them all")
+
+
+def _show_reference(result: RunResult, experiment: Experiment, options: RunOptions) -> None:
+    """Print what training the whole model on the same clients would cost, where the files are, and the next command."""
+    from sparsekit import count_cost
+    from sparsekit_fl.stored import number_text
+
+    inputs, epochs = experiment.problem.example_inputs, result.config.training.local_epochs
+    one = 3 * count_cost(experiment.problem.model(), *inputs).flops // len(inputs[0])  # a backward costs two forwards
+    sizes = {client.id: len(client.data.train) for client in experiment.clients}
+    whole = one * sum(epochs * sizes.get(client_id, 0) for record in result.rounds for client_id in record.ratios)
+    if result.method != "fedavg" and whole:
+        used = f"{result.cost.flops / whole:.0%}"
+        print_wrapped(f"The whole model, as fedavg trains it, costs {number_text('flops', whole)}FLOPs; this run used {used}.")
     if options.out is None:
         print_wrapped("Nothing was kept. With --out DIR you get result.json, rounds.jsonl, the models, and runs that resume.")
     else:
         typer.echo(f"result.json, rounds.jsonl, checkpoint and models are in {options.out}")
+    methods = " ".join(dict.fromkeys((result.method, "fedavg", "local")))
+    print_wrapped(f"Next: sparsekit compare {methods} --seeds 3 --out runs/first")
 
 
 def _fedlps(*, options: RunOptions) -> None:

@@ -1,6 +1,7 @@
 """`sparsekit tune` as a user meets it: output, errors, Ctrl-C, kill -9 and resuming."""
 
 import json
+import re
 import signal
 import sys
 from pathlib import Path
@@ -34,6 +35,7 @@ def test_a_search_ends_with_the_best_value_and_the_command_to_run(capsys: pytest
     captured = capsys.readouterr()
     assert "4 trials; p-ucbv, larger is better" in captured.out
     assert "best: awk -v x=0." in captured.out
+    assert re.search(r"metric by trial: [▁▂▃▄▅▆▇█]{4}  ", captured.out)
     lines = captured.err.splitlines()
     assert [line.split(":")[0] for line in lines] == ["trial 0", "trial 1", "trial 2", "trial 3"]
     assert lines[0].endswith("  best")

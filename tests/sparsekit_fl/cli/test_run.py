@@ -19,7 +19,16 @@ def test_a_run_prints_a_table_and_says_how_to_keep_it(capsys: pytest.CaptureFixt
     assert execute(["run", "fedavg", *TINY]) == 0
     captured = capsys.readouterr()
     assert "fedavg · cnn on digits · 2 rounds · seed 0" in captured.out
-    titles = ("personal accuracy", "validation accuracy", "global accuracy", "FLOPs", "sent up", "wall time", "--out DIR")
+    titles = (
+        "personal accuracy",
+        "validation accuracy",
+        "global accuracy",
+        "FLOPs",
+        "uplink",
+        "wall time",
+        "--out DIR",
+        "Next: sparsekit compare fedavg",
+    )
     assert all(title in captured.out for title in titles)
     # Stderr is not a terminal here: a line per evaluation, as in a log of nohup.
     lines = captured.err.splitlines()
@@ -27,6 +36,9 @@ def test_a_run_prints_a_table_and_says_how_to_keep_it(capsys: pytest.CaptureFixt
     assert len(lines) == 2
     assert all(re.match(says.format(round), line) for round, line in enumerate(lines, 1)), lines
     assert max(map(len, captured.out.splitlines())) <= 100
+    assert execute(["run", "local", *TINY, "--quiet"]) == 0
+    # Each client trains the whole model, so it costs what FedAvg costs.
+    assert "this run used 100%" in " ".join(capsys.readouterr().out.split())
     assert execute(["run", "fedavg", *TINY, "--quiet"]) == 0
     assert capsys.readouterr().err == ""
 
@@ -147,7 +159,7 @@ def test_an_engine_whose_package_is_absent_says_what_to_install(
 ) -> None:
     monkeypatch.setattr("sparsekit_fl.cli.simulate.find_spec", lambda name: None)
     assert execute(["run", "fedavg", "--engine", "flower"]) == 2
-    assert 'pip install ".[flower]"' in capsys.readouterr().err
+    assert '".[flower]"' in capsys.readouterr().err
 
 
 @pytest.mark.slow
