@@ -93,6 +93,8 @@ class Comparison:
         """
         names = ["method", "seed", *(column.path for column in self.columns)]
         frame = require("pandas").DataFrame([flat(result) for result in self.results], columns=names)
+        # Where no client uploads, the global model was never trained, so its score says nothing of the method.
+        frame.loc[frame["cost.uplink_bytes"] == 0, [name for name in names if ".global." in name]] = float("nan")
         return frame.set_index(["method", "seed"]).astype(float)
 
     @cached_property

@@ -21,7 +21,7 @@ def test_the_version_is_written_once_and_named_by_changelog_and_citation() -> No
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "sparsekit.version.__version__"}
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert re.findall(r"^## (\S+) - unreleased$", changelog, re.M) == [__version__]
-    assert len(changelog.splitlines()) <= 80
+    assert len(changelog.splitlines()) <= 90
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert cited["version"] == __version__
     assert {"cff-version", "message", "title", "authors", "license"} <= set(cited)
