@@ -189,7 +189,7 @@ def one(name: str, count: int, rounds: int, method: str) -> dict[str, Any]:
         cohort=10,
         training=fl.TrainingConfig(local_epochs=1, batch_size=16, lr=0.01),
         eval_every=rounds,
-        capability="dynamic",
+        redraw_capability=True,
         capability_levels=(1.0, 0.5, 0.25, 0.125, 0.0625),
     )
     watch = Watch(_engine(name))

@@ -34,7 +34,7 @@ def write_table(results: Sequence[tuple[str, Mapping[str, Any]]], path: Path | s
 def _rows(name: str, result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     kept = {part: result.get(part) for part in RUN}
     kept["final"] = {part: value for part, value in result["final"].items() if part not in ("per_client", "state_sha256")}
-    decided = {name: value for name, value in result.get("policies", {}).items() if name == "capability"}
+    decided = {name: value for name, value in result.get("policies", {}).items() if name == "redraw_capability"}
     whole = flat({"run": name, **kept, "policies": decided})
     for record in result["rounds"]:
         if record["evaluation"]:

@@ -91,6 +91,7 @@ def make_context(
         memory=memory.setdefault("method", {}),
         purpose=purpose,
         levels=spec.config.capability_levels or CAPABILITY_LEVELS,
+        capability_of=spec.config.capability_of,
         initial_state=lambda: spec.initial,
         frozen=spec.frozen,
     )

@@ -17,7 +17,7 @@ from sparsekit_fl.stored import flat, plain, read_result, texts
 
 # What may differ between the runs of a table, since it changes no number but by chance.
 _FREE = ("seed", "eval_every", "device")
-_DECIDED = "capability"
+_DECIDED = "redraw_capability"
 
 
 class Column(NamedTuple):

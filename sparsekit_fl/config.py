@@ -33,8 +33,8 @@ Upload = Literal["float32", "bfloat16"]
 Amp = Literal["off", "bfloat16"]
 """Data type in which forward passes are computed."""
 
-Redraw = Literal["fixed", "dynamic"]
-"""When the capability of a client is drawn."""
+CapabilityOf = Literal["flops", "units"]
+"""What a capability, and every ratio, is a share of."""
 
 Factor = Annotated[float, Field(gt=0, le=1)]
 """A number in (0, 1]."""
@@ -128,11 +128,15 @@ class RunConfig(Checked):
             commas; workers share them. Default: cpu.
         deterministic: Repeat results exactly on a GPU. Its operators are slower, and TF32 is off.
             The CPU always repeats them. Default: false.
-        capability: Draw the capability of each client once (fixed) or in every round (dynamic).
-            Default: fixed.
-        capability_levels: Capabilities to draw from, each in (0, 1]: the share of the model that
-            a client can train. Every level is equally likely. None keeps the capability that each
-            client brings along. Default: None.
+        capability_of: What the capabilities of clients, and all ratios, are shares of. flops: the
+            FLOPs of a step of the whole model; every layer keeps the largest equal share of its
+            units that fits, so that a device of capability 1/4, at a quarter of the speed, needs
+            as long as a full one. units: the units of each layer, as HeteroFL, FedRolex and FjORD
+            define it. A quarter of the units costs about a sixteenth of the FLOPs. Default: flops.
+        capability_levels: Capabilities to draw from, each in (0, 1]. Every level is equally
+            likely. None keeps the capability that each client brings along. Default: None.
+        redraw_capability: Draw the capability of each client again in every round, and not once.
+            Default: false.
         lr_decay: Factor on the learning rate after each round, in (0, 1]. Default: 1.
         min_replies: Valid updates that a round needs. With fewer, the run stops, and a resumed
             run repeats the round. None takes half of the cohort, rounded up. Default: None.
@@ -158,8 +162,9 @@ class RunConfig(Checked):
     eval_clients: Count | None = None
     device: str = "cpu"
     deterministic: bool = False
-    capability: Redraw = "fixed"
+    capability_of: CapabilityOf = "flops"
     capability_levels: tuple[Factor, ...] | None = None
+    redraw_capability: bool = False
     lr_decay: Factor = 1.0
     min_replies: Count | None = None
     upload: Upload = "float32"

@@ -66,6 +66,7 @@ class Server:
             state=self.shared(),
             costs=spec.costs,
             parameters=spec.parameters.intersection(self._names),
+            capability_of=config.capability_of,
         )
         cohort = spec.method.sample(ctx)
         wrong = sorted({id for id in cohort if id not in ctx.roster or cohort.count(id) > 1})

@@ -41,7 +41,7 @@ class RunSpec:
         problem: Model, loss and metrics, as `method.prepare` returned them.
         graph: The units of the model, and its layers.
         costs: The FLOPs of the model.
-        config: The options, with the `capability` of the method, if it has one.
+        config: The options, with the method's `redraw_capability`, if it decides that.
         initial: The global state of round 0, dense, on the CPU.
         parameters: State-dict keys of what trains; the rest are buffers, and what is frozen.
         frozen: Those of parameters that need no gradient: they neither travel nor are kept for each client.
@@ -66,8 +66,8 @@ class RunSpec:
             config: The options.
             init: Weights to start from; see `read_initial`. None: those of the fresh model.
         """
-        if method.capability is not None:
-            config = dataclasses.replace(config, capability=method.capability)
+        if method.redraw_capability is not None:
+            config = dataclasses.replace(config, redraw_capability=method.redraw_capability)
         check_training(config.training)
         problem = method.prepare(problem)
         with torch_scope(Streams(config.seed).model()):

@@ -70,7 +70,7 @@ def tiny_config(*, rounds: int = 4, seed: int = 3) -> RunConfig:
         training=TrainingConfig(local_epochs=2, batch_size=8, lr=0.1),
         seed=seed,
         eval_every=2,
-        capability="dynamic",
+        redraw_capability=True,
         capability_levels=(1.0, 0.5, 0.25),
     )
 

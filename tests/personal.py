@@ -53,6 +53,7 @@ def server_context(
         state=state,
         costs=costs,
         parameters=frozenset(parameters),
+        capability_of="units",
     )
 
 

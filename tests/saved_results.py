@@ -50,7 +50,7 @@ def result(
         "partition_options": options,
     }  # fmt: skip
     config = {
-        "rounds": rounds, "cohort": 10, "seed": seed, "eval_every": 10, "device": "cpu", "capability": "dynamic",
+        "rounds": rounds, "cohort": 10, "seed": seed, "eval_every": 10, "device": "cpu", "redraw_capability": True,
         "capability_levels": list(HETEROGENEITY[heterogeneity]), "experiment": about,
         "training": {"local_epochs": 5, "batch_size": 32, "lr": 0.1},
     }  # fmt: skip

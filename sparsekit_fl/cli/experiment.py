@@ -101,7 +101,7 @@ def _config(options: RunOptions, clients: Sequence[Client], count: int) -> RunCo
     # Capabilities that clients bring along stay, unless levels were asked for.
     brought = any(client.capability != Capability() for client in clients)
     if options.heterogeneity == "own" or (brought and options.heterogeneity is None):
-        given = {"capability": "fixed", **given, "capability_levels": None}
+        given = {"redraw_capability": False, **given, "capability_levels": None}
     elif options.heterogeneity is not None:
         given["capability_levels"] = HETEROGENEITY[options.heterogeneity]
     return preset_for(preset=options.preset, dataset=options.dataset).config(given, count)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -11,13 +13,14 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
+from sparsekit.allocation import ratio_counts
 from sparsekit.graph import StateDict, UnitGraph, UnitMask, WeightMask
 from sparsekit.measure import CostModel
 from sparsekit.training import LearnableMask
 from sparsekit_fl.client.fit import Batches, Examples, Step, TrainingLog, evaluate, fit
 from sparsekit_fl.client.messages import Scores, WorkCost
 from sparsekit_fl.client.packing import Mask
-from sparsekit_fl.config import TrainingConfig
+from sparsekit_fl.config import CapabilityOf, TrainingConfig
 from sparsekit_fl.problem.data import CAPABILITY_LEVELS, Capability, Client
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.streams import Purpose
@@ -49,6 +52,7 @@ class ClientContext:
         frozen: State-dict keys of parameters that need no gradient; every client has them from the global state of round 0.
         scored: FLOPs of each call of `score` in this round.
         levels: Ratios from which the run draws capabilities.
+        capability_of: What a ratio is a share of.
         purpose: That of `rng`, from which batches are drawn: "local" while training, "personal" while deploying.
     """
 
@@ -68,6 +72,7 @@ class ClientContext:
     frozen: frozenset[str] = frozenset()
     scored: list[int] = field(default_factory=list, repr=False)
     levels: tuple[float, ...] = CAPABILITY_LEVELS
+    capability_of: CapabilityOf = "flops"
     purpose: Purpose = "local"
     _read: dict[str, Examples] = field(default_factory=dict, repr=False)
 
@@ -75,6 +80,10 @@ class ClientContext:
     def rng(self) -> np.random.Generator:
         """The generator of batches, dropout and whatever else training draws."""
         return self.rngs[self.purpose]
+
+    def width(self, ratio: float) -> float:
+        """Return the share of the units of each group that a ratio of this run allows."""
+        return ratio if self.capability_of == "units" else width_of(self.costs, ratio)
 
     def load(self, state: StateDict, mask: Mask | None) -> None:
         """Load a state into the narrow model, under a mask that does not change.
@@ -149,6 +158,25 @@ class ClientContext:
         count = len(examples) if positions is None else len(positions)
         self.scored.append(count * self.costs.forward_flops(self.masked.unit_mask()))
         return evaluate(self.masked.model, self.problem, examples, positions=positions)
+
+
+@functools.lru_cache(maxsize=1024)
+def width_of(costs: CostModel, share: float) -> float:
+    """Return the largest share of units, the same in every group, whose step costs at most a share of the FLOPs of a whole one.
+
+    One unit of each group is the least, whatever it costs.
+
+    Args:
+        costs: The FLOPs of the model.
+        share: In (0, 1].
+    """
+    if share == 1.0:
+        return 1.0
+    limit, sizes = share * costs.dense_costs()["flops"], {group.size for group in costs.graph.groups.values()}
+    # Between two of these shares, no group gets another unit.
+    widths = sorted({count / size for size in sizes for count in range(1, size + 1)})
+    fits = bisect.bisect_right(widths, limit, key=lambda width: costs.costs(ratio_counts(costs.graph, width))["flops"])
+    return widths[max(0, fits - 1)] if widths else 1.0
 
 
 def client_seconds(cost: WorkCost, capability: Capability) -> float:

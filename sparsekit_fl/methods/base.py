@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from sparsekit.errors import NoUnitsError
 from sparsekit.graph import StateDict, UnitGraph
@@ -78,8 +78,8 @@ class Method(Checked):
     recalibrates: ClassVar[bool] = False
     """Whether batch norm statistics are computed again from the client's own training data before a model is scored."""
 
-    capability: ClassVar[Literal["fixed", "dynamic"] | None] = None
-    """Draw the clients' capabilities once or in every round, whatever the run says; None leaves it to the run."""
+    redraw_capability: ClassVar[bool | None] = None
+    """Draw the clients' capabilities in every round or once, whatever the run says; None leaves it to the run."""
 
     @property
     def name(self) -> str:
@@ -97,7 +97,8 @@ class Method(Checked):
         """Return name, source and every option as text: equal for equal methods, in any process."""
         described = {"name": self.name, "source": self.source, **{name: _text(value) for name, value in self.options().items()}}
         # Only if a method decides it, so that a report can tell its choice from an option of the run.
-        return described if self.capability is None else {**described, "capability": self.capability}
+        decided = self.redraw_capability
+        return described if decided is None else {**described, "redraw_capability": str(decided).lower()}
 
     # Before the first round
 

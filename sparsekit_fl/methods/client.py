@@ -31,7 +31,8 @@ class Task:
             empty, since every client gets the global state.
         mask: A mask chosen by the server: only what it keeps is sent, and everything else arrives as zero. None: the whole
             model is sent. Of a model to deploy, what it keeps: it is physically small if units are dropped.
-        ratio: Share of the units to train, in (0, 1]; in a result, the share that was trained.
+        ratio: What to train, in (0, 1], and in a result what was trained: a share of the FLOPs of the whole model, or of its
+            units, as `RunConfig.capability_of` says. `width(ratio)` of either context is the share of the units.
         extra: Further tensors for the client, by name.
     """
 

@@ -187,7 +187,7 @@ class FedLPS(Method):
         term = ImportanceRegularizer(strength=self.strength, target="absolute" if self.literal else "standardized")
         importance = client.memory.get("importance")
         rule = GradientImportance(regularizer=term, lr=rate, refresh_every=every)
-        masked.load(start, ratio=ratio, importance=importance, learning=rule)
+        masked.load(start, ratio=client.width(ratio), importance=importance, learning=rule)
         if importance is None and self.literal:
             targets = masked.importance_vector()
             noise = torch.from_numpy(client.rng.uniform(0.0, _NOISE, targets.numel()))
@@ -231,8 +231,8 @@ def _variant(name: str, about: str, more: Mapping[str, Any] | None = None, **opt
     return made
 
 
-_ONCE = {"capability": "fixed", "note": "Capabilities are drawn once, whatever the run says."}
-_AGAIN = {"capability": "dynamic", "note": "Capabilities are drawn again in every round, whatever the run says."}
+_ONCE = {"redraw_capability": False, "note": "Capabilities are drawn once, whatever the run says."}
+_AGAIN = {"redraw_capability": True, "note": "Capabilities are drawn again in every round, whatever the run says."}
 _ONE = {"note": "All clients have one ratio, whatever they can do."}
 
 fedlps_paper = _variant(

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit.measure import CostModel
-from sparsekit_fl.client.context import Memory
+from sparsekit_fl.client.context import Memory, width_of
 from sparsekit_fl.client.messages import Update
 from sparsekit_fl.client.packing import Kept
-from sparsekit_fl.config import RunConfig
+from sparsekit_fl.config import CapabilityOf, RunConfig
 from sparsekit_fl.problem.data import Capability, Client
 from sparsekit_fl.streams import Streams
 
@@ -47,7 +47,7 @@ class Roster(Mapping[int, ClientInfo]):
             client, config = self._clients[client_id], self._config
             capability = client.capability
             if config.capability_levels is not None:
-                rng = Streams(config.seed).capability(self._round if config.capability == "dynamic" else 0, client_id)
+                rng = Streams(config.seed).capability(self._round if config.redraw_capability else 0, client_id)
                 capability = capability.at(config.capability_levels[int(rng.integers(len(config.capability_levels)))])
             self._read[client_id] = ClientInfo(len(client.data.train), capability)
         return self._read[client_id]
@@ -74,6 +74,7 @@ class ServerContext:
         state: The shared global state at the start of the round.
         costs: FLOPs of the model.
         parameters: State-dict keys of the shared entries that train; the others are buffers.
+        capability_of: What a ratio is a share of.
     """
 
     round: int
@@ -86,6 +87,11 @@ class ServerContext:
     state: StateDict
     costs: CostModel
     parameters: frozenset[str]
+    capability_of: CapabilityOf = "flops"
+
+    def width(self, ratio: float) -> float:
+        """Return the share of the units of each group that a ratio of this run allows."""
+        return ratio if self.capability_of == "units" else width_of(self.costs, ratio)
 
 
 def drawn(ids: Sequence[int], count: int, rng: np.random.Generator, p: np.ndarray[Any, Any] | None = None) -> list[int]:

@@ -41,14 +41,14 @@ def units(side: ServerContext | ClientContext, criterion: Criterion, ratio: floa
     Args:
         side: The context of the server, or of a client; random criteria draw from its generator "mask".
         criterion: Computes importance; it sees the weights.
-        ratio: Share of the units that stays in each group, in (0, 1].
+        ratio: What stays, in (0, 1]: a share of the FLOPs, or of the units of each group, as the run says.
         state: The weights, dense; None: the global state, on the server.
     """
     if state is None:
         assert isinstance(side, ServerContext), "on a client, pass the state that training starts from"
         state = side.state
     context = ScoringContext(weights=state, generator=torch_generator(side.rngs["mask"]))
-    return make_mask(criterion, side.graph, ratio, context)
+    return make_mask(criterion, side.graph, side.width(ratio), context)
 
 
 def calibrate(client: ClientContext, module: nn.Module) -> bool:
@@ -127,9 +127,10 @@ class HeteroFL(Submodels):
 
     def train(self, client: ClientContext, task: Task) -> Result:
         clip = min(filter(None, (self.clip, client.training.clip)), default=None)
+        width = client.width(task.ratio)
         with ExitStack() as hooks:
-            for layer in _unit_layers(client) if self.scaler and task.ratio < 1.0 else ():
-                hooks.callback(layer.register_forward_hook(lambda *given: given[-1] / task.ratio).remove)
+            for layer in _unit_layers(client) if self.scaler and width < 1.0 else ():
+                hooks.callback(layer.register_forward_hook(lambda *given: given[-1] / width).remove)
             return sgd(client, task, clip=clip)
 
 
@@ -156,12 +157,13 @@ class FedRolex(HeteroFL):
     def assign(self, server: ServerContext, client_id: int) -> Task:
         """Send the window {round, …, round + count − 1} modulo the size of each group."""
         ratio, graph = self.ratio_of(server, client_id), server.graph
+        counts = ratio_counts(graph, server.width(ratio))
         # The nearer to the start of the window, the higher the score.
         scores = {
             name: -((torch.arange(group.size, dtype=torch.float64) - server.round) % group.size)
             for name, group in graph.groups.items()
         }
-        return Task(mask=mask_from_scores(graph, scores, ratio_counts(graph, ratio), source="the window"), ratio=ratio)
+        return Task(mask=mask_from_scores(graph, scores, counts, source="the window"), ratio=ratio)
 
 
 @dataclass(frozen=True, kw_only=True)

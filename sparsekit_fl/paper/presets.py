@@ -10,7 +10,7 @@ from importlib.resources import files
 from typing import Any
 
 from sparsekit.errors import UnknownNameError, nearest
-from sparsekit_fl.config import HETEROGENEITY, RunConfig, TrainingConfig
+from sparsekit_fl.config import HETEROGENEITY, CapabilityOf, RunConfig, TrainingConfig
 
 DEFAULT = "digits"
 
@@ -26,6 +26,8 @@ class Preset:
         clients: Number of clients, K.
         cohort: Size of the cohort, C.
         rounds: Number of rounds, R.
+        capability_of: What a capability is a share of. "units", as in the authors' released code, gives the FLOPs of Table I by
+            the paper's count, `flops_paper`.
         training: Options of a client's training.
         partition: Name in the registry of partitions; None takes natural for data with owners, else pathological.
         options: Keywords for the partition.
@@ -37,6 +39,7 @@ class Preset:
     clients: int
     cohort: int = 10
     rounds: int = 100
+    capability_of: CapabilityOf = "units"
     training: TrainingConfig = field(default_factory=TrainingConfig)
     partition: str | None = "pathological"
     options: Mapping[str, object] = field(default_factory=dict)
@@ -57,7 +60,8 @@ class Preset:
         own: dict[str, Any] = {
             "rounds": self.rounds,
             "cohort": min(self.cohort, clients),
-            "capability": "dynamic",
+            "capability_of": self.capability_of,
+            "redraw_capability": True,
             "capability_levels": HETEROGENEITY["high"],
         }
         trains = {field.name for field in fields(TrainingConfig)}

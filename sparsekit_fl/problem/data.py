@@ -163,7 +163,8 @@ class Capability(Checked):
     """What a device can do.
 
     Args:
-        ratio: The largest ratio that the device can train, in (0, 1]; the paper's z.
+        ratio: The largest ratio that the device can train, in (0, 1]; the paper's z. By default it is a share of the FLOPs of a
+            step of the whole model; see `RunConfig.capability_of`.
         flops_per_second: Speed; left out, 727e9 · ratio.
         uplink_bytes_per_second: To the server.
         downlink_bytes_per_second: From the server.

@@ -1,15 +1,19 @@
 """Costs: simulated time, row-mask FLOPs, and the passes by which a method decides while it trains."""
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 from own_models import OwnModels
-from personal import tiny_run
+from personal import equals, tiny_config, tiny_run, watched
 from torch import nn
 
 import sparsekit as sk
 import sparsekit_fl as fl
+from sparsekit.allocation import ratio_counts
 from sparsekit.measure.cost import cost_model
-from sparsekit_fl.client.context import client_seconds, part_flops, rowmask_flops
+from sparsekit_fl.client.context import client_seconds, part_flops, rowmask_flops, width_of
 from sparsekit_fl.results import cost_dict, cost_of
 from sparsekit_fl.rounds import round_cost
 
@@ -33,6 +37,41 @@ def test_a_client_downloads_computes_and_uploads_one_after_the_other():
     capability = fl.Capability(0.5, flops_per_second=100.0, uplink_bytes_per_second=10.0, downlink_bytes_per_second=20.0)
     cost = fl.WorkCost(flops=300, flops_paper=999, uplink_bytes=50, downlink_bytes=40)
     assert client_seconds(cost, capability) == pytest.approx(2.0 + 3.0 + 5.0)
+
+
+@pytest.mark.parametrize("sizes", [(64, 64), (64, 16, 40)])
+def test_the_width_of_a_share_is_the_largest_whose_step_costs_no_more(sizes) -> None:
+    layers = [(nn.Linear(a, b), nn.ReLU()) for a, b in itertools.pairwise((6, *sizes))]
+    model, x = nn.Sequential(*itertools.chain(*layers), nn.Linear(sizes[-1], 3)), torch.zeros(2, 6)
+    graph = sk.trace_units(model, x)
+    costs = cost_model(model, x, graph=graph)
+
+    def flops(width: float) -> float:
+        return costs.costs(ratio_counts(graph, width))["flops"] / costs.dense_costs()["flops"]
+
+    for share in (1.0, 0.7, 0.5, 0.25, 1 / 16):
+        width = width_of(costs, share)
+        assert flops(width) <= share
+        assert share == 1.0 or flops(width + 1 / max(sizes)) > share
+    assert width_of(costs, 1e-9) == 1 / max(sizes), "one unit of each group, whatever it costs"
+
+
+def _wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
+
+
+@pytest.mark.parametrize("name", ["efd", "fedp3", "fedrolex", "fjord", "heterofl", "rcr-fix"])
+def test_a_device_trains_at_most_its_share_of_the_flops_and_all_devices_need_equally_long(name) -> None:
+    problem = fl.Problem(model=_wide, example_inputs=(torch.zeros(2, 6),))
+    clients = [replace(one, id=id, capability=fl.Capability().at(1 / 2**id)) for id, one in enumerate(equals(16))]
+    config = replace(tiny_config(rounds=1), capability_levels=None)
+    _, updates = watched(name, problem=problem, clients=clients, config=config)
+    assert len(updates) == 4
+    whole = 3 * 2 * 24 * 2 * (6 * 64 + 64 * 64 + 64 * 3)  # two epochs of 24 examples
+    for update in updates:
+        share = update.cost.flops_training / whole
+        assert share <= 2.0**-update.client_id
+        assert share > 0.75 * 2.0**-update.client_id or name == "fjord", "narrower steps cost less"
 
 
 def test_a_round_takes_as_long_as_its_slowest_client_or_ends_before_and_costs_nothing_without_work():

@@ -36,7 +36,7 @@ def test_a_name_or_every_option_set_to_what_it_is_makes_the_method_again_and_eac
         "source": fl.methods.fedprox.source,
         "mu": "0.5",
     }
-    assert make_method("rcr-fix").describe()["capability"] == "fixed"
+    assert make_method("rcr-fix").describe()["redraw_capability"] == "false"
 
 
 @dataclass(frozen=True, kw_only=True)

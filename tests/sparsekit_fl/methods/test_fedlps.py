@@ -106,10 +106,10 @@ def test_only_the_named_part_differs_from_fedlps() -> None:
 @pytest.mark.parametrize(("name", "fixed"), [("rcr-fix", True), ("rcr-dyn", False)])
 def test_a_clients_capability_is_drawn_once_or_in_every_round(name, fixed) -> None:
     # The run says the opposite of the method, which has the last word.
-    config = dataclasses.replace(tiny_config(rounds=8), capability="dynamic" if fixed else "fixed")
+    config = dataclasses.replace(tiny_config(rounds=8), redraw_capability=fixed)
     result, updates = watched(name, config=config)
     ratios: dict[int, set[float]] = {}
     for update in updates:
         ratios.setdefault(update.client_id, set()).add(update.ratio)
     assert all(len(found) == 1 for found in ratios.values()) == fixed
-    assert result.config.capability == ("fixed" if fixed else "dynamic")
+    assert result.config.redraw_capability != fixed

@@ -72,9 +72,9 @@ def test_published_numbers_stand_beside_their_own_protocol_alone(change: dict[st
 def test_other_levels_have_no_published_numbers_and_a_method_may_decide_the_capability() -> None:
     assert "lack classes 8 instead of None" in protocol_difference(compared(result("fedavg", lack_classes=8)))
     fixed = result("rcr-fix")
-    fixed["config"]["capability"] = "fixed"
+    fixed["config"]["redraw_capability"] = False
     assert published_beside(compared(fixed)) is None
-    fixed["policies"] = {"capability": "fixed"}
+    fixed["policies"] = {"redraw_capability": "false"}
     assert len(published_beside(compared(fixed, result("fedavg")))) == 4
 
 
