@@ -47,6 +47,22 @@ _COSTS = (
 _FIRST = ("personal accuracy", "FLOPs", "simulated time", "uplink", "downlink")
 
 
+def unlike(result: Mapping[str, Any]) -> list[str]:
+    """Return in what a run differs from one that went as planned: it stopped early, or some clients did not train or count."""
+    done, planned = len(result["rounds"]), result["config"]["rounds"]
+    reason = f": {result['stopped']}" if result.get("stopped") else ""
+    found = [f"ended after {done} of {planned} rounds{reason}"] if done < planned else []
+    sampled = sum(len(one["cohort"]) for one in result["rounds"])
+    if dropped := sum(len(one["dropped"]) for one in result["rounds"]):
+        found.append(f"{dropped} of {sampled} updates of clients did not count")
+    if failed := len(result["failed_clients"]):
+        asked = len({id for one in result["rounds"] for id in one["cohort"]})
+        found.append(f"{failed} of {asked} clients that were asked could never train")
+    if (scored := result["final"]["count"]) < result["clients"]:
+        found.append(f"final scores are those of {scored} of {result['clients']} clients")
+    return found
+
+
 def columns_of(results: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
     """Return the columns of a table: accuracies, costs, and other metrics."""
     names = dict.fromkeys(name for one in results for name in one["final"].get("personal", {}) if name != "accuracy")
@@ -93,8 +109,6 @@ class Comparison:
         """
         names = ["method", "seed", *(column.path for column in self.columns)]
         frame = require("pandas").DataFrame([flat(result) for result in self.results], columns=names)
-        # Where no client uploads, the global model was never trained, so its score says nothing of the method.
-        frame.loc[frame["cost.uplink_bytes"] == 0, [name for name in names if ".global." in name]] = float("nan")
         return frame.set_index(["method", "seed"]).astype(float)
 
     @cached_property
@@ -141,10 +155,11 @@ class Comparison:
         return {method: lines for method, lines in found.items() if lines}
 
     def remarks(self) -> list[str]:
-        """Return what stands below the table: notes, and runs whose scores are not finite."""
+        """Return what stands below the table: notes, and in what some runs are unlike the others."""
         found = [f"{method}: {line}" for method, lines in self.notes.items() for line in lines]
         lost = self.frame.index[~self._known]
-        return found + [f"diverged: {method}, seed {seed} has no finite score" for method, seed in lost]
+        found += [f"diverged: {method}, seed {seed} has no finite score" for method, seed in lost]
+        return found + [f"{one['method']}, seed {one['seed']}: {text}" for one in self.results for text in unlike(one)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values: what `sparsekit compare --json` prints."""

@@ -120,21 +120,23 @@ class Processes(Checked):
 def _map(pool: ProcessPoolExecutor, spec: RunSpec, state: StateDict, requests: Sequence[Request]) -> Iterator[Reply]:
     for name, tensor in state.items() if requests else ():
         tensor.copy_(requests[0].state[name])
+    when = "before"
     try:
-        futures = [pool.submit(_run, encode_request(one, spec.graph, with_state=False)) for one in requests]
-    except (TypeError, AttributeError, PicklingError) as error:
-        raise InvalidValueError(
-            f"model, data or method cannot be sent to a worker process: {error}; keep locks, open files, lambdas and classes of"
-            " a notebook out of them, or run with workers=1 (--workers 1)"
-        ) from error
-    for request, future in zip(requests, futures, strict=True):
         try:
-            yield decode_reply(future.result(), request, spec.graph)
-        except BrokenProcessPool as error:
-            raise WorkerDiedError(
-                f"a worker process died while client {request.client_id} or a later one had its turn in round {request.round};"
-                " often the system is out of memory: try fewer workers (1 trains in this process)"
+            futures = [pool.submit(_run, encode_request(one, spec.graph, with_state=False)) for one in requests]
+        except (TypeError, AttributeError, PicklingError) as error:
+            raise InvalidValueError(
+                f"model, data or method cannot be sent to a worker process: {error}; keep locks, open files, lambdas and"
+                " classes of a notebook out of them, or run with workers=1 (--workers 1)"
             ) from error
+        for request, future in zip(requests, futures, strict=True):
+            when = f"while client {request.client_id} or a later one had its turn in"
+            yield decode_reply(future.result(), request, spec.graph)
+    except BrokenProcessPool as error:
+        raise WorkerDiedError(
+            f"a worker process died {when} round {requests[0].round}; often the system is out of memory: try fewer workers"
+            " (1 trains in this process)"
+        ) from error
 
 
 _worker: tuple[RunSpec, Mapping[int, Client], Memories, StateDict]

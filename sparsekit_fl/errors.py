@@ -14,7 +14,7 @@ __all__ = [
 
 
 class ClientError(SparsekitError, RuntimeError):
-    """A client failed; names the method, the policy, the round and the client id, and carries the cause."""
+    """A client failed; names the method, the hook, the round and the client id, and carries the cause."""
 
     exit_code = 1
 

@@ -33,9 +33,9 @@ def primary_metric(names: Iterable[str]) -> str:
     return "accuracy" if "accuracy" in others else (others or ["loss"])[0]
 
 
-def _values(scores: Sums) -> dict[str, float]:
-    """Return the values of the metrics that a client has."""
-    return {name: total / weight for name, (total, weight) in scores.items() if weight > 0}
+def _values(scores: Sums, known: Collection[str]) -> dict[str, float]:
+    """Return the values of those known metrics that a client has; it may send others."""
+    return {name: total / weight for name, (total, weight) in scores.items() if weight > 0 and name in known}
 
 
 def _means(clients: Sequence[Means], *, worst: Collection[str] | None = None) -> dict[str, float]:
@@ -94,15 +94,15 @@ class ClientScores(Scores):
     ratio: float | None = None
 
     @staticmethod
-    def read(one: Evaluation) -> ClientScores:
-        """Read the scores that a client sent."""
+    def read(one: Evaluation, known: Collection[str]) -> ClientScores:
+        """Read the scores that a client sent, of the `known` metrics."""
         return ClientScores(
             client_id=one.client_id,
             examples=one.examples,
             ratio=one.ratio,
-            personal=_values(one.personal),
-            validation=_values(one.validation),
-            shared=None if one.shared is None else _values(one.shared),
+            personal=_values(one.personal, known),
+            validation=_values(one.validation, known),
+            shared=None if one.shared is None else _values(one.shared, known),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -124,9 +124,11 @@ class RoundScores(Scores):
     """Means over the clients that were scored, each on its own data.
 
     Args:
+        count: Number of clients that were scored.
         worst_decile: Part (personal, validation, global) → means over the worst tenth of the clients, of each metric its own.
     """
 
+    count: int = 0
     worst_decile: Mapping[str, Means] = field(default_factory=dict)
 
     @classmethod
@@ -143,6 +145,7 @@ class RoundScores(Scores):
             personal=_means(parts["personal"]),
             validation=_means(parts["validation"]),
             shared=_means(parts["global"]) if parts["global"] else None,
+            count=len(clients),
             worst_decile={part: _means(own, worst=lower) for part, own in parts.items() if own},
             **more,
         )
@@ -259,6 +262,7 @@ class RunResult:
         config: The options.
         rounds: One record each.
         final: Scores of the end.
+        clients: Number of clients of the run.
         cost: Cost of the whole run.
         environment: Versions, threads, workers, device.
         experiment: What the caller said about the run, such as data set and model; in files, a part of `config`.
@@ -272,6 +276,7 @@ class RunResult:
     config: Config
     rounds: tuple[RoundRecord, ...]
     final: FinalScores
+    clients: int
     cost: Cost
     environment: Mapping[str, Any]
     experiment: Annotated[Mapping[str, Any], Field(exclude=True)] = field(default_factory=dict)

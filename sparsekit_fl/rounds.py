@@ -139,6 +139,7 @@ def run(
                     state_sha256=digest(state.model),
                     primary_metric=primary_metric((*spec.problem.metrics, "loss")),
                 ),
+                clients=len(roster),
                 cost=view.cost,
                 environment=environment,
                 experiment=described["experiment"],
@@ -267,8 +268,10 @@ def _score(
     Raises:
         ClientError: none could.
     """
+    with_shared = with_shared and bool(server.spec.shared_names())  # of nothing that is shared there are no scores
     replies = list(run_clients(server.scoring(ids, with_shared=with_shared, with_model=with_model))) if ids else []
-    found = [ClientScores.read(reply.evaluation) for reply in replies if reply.evaluation is not None]
+    known = {*server.spec.problem.metrics, "loss"}
+    found = [ClientScores.read(reply.evaluation, known) for reply in replies if reply.evaluation is not None]
     unscored = [f"client {one.client_id} was not scored: {one.error}" for one in replies if one.evaluation is None]
     if unscored:
         text = "after round %d, %d clients were not scored: %s"

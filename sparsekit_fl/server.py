@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,9 +18,11 @@ from sparsekit_fl.config import Upload
 from sparsekit_fl.errors import ClientError, UpdateError
 from sparsekit_fl.methods.client import Task
 from sparsekit_fl.methods.server import ClientInfo, Roster, ServerContext
-from sparsekit_fl.problem.data import Client
+from sparsekit_fl.problem.data import Capability, Client
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.streams import Rngs, Streams
+
+_log = logging.getLogger(__name__)
 
 # More steps than any client takes between two rounds, and far from where integers wrap around.
 _MAX_COUNTED = 2**31
@@ -55,10 +58,11 @@ class Server:
             InvalidValueError: the method sampled a stranger, or a client twice.
         """
         spec, config = self.spec, self.spec.config
+        roster = Roster(self.clients, config, round)
         self._ctx = ctx = ServerContext(
             round=round,
             rounds=config.rounds,
-            roster=Roster(self.clients, config, round),
+            roster=roster,
             cohort_size=config.cohort,
             rngs=Rngs(Streams(config.seed).server(round)),
             memory=self.state.memory,
@@ -75,12 +79,23 @@ class Server:
                 f"method {spec.method.name!r} sampled {cohort} in round {round}; sample() must return distinct clients out of"
                 " server.roster"
             )
-        requests = []
+        requests = list[Request]()
         for client_id in cohort:
             task = spec.method.assign(ctx, client_id)
+            if round == 1 and not requests and roster.was_read:
+                self._warn_of_equal_devices()
             more = {"mask": task.mask, "ratio": check_ratio(task.ratio), "extra": task.extra}
             requests.append(self._request(round, ctx.roster, client_id, state=ctx.state, **more))
         return requests
+
+    def _warn_of_equal_devices(self) -> None:
+        """Warn if a method that reads capabilities finds none that is limited: it then cuts no model, and waits for nobody."""
+        if self.spec.config.capability_levels is None and all(one.capability == Capability() for one in self.clients.values()):
+            _log.warning(
+                "%s goes by the capabilities of clients, and all of these have the full one; give levels to draw them from, as"
+                " in RunConfig(capability_levels=(1, 0.5, 0.25)), or take preset.config(...), as the command line does",
+                self.spec.method.name,
+            )
 
     def scoring(self, ids: Iterable[int], *, with_shared: bool, with_model: bool) -> list[Request]:
         """Write requests to be scored, after the last finished round; see `Request`."""

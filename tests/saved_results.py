@@ -38,6 +38,8 @@ def result(
     records = [
         {
             "round": round,
+            "cohort": [0],
+            "dropped": [],
             "cost": cost(round),
             "evaluation": {"personal": {"accuracy": scored[round]}} if round in scored else None,
         }
@@ -54,8 +56,21 @@ def result(
         "capability_levels": list(HETEROGENEITY[heterogeneity]), "experiment": about,
         "training": {"local_epochs": 5, "batch_size": 32, "lr": 0.1},
     }  # fmt: skip
-    final = {"personal": {"accuracy": scored[max(scored)]}, "global": {} if shared is None else {"accuracy": shared}}
-    whole = {"method": method, "policies": {}, "config": config, "seed": seed, "final": final, "cost": cost(rounds)}
+    final = {
+        "count": clients,
+        "personal": {"accuracy": scored[max(scored)]},
+        "global": {} if shared is None else {"accuracy": shared},
+    }
+    whole = {
+        "method": method,
+        "policies": {},
+        "config": config,
+        "seed": seed,
+        "clients": clients,
+        "failed_clients": {},
+        "final": final,
+        "cost": cost(rounds),
+    }
     return {"schema": SCHEMA_NUMBER, **whole, "rounds": records, **({"note": note} if note else {})}
 
 

@@ -64,7 +64,7 @@ def _keeping_options(method: str, options: RunOptions) -> Callback:
 
 def _show(result: RunResult, options: RunOptions) -> None:
     """Print a result: JSON alone where that was asked for, else a table and what a reader should know."""
-    from sparsekit_fl.comparison import columns_of
+    from sparsekit_fl.comparison import columns_of, unlike
     from sparsekit_fl.stored import flat, number_text
 
     raw = result.to_dict()
@@ -77,11 +77,8 @@ def _show(result: RunResult, options: RunOptions) -> None:
     found, columns = flat(raw), sorted(columns_of([raw]), key=lambda column: column.path.startswith("cost"))
     known = [column for column in columns if found.get(column.path) is not None]
     print_lines([(column.title, number_text(column.unit, found[column.path])) for column in known])
-    if result.stopped:
-        typer.echo(f"stopped after round {result.rounds[-1].round}: {result.stopped}")
-    if result.failures:
-        asked = {client_id for record in result.rounds for client_id in record.cohort}
-        typer.echo(f"{len(result.failures)} of {len(asked)} clients that were asked could never train:")
+    for line in unlike(raw):
+        typer.echo(line)
     reasons = [f"  client {client_id}: {reason}" for client_id, reason in result.failures.items()]
     unscored = [note for note in result.rounds[-1].notes if " was not scored: " in note]
     for lines, file in ((reasons, "result.json"), (unscored, "rounds.jsonl")):

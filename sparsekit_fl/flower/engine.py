@@ -17,7 +17,7 @@ from pydantic import Field, TypeAdapter
 from sparsekit.errors import DataError, SparsekitError
 from sparsekit.version import __version__
 from sparsekit_fl.checkpoint import Memories, write_atomically
-from sparsekit_fl.client.messages import MAX_TEXT, Reply, Request, decode_reply, encode_request
+from sparsekit_fl.client.messages import MAX_TEXT, Reply, Request, decode_reply, encode_request, request_bytes
 from sparsekit_fl.engines import one_thread
 from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.packed import pack
@@ -133,12 +133,13 @@ class GridEngine:
             node = nodes[place % len(nodes)] if self._simulated else self._node_of[request.client_id]
             asked.setdefault(node, []).append(request)
         train = requests[0].task == "train"
-        # Requests to be scored all have the whole state; one copy of it is enough for a node.
-        shared, kind = (b"", "train") if train else (pack(dict(requests[0].state), {"kind": "state"}), "evaluate")
+        # All requests have one state; where several clients of a node need most of it, one copy is enough.
+        shared, kind = pack(dict(requests[0].state), {"kind": "state"}), "train" if train else "evaluate"
         messages = []
         for node, own in asked.items():
-            parts = [encode_request(request, spec.graph, with_state=train) for request in own]
-            messages.append(Message(content(shared, *parts, run=run), node, kind, ttl=self._ttl))
+            apart = train and sum(request_bytes(one, spec.graph) for one in own) <= len(shared)
+            parts = [encode_request(request, spec.graph, with_state=apart) for request in own]
+            messages.append(Message(content(b"" if apart else shared, *parts, run=run), node, kind, ttl=self._ttl))
         answers, replies = self._exchange(messages, self._ttl), dict[int, Reply]()
         for request in requests:
             while request.client_id not in replies:

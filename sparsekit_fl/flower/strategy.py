@@ -227,7 +227,7 @@ class BanditRatios:
     def __call__(self, node: int) -> float:
         """Return the ratio of a node for this round. A draw without an answer is proposed again."""
         if node not in self._bandits:
-            rng = np.random.default_rng([self._seed, len(self._bandits)])
+            rng = np.random.default_rng([self._seed, node])
             self._bandits[node] = sk.PUCBV(self._space, horizon=self._rounds, rng=rng)
         if node not in self._pulls:
             self._pulls[node] = self._bandits[node].ask()

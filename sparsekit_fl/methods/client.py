@@ -208,7 +208,8 @@ def _quality(validation: Scores, training: Scores) -> list[float]:
         total, weight = validation["accuracy"]
         found.append(total / max(weight, 1e-12))
     losses = [score["loss"] for score in (validation, training if found else {}) if score]
-    return [*found, -sum(total for total, _ in losses) / max(sum(weight for _, weight in losses), 1e-12)]
+    loss = sum(total for total, _ in losses) / max(sum(weight for _, weight in losses), 1e-12)
+    return [*found, -math.inf if math.isnan(loss) else -loss]
 
 
 def keep_model(client: ClientContext, result: Result, keep: Keep) -> None:
@@ -223,8 +224,8 @@ def keep_model(client: ClientContext, result: Result, keep: Keep) -> None:
         sample = _sample(client, memory, result.log)
         training = client.score("train", positions=sample) if len(sample) else {}
         quality = _quality(validation, training)
-        if not quality >= memory.get("quality", [float("-inf")]):
-            return  # also if the loss is NaN
+        if quality == [-math.inf] or not quality >= memory.get("quality", [-math.inf]):
+            return
         memory["quality"] = quality
     own = {name: tensor.cpu() for name, tensor in result.state.items() if name not in client.frozen}
     memory.update(state=own, ratio=result.ratio)

@@ -55,6 +55,14 @@ class Roster(Mapping[int, ClientInfo]):
     def __iter__(self) -> Iterator[int]:
         return iter(self._clients)
 
+    def __contains__(self, client_id: object) -> bool:
+        return client_id in self._clients
+
+    @property
+    def was_read(self) -> bool:
+        """Whether somebody has looked a client up."""
+        return bool(self._read)
+
     def __len__(self) -> int:
         return len(self._clients)
 

@@ -4,11 +4,17 @@ import contextlib
 import io
 import json
 import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from personal import tiny_config, tiny_run
 from saved_results import compared, result, save
 
+import sparsekit_fl as fl
 from sparsekit.errors import DataError
 from sparsekit_fl.cli.report import show
 from sparsekit_fl.comparison import Comparison, comparisons_of, read_results
@@ -64,6 +70,50 @@ def test_a_seed_that_diverged_is_marked_and_does_not_count() -> None:
     saved = comparison.to_dict()
     assert saved["runs"] == {"a": 2, "b": 1}
     assert saved["summary"]["a"]["final.personal.accuracy"] == {"mean": 0.75, "std": 0.0}
+
+
+UNLIKE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "stopped": (
+        lambda one: (one.update(stopped="enough"), one["rounds"].pop()), "a, seed 5: ended after 99 of 100 rounds: enough"
+    ),
+    "dropped": (
+        lambda one: one["rounds"][0].update(dropped=[[0, "late"]]), "a, seed 5: 1 of 100 updates of clients did not count"
+    ),
+    "failed": (
+        lambda one: one.update(failed_clients={"0": "no battery"}),
+        "a, seed 5: 1 of 1 clients that were asked could never train",
+    ),
+    "not scored": (lambda one: one["final"].update(count=5), "a, seed 5: final scores are those of 5 of 100 clients"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_a_run_that_is_unlike_the_others_is_named_below_the_table_and_no_other_is(kind: str) -> None:
+    change, says = UNLIKE[kind]
+    other = result("a", 5)
+    change(other)
+    assert compared(result("a"), other, result("b")).remarks() == [says]
+
+
+def test_real_runs_that_were_stopped_or_lost_clients_are_named_below_the_table() -> None:
+    class Stop(fl.Callback):
+        def on_round_end(self, run: fl.RunView, record: fl.RoundRecord) -> None:
+            run.stop("enough")
+
+    class Broken(fl.methods.fedprox):  # type: ignore[name-defined,misc]
+        def train(self, client: fl.ClientContext, task: fl.Task) -> fl.Result:
+            if client.client.id % 2:
+                raise RuntimeError("no battery")
+            return super().train(client, task)  # type: ignore[no-any-return]
+
+    config = replace(tiny_config(), min_replies=1)
+    runs = [tiny_run("local", config=config), tiny_run(config=config, callbacks=[Stop()]), tiny_run(Broken(), config=config)]
+    (comparison,) = comparisons_of([one.to_dict() for one in runs])
+    remarks = comparison.remarks()
+    assert "fedavg, seed 3: ended after 1 of 4 rounds: enough" in remarks
+    assert any(re.fullmatch(r"broken, seed 3: \d of \d clients that were asked could never train", one) for one in remarks)
+    assert not any(one.startswith("local") for one in remarks)
+    assert comparison.table().loc["local", "global accuracy"] == "–"
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

@@ -1,7 +1,9 @@
 """Processes: several workers give the results of one; workers that die or cannot start; threads, denormals and devices."""
 
+import multiprocessing
 import os
 import signal
+import sys
 from dataclasses import dataclass, replace
 
 import pytest
@@ -44,6 +46,21 @@ def test_a_killed_worker_is_named_and_the_state_is_kept(tmp_path):
     ):
         tiny_run(deadly, engine=Processes(2), out=tmp_path)
     assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 2
+
+
+class KillWorker(fl.Callback):
+    def on_round_end(self, run, record):
+        if record.round == 2:
+            first = next(iter(multiprocessing.active_children()))
+            first.kill()
+            first.join()
+
+
+def test_a_worker_that_dies_between_two_rounds_ends_the_run_like_any_other(tmp_path):
+    says = r"a worker process died .* round 3.*round 2 of 4 was the last.*--resume"
+    with pytest.raises(WorkerDiedError, match=says):
+        tiny_run(engine=Processes(2), out=tmp_path, callbacks=[KillWorker()])
+    assert tiny_run(out=tmp_path, resume=True).final == tiny_run().final
 
 
 class Looks(Method):
@@ -111,7 +128,10 @@ def test_workers_take_the_devices_in_turn() -> None:
 
 
 @pytest.mark.same_bits
-def test_exact_arithmetic_is_on_in_the_block_only_and_in_the_result() -> None:
+def test_exact_arithmetic_is_on_in_the_block_only_and_in_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Either would take seconds, since torch imports its compiler then.
+    monkeypatch.delattr(torch, "use_deterministic_algorithms")
+    monkeypatch.setitem(sys.modules, "torch._inductor.config", None)
     assert not torch.are_deterministic_algorithms_enabled()
     with exact_arithmetic(True):
         assert torch.are_deterministic_algorithms_enabled()

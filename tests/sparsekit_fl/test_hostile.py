@@ -4,12 +4,15 @@ import json
 import math
 import pickle
 import resource
+from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from personal import tiny_run
 from safetensors.torch import save
 
 from sparsekit.errors import DataError
@@ -24,6 +27,7 @@ from sparsekit_fl.client.messages import (
     encode_reply,
 )
 from sparsekit_fl.client.packing import Kept, digest
+from sparsekit_fl.engines import Processes
 from sparsekit_fl.errors import ClientError, UpdateError
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.packed import pack
@@ -256,6 +260,38 @@ def test_no_scores_that_clients_send_stop_a_run(sums, weights):
         Evaluation(client_id=id, examples=1, personal={"loss": pair}, validation={"loss": pair}, shared={"loss": pair})
         for id, pair in enumerate(zip(sums, weights, strict=False))
     ]
-    scores = RoundScores.of([ClientScores.read(one) for one in evaluations], lower={"loss"})
+    scores = RoundScores.of([ClientScores.read(one, {"accuracy", "loss"}) for one in evaluations], lower={"loss"})
     record = RoundRecord(round=1, cohort=(), cost=WorkCost(), seconds=0.0, evaluation=scores)
     json.dumps(record.to_dict(), allow_nan=False)
+
+
+class Inventive(Processes):
+    """Client 0 scores itself by metrics that nobody asked for."""
+
+    @contextmanager
+    def open(self, spec, clients, memories):
+        with super().open(spec, clients, memories) as run_clients:
+            yield lambda requests: (
+                invented(request, reply, spec) for request, reply in zip(requests, run_clients(requests), strict=True)
+            )
+
+
+def invented(request, reply, spec):
+    if reply.evaluation is not None and request.client_id == 0:
+        more = {f"m{number}": (1.0, 1.0) for number in range(1000)}
+        scores = {part: {**getattr(reply.evaluation, part), **more} for part in ("personal", "validation")}
+        reply = replace(reply, evaluation=replace(reply.evaluation, **scores, shared=scores["personal"]))
+    return decode_reply(encode_reply(reply), request, spec.graph)
+
+
+def test_metrics_that_the_problem_does_not_have_enter_no_record_and_no_table(tmp_path):
+    result = tiny_run(engine=Inventive(), rounds=2, out=tmp_path)
+    names = {"accuracy", "loss"}
+    for scores in (
+        *(record.evaluation for record in result.rounds if record.evaluation),
+        result.final,
+        *result.final.per_client,
+    ):
+        assert set(scores.personal) == set(scores.validation) == set(scores.shared or names) == names
+    for name in ("rounds.jsonl", "result.json"):
+        assert "m999" not in (tmp_path / name).read_text()

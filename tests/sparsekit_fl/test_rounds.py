@@ -24,14 +24,26 @@ from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config, tiny_prob
 def test_result_json_has_what_scripts_rely_on(tmp_path):
     result = tiny_run(out=tmp_path, experiment={"dataset": "tiny"})
     raw = json.loads((tmp_path / "result.json").read_text())
-    named = {"method", "policies", "config", "seed", "final", "cost", "rounds", "environment", "failed_clients", "note"}
+    named = {
+        "method",
+        "policies",
+        "clients",
+        "config",
+        "seed",
+        "final",
+        "cost",
+        "rounds",
+        "environment",
+        "failed_clients",
+        "note",
+    }
     assert set(raw) == {"schema", "stopped", *named}
     assert raw["method"] == "fedavg"
     assert raw["config"]["training"]["lr"] == 0.1
     assert raw["config"]["experiment"] == {"dataset": "tiny"}
     assert raw["seed"] == 3
     parts = {"personal", "validation", "global"}
-    assert set(raw["final"]) == {*parts, "worst_decile", "primary_metric", "per_client", "state_sha256"}
+    assert set(raw["final"]) == {*parts, "count", "worst_decile", "primary_metric", "per_client", "state_sha256"}
     assert set(raw["final"]["per_client"][0]) == {"id", "examples", "ratio", "personal", "global", "metrics"}
     assert raw["final"]["personal"]["accuracy"] == result.final.metrics["accuracy"]
     assert raw["final"]["state_sha256"] == digest(result.state)

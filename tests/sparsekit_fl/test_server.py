@@ -191,3 +191,17 @@ def test_bytes_up_are_counted_as_sent_and_the_changes_take_half(method):
             expected = delta.to(torch.bfloat16) if delta.is_floating_point() else delta
             assert torch.equal(after.delta[name], expected)
             assert after.delta[name].dtype == expected.dtype
+
+
+@pytest.mark.parametrize(("method", "warns"), [("heterofl", True), ("fedlps", True), ("depthfl", True), ("fedavg", False)])
+def test_a_method_that_goes_by_capability_says_so_where_every_device_is_a_full_one(method, warns, caplog):
+    equal = [replace(client, capability=fl.Capability()) for client in tiny_clients()]
+    config = replace(tiny_config(), capability_levels=None)
+    for clients, given, expected in (
+        (equal, config, warns),
+        (tiny_clients(), config, False),
+        (equal, tiny_config(), False),
+    ):
+        caplog.clear()
+        Server(RunSpec.build(registry[method](), tiny_problem(), given), by_id(clients)).requests(1)
+        assert ("give levels to draw them from" in caplog.text) == expected

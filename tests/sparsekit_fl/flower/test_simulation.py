@@ -44,6 +44,7 @@ def test_a_simulation_has_the_results_of_one_process_and_leaves_no_process(
 ) -> None:
     for name, value in environment(tmp_path / "events").items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", os.defpath)  # of a shell whose environment is not activated
     there = command(shlex.split(f"{LINE} --workers 1"), capsys)
     here = command(shlex.split(f"{LINE} --engine flower --workers 2 --set supernodes=3 --out {tmp_path / 'run'}"), capsys)
     until(lambda: not marked(str(tmp_path)), "no process is left", seconds=30.0)
