@@ -65,7 +65,7 @@ def narrow(graph: UnitGraph, mask: UnitMask) -> UnitGraph:
         ForeignMaskError: the mask belongs to another graph.
     """
     mask.check(graph)
-    kept = graph.kept_indices(mask)
+    kept, numbers = graph.kept_indices(mask), graph.numbers(mask.counts())
 
     def cut(piece: UnitSlice, keep: Tensor) -> UnitSlice:
         place = places(kept[piece.name][piece.dim], graph.shapes[piece.name][piece.dim])
@@ -88,6 +88,7 @@ def narrow(graph: UnitGraph, mask: UnitMask) -> UnitGraph:
             for name, group in graph.groups.items()
         },
         shapes={name: narrow_shape(shape, kept.get(name, {})) for name, shape in graph.shapes.items()},
+        sizes=tuple(replace(size, dense=numbers[size.module, size.path]) for size in graph.sizes),
         norms=tuple(site(norm) for norm in graph.norms),
     )
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph.groups import NormSite, SizeAttribute, UnitGroup, UnitSlice, Unprunable, group_order
+from sparsekit.graph.held_numbers import Path
 from sparsekit.graph.index import StateDict, gate, narrow_shape
 from sparsekit.graph.layers import Layer
 
@@ -97,6 +98,14 @@ class UnitGraph:
     @cached_property
     def _table(self) -> _Table:
         return _Table.of(self)
+
+    def numbers(self, counts: Mapping[str, int]) -> dict[tuple[str, Path], int]:
+        """Return (module, path) → value of every integer in `sizes`. `counts`: group name → units kept."""
+        found: dict[tuple[str, Path], int] = {}
+        for size in self.sizes:
+            gone = size.per_unit * (self.groups[size.group].size - counts[size.group])
+            found[size.module, size.path] = found.get((size.module, size.path), size.dense) - gone
+        return found
 
     def check_counts(self, counts: Mapping[str, int]) -> None:
         """Raise unless tied groups keep equally many units.

@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sparsekit.graph.held_numbers import Path, shown
+
 Kind = Literal["channel", "feature", "cell", "head", "expert"]
 
 
@@ -91,19 +93,28 @@ class Unprunable:
 
 @dataclass(frozen=True)
 class SizeAttribute:
-    """A plain integer of a module that follows the number of units kept: `num_heads` of hand-written attention.
+    """An integer of a module that follows the number of units kept: `num_heads` of hand-written attention.
+
+    One that counts the units of several groups, such as the width of a concatenation, has an entry for each of them.
 
     Args:
         module: Qualified name of the module.
-        name: Name of its attribute.
+        path: Name of its attribute, then the keys, indices and names that lead to the integer inside of it.
         group: Whose units it counts.
         per_unit: What one unit adds to it.
+        dense: What it is with all units.
     """
 
     module: str
-    name: str
+    path: Path
     group: str
     per_unit: int
+    dense: int
+
+    @property
+    def name(self) -> str:
+        """The path as it is written in code, after the module: `num_heads`, `config.hidden_size`, `shape[0]`."""
+        return shown(self.path)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,16 +10,18 @@ import numpy as np
 from torch import Tensor, nn
 
 from sparsekit.graph.groups import Kind
+from sparsekit.graph.held_numbers import Path
+from sparsekit.labels.numbers import Given, Held
 from sparsekit.labels.values import (
     ALWAYS_ZERO,
     NO_UNIT,
     NOT_ZERO,
     Cause,
+    Count,
     Entry,
     IntArray,
     Labels,
     NormNote,
-    Split,
     TensorLabels,
     user_line,
 )
@@ -43,9 +45,12 @@ class Tracer:
         least: (nodes, number) of runs of which so many units must stay.
         unsure: Nodes whose values are not certain to be zero when gated, because they start from a state passed in.
         heads: Nodes whose units are attention heads: each makes a map of its own over the positions.
-        splits: Where code lays units over several axes.
+        counts: Axes of units whose lengths were given by integers, such as those over which code lays units.
+        equals: (nodes, integers held) of comparisons of the length of an axis that were true.
+        literals: (nodes, number, where) of lengths that were given and read from nowhere.
         attempts: Module → how many choices of integers that follow the number of its units have failed.
-        counts: (nodes, module, attribute) of sizes that no parameter tells, such as those of a norm without a scale.
+        held: Module → the integers that it holds.
+        given: The integers of the call that runs now.
         norms: (module, number of the call in a forward pass of it) → what each such call averaged over; None where no units.
         used: Numbers of the entries that some operator has met.
         answers: What handlers have said: call → (labels of its inputs, labels of its outputs), for another pass over the code.
@@ -66,9 +71,12 @@ class Tracer:
         self.least: list[tuple[IntArray, int]] = []
         self.unsure: list[IntArray] = []
         self.heads: list[IntArray] = []
-        self.splits: list[Split] = []
+        self.counts: list[Count] = []
+        self.equals: list[tuple[IntArray, frozenset[Held]]] = []
+        self.literals: list[tuple[IntArray, int, Cause]] = []
         self.attempts: dict[str, int] = {}
-        self.counts: list[tuple[IntArray, str, str]] = []
+        self.held: dict[str, list[Held]] = {}
+        self.given = Given()
         self.norms: dict[tuple[str, int], list[NormNote | None]] = {}
         self.used: set[int] = set()
         self.answers: dict[tuple[Any, ...], tuple[Any, list[TensorLabels | None]]] = {}
@@ -375,13 +383,36 @@ class Tracer:
         first, second = (right, left) if b.entry is not None else (left, right)
         self.read(Labels(left.nodes, np.where(first.sources != NOT_ZERO, first.sources, second.sources)), None)
 
-    def split(self, nodes: IntArray) -> None:
-        """Note that the module which runs now lays one axis of units over several, or several over one."""
-        if nodes.ndim > 1 and (nodes < 0).any():
-            self.fix(nodes.reshape(-1), "reshaped together with values that belong to no unit")
-        numbers = {name: value for name, value in vars(self.running).items() if type(value) is int}
-        self.splits.append(Split(nodes, self.module, numbers))
+    def sized(self, nodes: IntArray, lengths: Sequence[int]) -> None:
+        """Note that the call which runs now was given the lengths of axes of units, or works them out.
+
+        Args:
+            nodes: One axis for each of `lengths`; several if one axis of units is laid over them.
+            lengths: Of these axes in the dense model.
+        """
+        if (nodes < 0).any():
+            if nodes.ndim > 1:
+                self.fix(nodes.reshape(-1), "reshaped together with values that belong to no unit")
+            return
+        read = [self.held_by(size) for size in lengths]
+        literal = [size in self.given.plain for size in lengths]
+        self.counts.append(Count(nodes, tuple(read)))
+        for number, (size, is_literal) in enumerate(zip(lengths, literal, strict=True)):
+            if is_literal:
+                self.literals.append((nodes, size, self.cause("")))
+                for held in self.held.get(self.module, ()):
+                    if held.value == size:
+                        alone = [frozenset({held}) if other == number else frozenset() for other in range(len(lengths))]
+                        self.counts.append(Count(nodes, tuple(alone), "equal"))
+
+    def held_by(self, length: int) -> frozenset[Held]:
+        """Return the integers held that gave a length in the call that runs now."""
+        number = self.given.numbers.get(length)
+        return frozenset() if number is None else number.held
 
     def count(self, nodes: IntArray, module: str, attribute: str) -> None:
-        """Note that an attribute of a layer counts these units, and that no parameter tells its value."""
-        self.counts.append((nodes, module, attribute))
+        """Note that an attribute of a layer, an integer or a tuple of one, counts these units: no parameter tells its value."""
+        value = getattr(self._model.get_submodule(module), attribute)
+        path: Path = (attribute, 0) if isinstance(value, tuple) else (attribute,)
+        held = Held(module, path, int(value[0] if isinstance(value, tuple) else value))
+        self.counts.append(Count(nodes, (frozenset({held}),), "rule"))

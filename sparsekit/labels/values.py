@@ -10,14 +10,15 @@ from __future__ import annotations
 import linecache
 import os
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
+
+from sparsekit.labels.numbers import Held, IntArray
 
 _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).resolve().parents[2]) + os.sep)
 """Folders of torch and of this package."""
@@ -54,8 +55,6 @@ def user_line(frames: Sequence[tuple[str, int]]) -> str:
     return ""
 
 
-IntArray: TypeAlias = npt.NDArray[np.int64]
-
 NO_UNIT = -1  # a position that belongs to no unit, such as a raw input in a concatenation
 ANY = -2  # a position of an axis along which the value is constant, such as an expanded one: it fits any unit
 
@@ -78,10 +77,12 @@ class Labels:
             every axis that does not tell units apart.
         sources: int64, of the same shape; which state entries must be gated for the value to be exactly zero, as an id of
             `Tracer.source`; NOT_ZERO if no gate does it.
+        numbers: Integers that a module holds, any of which gave the length of an axis along which the value is constant.
     """
 
     nodes: IntArray
     sources: IntArray
+    numbers: frozenset[Held] = frozenset()
 
     @property
     def size(self) -> int:
@@ -120,9 +121,9 @@ class Labels:
         return np.array_equal(self.nodes, other.nodes) and np.array_equal(self.sources, other.sources)
 
 
-def uniform(size: int, source: int = NOT_ZERO) -> Labels:
+def uniform(size: int, source: int = NOT_ZERO, numbers: frozenset[Held] = frozenset()) -> Labels:
     """Labels of an axis along which the value is constant."""
-    return Labels(np.full(size, ANY, dtype=np.int64), np.full(size, source, dtype=np.int64))
+    return Labels(np.full(size, ANY, dtype=np.int64), np.full(size, source, dtype=np.int64), numbers)
 
 
 def joined(parts: Sequence[Labels | None]) -> Labels | None:
@@ -248,18 +249,20 @@ class TensorLabels:
 
 
 @dataclass(frozen=True, eq=False)
-class Split:
-    """A place where the model's code lays one axis of units over several, with sizes of its own.
+class Count:
+    """Axes of units whose lengths were given by integers.
 
     Args:
-        nodes: int64, one axis for each axis of the result along which units differ.
-        module: Qualified name of the module whose code does it.
-        numbers: Attribute → value of the plain integers of that module.
+        nodes: int64, one axis for each axis of a tensor along which units differ.
+        numbers: Of each axis integers that a module holds, any of which the length is proportional to; empty where the length
+            follows by itself.
+        how: "rule" if a layer rule says that the length is that integer, "read" if it was read from there, "equal" if an
+            integer of the same value is at hand.
     """
 
     nodes: IntArray
-    module: str
-    numbers: Mapping[str, int]
+    numbers: tuple[frozenset[Held], ...]
+    how: Literal["rule", "read", "equal"] = "read"
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,6 +32,9 @@ class LayerRule:
     in_order_of_units: ClassVar[bool] = False
     """Whether its operators work through the units in their order, so that the verification compares its outputs alone."""
 
+    sizes: ClassVar[frozenset[str]] = frozenset()
+    """The attributes that `resize` sets."""
+
     @property
     def opaque(self) -> bool:
         """Whether `trace` describes the layer instead of its operators: whether a rule has one of its own."""

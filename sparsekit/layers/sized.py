@@ -56,6 +56,11 @@ class SizedRule(LayerRule):
     types: ClassVar[tuple[type[nn.Module], ...]] = tuple(kind for kind in _SIZES if isinstance(kind, type))
     type_names: ClassVar[tuple[str, ...]] = tuple(kind for kind in _SIZES if isinstance(kind, str))
 
+    sizes: ClassVar[frozenset[str]] = frozenset(
+        {"in_channels", "out_channels", "groups", "in_features", "out_features", "embedding_dim", "num_parameters"}
+        | {"num_features", "normalized_shape", "num_groups", "num_channels", "nx", "nf"}
+    )
+
     def resize(self, module: nn.Module) -> None:
         """Set the sizes; a norm without any tensor keeps its number, which its forward does not read."""
         shape, sizes = _weight_shape(module), of_type(module, _SIZES)

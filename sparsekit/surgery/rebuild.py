@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from sparsekit._torch import ConvNd, parameters_of, persistent_buffers, refresh_flat_weights
 from sparsekit.errors import ForeignMaskError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.held_numbers import set_number, shown
 from sparsekit.graph.index import StateDict, cut_axes, gather, moved_axes
 from sparsekit.layers import LayerRule, resize
 from sparsekit.runtime.safe_convolution import guard_convolutions
@@ -246,15 +247,12 @@ def set_sizes(model: nn.Module, graph: UnitGraph, counts: Mapping[str, int]) -> 
     """Set the integers that follow the number of units: `counts` is group name → units kept.
 
     Raises:
-        ForeignMaskError: a module is not there.
+        ForeignMaskError: a module or its integer is not there.
     """
-    for size in graph.sizes:
+    for (name, path), value in graph.numbers(counts).items():
         try:
-            module = model.get_submodule(size.module)
+            module = model.get_submodule(name)
         except AttributeError as error:
-            raise ForeignMaskError(
-                f"no module {size.module!r} in this {type(model).__name__}, but the graph sizes it"
-            ) from error
-        value = size.per_unit * counts[size.group]
-        is_shape = isinstance(getattr(module, size.name, None), tuple)
-        setattr(module, size.name, (value,) if is_shape else value)
+            raise ForeignMaskError(f"no module {name!r} in this {type(model).__name__}, but the graph sizes it") from error
+        if not set_number(module, path, value):
+            raise ForeignMaskError(f"module {name!r} of this {type(model).__name__} has no integer at {shown(path)}")

@@ -65,7 +65,7 @@ class Dispatcher(DispatchMode):
 
     def _key(self, call: Call) -> tuple[Any, ...] | None:
         """Return what the answer of a handler depends on; None where it may depend on values, as of an index."""
-        key: list[Any] = [call.func, self.tracer.module]
+        key: list[Any] = [call.func, self.tracer.module, self.tracer.given.key]
         for name, value in call.arguments.items():
             if isinstance(value, Tensor):
                 labels = self.tracer.known(value)

@@ -3,7 +3,8 @@
 import functools
 import gc
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from sparsekit.layers.parametrized import fix_hooked
 from sparsekit.surgery.rebuild import named_entries
 from sparsekit.tracing.blocks import BlockVerifier, is_large, is_meta
 from sparsekit.tracing.dispatch import Dispatcher
+from sparsekit.tracing.followed import FollowNumbers, hold_numbers
 from sparsekit.tracing.grouping.build import Built, build
 from sparsekit.tracing.grouping.sizes import try_other_sizes
 from sparsekit.tracing.inputs import ModelInputs, find_tensors
@@ -189,7 +191,7 @@ def _run(
     _enter(model, tracer)
     try:
         for inputs in calls:
-            _pass(lent_copy(model).eval(), inputs, tracer, rules)
+            _pass(lambda: lent_copy(model).eval(), inputs, tracer, rules)
     except UnsupportedModelError:
         raise
     except Exception as error:
@@ -200,8 +202,8 @@ def _run(
         refused: Exception | None = None
         for doubled in (False, True):  # a batch norm refuses a single example
             try:
-                copy = train_without_dropout(lent_copy(model))
-                _pass(copy, inputs.doubled() if doubled else inputs, tracer, rules)
+                given = inputs.doubled() if doubled else inputs
+                _pass(lambda: train_without_dropout(lent_copy(model)), given, tracer, rules)
             except Exception as error:  # noqa: BLE001 (whatever the user's code raises)
                 refused = refused or error
             else:
@@ -250,9 +252,32 @@ def _enter(model: nn.Module, tracer: Tracer) -> None:
         tracer.add_entry(aliases, tensor.shape, is_parameter=isinstance(tensor, nn.Parameter))
 
 
-def _pass(copy: nn.Module, inputs: ModelInputs, tracer: Tracer, rules: Mapping[type[nn.Module], LayerRule] | None) -> None:
-    """Run a private copy of the model under the tracer."""
+def _pass(
+    copied: Callable[[], nn.Module],
+    inputs: ModelInputs,
+    tracer: Tracer,
+    rules: Mapping[type[nn.Module], LayerRule] | None,
+) -> None:
+    """Run a private copy of the model under the tracer, following its integers where it accepts them as numbers."""
+    try:
+        _follow(copied(), inputs, tracer, rules, numbers=True)
+    except UnsupportedModelError:
+        raise
+    except Exception:  # noqa: BLE001 (code may refuse all that is not exactly an integer)
+        _follow(copied(), inputs, tracer, rules, numbers=False)
+
+
+def _follow(
+    copy: nn.Module,
+    inputs: ModelInputs,
+    tracer: Tracer,
+    rules: Mapping[type[nn.Module], LayerRule] | None,
+    *,
+    numbers: bool,
+) -> None:
     tracer.begin(named_entries(copy))
+    if numbers:
+        hold_numbers(tracer, copy, rules)
     for module in copy.modules():
         rule = find_rule(module, rules)
         if rule is not None and rule.opaque:
@@ -261,7 +286,8 @@ def _pass(copy: nn.Module, inputs: ModelInputs, tracer: Tracer, rules: Mapping[t
     fix_hooked(tracer, copy)
     if tracer.kept_norms:
         NormRecorder(tracer, copy)
-    outputs = run_traced(tracer, copy, inputs)
+    with FollowNumbers(tracer) if numbers else nullcontext():
+        outputs = run_traced(tracer, copy, inputs)
     found = find_tensors(outputs)
     if not found:
         raise UnsupportedModelError(f"{type(copy).__name__} returned no tensor but {type(outputs).__name__}; return tensors")

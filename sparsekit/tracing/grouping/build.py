@@ -10,10 +10,10 @@ import numpy.typing as npt
 import torch
 
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import Kind, NormSite, SizeAttribute, UnitGroup, UnitSlice, Unprunable
+from sparsekit.graph.groups import Kind, NormSite, UnitGroup, UnitSlice, Unprunable
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import NOT_ZERO, OUTPUT, Cause, Entry, IntArray
-from sparsekit.tracing.grouping.sizes import chosen_sizes, counted_sizes, find_sizes, tie_splits
+from sparsekit.tracing.grouping.sizes import Candidate, chosen_sizes, find_sizes, tie_splits
 
 _UNREAD = Cause("", "nothing reads its units", True)
 _AVERAGED = Cause("", "nothing but an average over its units reads them")
@@ -34,7 +34,7 @@ class Built:
     graph: UnitGraph
     nodes: Mapping[str, IntArray]
     loud: tuple[tuple[Unprunable, Cause], ...]
-    sizes: tuple[SizeAttribute, ...]
+    sizes: tuple[Candidate, ...]
 
 
 class _Builder:
@@ -259,8 +259,7 @@ def build(tracer: Tracer, shapes: Mapping[str, torch.Size]) -> Built:
         if not broken and norms is not None:
             break
     fixed = builder.fixed()
-    heads = {group.name: group.size for group in groups.values() if group.kind == "head"}
-    candidates = find_sizes(tracer, builder.root, group_of, heads)
+    candidates = find_sizes(tracer, builder.root, group_of, groups)
     sizes, shared = chosen_sizes(tracer, candidates)
     whole = tuple(item for item, cause in fixed if cause is not _UNREAD)
     graph = UnitGraph(
@@ -268,7 +267,7 @@ def build(tracer: Tracer, shapes: Mapping[str, torch.Size]) -> Built:
         dict(shapes),
         tuple(dict.fromkeys((*ties, *shared))),
         whole,
-        (*sizes, *counted_sizes(tracer, builder.root, group_of, groups)),
+        sizes,
         norms,
         aliases=tuple(tuple(entry.names) for entry in tracer.entries if len(entry.names) > 1),
     )

@@ -1,43 +1,40 @@
-"""Integers of the model's own modules that count units: found by their value and name, and set after a cut.
+"""Integers of the model's own modules that follow the number of units: found by what they do, and set after a cut.
 
-Hand-written attention keeps its number of heads in an attribute and reshapes with it. Which integers follow the heads is a
-guess here; the verification is what decides whether the model is right with them.
+Code keeps sizes as it likes: the number of heads in a configuration, half of a width in a tuple. What is read while a trace
+runs says where it was read, so the length of an axis of units names its integer. Verification decides whether the model is
+right with it.
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from itertools import combinations
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from sparsekit.graph.groups import SizeAttribute, UnitGroup
+from sparsekit.graph.held_numbers import Path
+from sparsekit.labels.numbers import Held
 from sparsekit.labels.tracer import Tracer
-from sparsekit.labels.values import IntArray, Split
+from sparsekit.labels.values import Count, IntArray
 
-_WIDTHS = ("dim", "size", "width", "inner", "hidden", "embd", "embed", "model", "feature", "channel", "total", "out")
-_OF_HEADS = ("inner", "all", "total", "split", "attn", "attention", "qkv", "heads")
-
-_COUNT, _OWN_WIDTH, _SHARED_WIDTH = "count", "own width", "shared width"
-# What follows the heads, tried in this order: the width of all heads together is mostly that of the model, which stays.
-_CHOICES: tuple[frozenset[str | None], ...] = (
-    frozenset({_COUNT, _OWN_WIDTH}),
-    frozenset({_COUNT, _OWN_WIDTH, _SHARED_WIDTH}),
-    frozenset({_COUNT}),
-    frozenset(),
-)
+_CHOICES = 4
+_ALWAYS = frozenset(range(_CHOICES))
+_READ, _EQUAL, _FIRST, _SECOND = frozenset({0, 1, 2}), frozenset({0, 1}), frozenset({0, 2}), frozenset({1})
+"""In which choices an integer follows: first all do, of two factors of a length the first or the second; then only those that
+were read, not those that are merely equal; then none but those of layer rules."""
 
 
-def _kind(name: str) -> str | None:
-    """Return what an attribute of this name may be: a number of heads (`num_heads`, `n_head`, `nhead`, `heads`, `h`), the width
-    of all heads together (`all_head_size`, `inner_dim`), or a width that may be that of the model too (`embed_dim`, `d`)."""
-    name = name.lower().strip("_")
-    if (name == "h" or name.endswith(("head", "heads"))) and not any(word in name for word in (*_WIDTHS, "per")):
-        return _COUNT
-    if "head" in name and not any(word in name for word in ("heads", "all", "total")):
-        return None
-    if name in ("c", "d", "e", "n") or any(word in name for word in _WIDTHS):
-        return _OWN_WIDTH if any(word in name for word in _OF_HEADS) else _SHARED_WIDTH
-    return None
+@dataclass(frozen=True)
+class Candidate:
+    """An integer that may follow some groups, and the choices in which it does."""
+
+    sizes: tuple[SizeAttribute, ...]
+    choices: frozenset[int]
+
+    @property
+    def key(self) -> tuple[str, Path]:
+        """Where the integer is."""
+        return self.sizes[0].module, self.sizes[0].path
 
 
 def tie_splits(tracer: Tracer, root: IntArray) -> bool:
@@ -49,91 +46,101 @@ def tie_splits(tracer: Tracer, root: IntArray) -> bool:
         True if anything was tied.
     """
     tied = False
-    for split in tracer.splits:
-        varying = _varying(split, root)
-        for dim in varying[:-1]:
-            first = np.broadcast_to(split.nodes.take([0], dim), split.nodes.shape)
-            both = (first >= 0) & (split.nodes >= 0)
-            apart = root[first[both]] != root[split.nodes[both]]
+    for count in tracer.counts:
+        for dim in _varying(count.nodes, root)[:-1]:
+            first = np.broadcast_to(count.nodes.take([0], dim), count.nodes.shape)
+            apart = root[first] != root[count.nodes]
             if apart.any():
-                tracer.united.append((first[both][apart], split.nodes[both][apart]))
+                tracer.united.append((first[apart], count.nodes[apart]))
                 tied = True
     return tied
 
 
-def _varying(split: Split, root: IntArray) -> list[int]:
-    """Return axes of a split along which units differ."""
-    units = np.where(split.nodes >= 0, root[split.nodes], split.nodes)
+def _varying(nodes: IntArray, root: IntArray) -> list[int]:
+    """Return axes along which units differ."""
+    units = root[nodes]
     return [dim for dim in range(units.ndim) if (units != units.take([0], dim)).any()]
 
 
-def counted_sizes(
-    tracer: Tracer, root: IntArray, group_of: Mapping[int, str], groups: Mapping[str, UnitGroup]
-) -> tuple[SizeAttribute, ...]:
-    """Return attributes that count the units of one group; where they count those of several, verification keeps these
-    whole."""
-    found: dict[tuple[str, str], SizeAttribute] = {}
-    for nodes, module, attribute in tracer.counts:
-        names = {group_of.get(int(root[node])) if node >= 0 else None for node in nodes}
-        if len(names) == 1 and (group := names.pop()) is not None:
-            size = SizeAttribute(module, attribute, group, len(nodes) // groups[group].size)
-            found.setdefault((module, attribute), size)
-    return tuple(found.values())
-
-
 def find_sizes(
-    tracer: Tracer, root: IntArray, group_of: Mapping[int, str], heads: Mapping[str, int]
-) -> tuple[SizeAttribute, ...]:
-    """Return all integers of modules that may follow the heads kept. `heads`: group of attention heads → number of heads."""
-    found: dict[SizeAttribute, None] = {}
-    for split in tracer.splits:
-        varying = _varying(split, root) if split.numbers else []
-        names = {group_of.get(int(r)) for r in np.unique(root[split.nodes[split.nodes >= 0]])} if varying else set()
-        group = next(iter(names)) if len(names) == 1 else None
-        if len(varying) == 1 and group is not None and group in heads:
-            found |= dict.fromkeys(_followers(split, varying[0], group, heads[group]))
-    return tuple(found)
+    tracer: Tracer, root: IntArray, group_of: Mapping[int, str], groups: Mapping[str, UnitGroup]
+) -> tuple[Candidate, ...]:
+    """Return all integers of modules that may follow the number of units."""
+    claims: dict[tuple[SizeAttribute, ...], frozenset[int]] = {}
+    unsure: list[list[tuple[SizeAttribute, ...]]] = []
+    equal = (Count(nodes, (held,)) for nodes, held in tracer.equals)
+    for count in (*tracer.counts, *equal):
+        if not any(count.numbers):
+            continue
+        varying = _varying(count.nodes, root)
+        if len(varying) != 1 or not count.numbers[varying[0]]:
+            continue
+        dim = varying[0]
+        row = root[np.moveaxis(count.nodes, dim, 0).reshape(count.nodes.shape[dim], -1)[:, 0]]
+        found = [sizes for held in count.numbers[dim] if (sizes := tuple(_followed(held, row, group_of, groups)))]
+        if len(found) > 1:
+            unsure.append(sorted(found, key=lambda sizes: (sizes[0].module, str(sizes[0].path))))
+        for sizes in found if len(found) == 1 else ():
+            choices = _ALWAYS if count.how == "rule" else _READ if count.how == "read" else _EQUAL
+            claims[sizes] = claims.get(sizes, frozenset()) | choices
+    for factors in unsure:
+        if not any(sizes in claims for sizes in factors):
+            for number, sizes in enumerate(factors[:2]):
+                claims[sizes] = _SECOND if number else _FIRST
+    return tuple(Candidate(sizes, choices) for sizes, choices in claims.items())
 
 
-def _followers(split: Split, dim: int, group: str, units: int) -> Sequence[SizeAttribute]:
-    count = split.nodes.shape[dim]
-    if count % units:
-        return []
-    others = [size for d, size in enumerate(split.nodes.shape) if d != dim]
-    widths = {count * math.prod(some) for k in range(1, len(others) + 1) for some in combinations(others, k)}
-    return [
-        SizeAttribute(split.module, name, group, value // units)
-        for name, value in split.numbers.items()
-        if (kind := _kind(name)) is not None and (value == count if kind == _COUNT else value in widths)
-    ]
+def _followed(
+    held: Held, row: IntArray, group_of: Mapping[int, str], groups: Mapping[str, UnitGroup]
+) -> Iterator[SizeAttribute]:
+    """Yield how an integer follows the units at the positions of an axis: one entry for each group; none if it cannot."""
+    positions = Counter(row.tolist())
+    names = Counter(group_of.get(unit) for unit in positions)
+    entries = []
+    for name, units in names.items():
+        if name is None:
+            continue
+        spans = {span for unit, span in positions.items() if group_of.get(unit) == name}
+        per_unit, rest = divmod(held.value * next(iter(spans)), row.size)
+        if len(spans) > 1 or units != groups[name].size or rest or not per_unit:
+            return
+        entries.append(SizeAttribute(held.module, held.path, name, per_unit, held.value))
+    yield from entries
 
 
 def chosen_sizes(
-    tracer: Tracer, candidates: Sequence[SizeAttribute]
+    tracer: Tracer, candidates: Sequence[Candidate]
 ) -> tuple[tuple[SizeAttribute, ...], tuple[tuple[str, ...], ...]]:
-    """Return those integers that are taken to follow the heads, after the choices that have failed.
+    """Return those integers that are taken to follow units, after the choices that have failed.
 
     Returns:
         The attributes, and the groups that must keep equally many units because they share one.
     """
-    claims: dict[tuple[str, str], list[SizeAttribute]] = {}
-    for size in candidates:
-        if _kind(size.name) in _CHOICES[tracer.attempts.get(size.module, 0)]:
-            claims.setdefault((size.module, size.name), []).append(size)
-    agreed = [claim for claim in claims.values() if len({size.per_unit for size in claim}) == 1]
-    shared = {tuple(size.group for size in claim) for claim in agreed if len(claim) > 1}
-    return tuple(claim[0] for claim in agreed), tuple(sorted(shared))
+    claims: dict[tuple[str, Path], list[tuple[SizeAttribute, ...]]] = {}
+    for candidate in candidates:
+        if tracer.attempts.get(candidate.key[0], 0) in candidate.choices:
+            claims.setdefault(candidate.key, []).append(candidate.sizes)
+    # An integer may count the units of one group here and of another there, if each has as many.
+    agreed = [
+        claim
+        for claim in claims.values()
+        if len(claim) == 1 or (all(len(sizes) == 1 for sizes in claim) and len({sizes[0].per_unit for sizes in claim}) == 1)
+    ]
+    shared = {tuple(sizes[0].group for sizes in claim) for claim in agreed if len(claim) > 1}
+    return tuple(size for claim in agreed for size in claim[0]), tuple(sorted(shared))
 
 
-def try_other_sizes(tracer: Tracer, candidates: Sequence[SizeAttribute], group: str) -> bool:
-    """Choose other integers to follow the heads of a group whose removal was not exact; False if there is no choice left."""
-    mine = [size for size in candidates if size.group == group]
+def try_other_sizes(tracer: Tracer, candidates: Sequence[Candidate], group: str) -> bool:
+    """Choose other integers to follow a group whose removal was not exact; False if there is no choice left."""
+    mine = [candidate for candidate in candidates if any(size.group == group for size in candidate.sizes)]
     changed = False
-    for module in {size.module for size in mine}:
-        kinds = {_kind(size.name) for size in mine if size.module == module}
+    for module in {candidate.key[0] for candidate in mine}:
+        choices = [
+            {candidate for candidate in mine if candidate.key[0] == module and number in candidate.choices}
+            for number in range(_CHOICES)
+        ]
         now = tracer.attempts.get(module, 0)
-        later = (n for n in range(now + 1, len(_CHOICES)) if _CHOICES[n] & kinds != _CHOICES[now] & kinds)
-        following = next(later, None)
+        following = next((number for number in range(now + 1, _CHOICES) if choices[number] not in choices[: now + 1]), None)
         if following is not None:
             tracer.attempts[module], changed = following, True
     return changed

@@ -9,7 +9,7 @@ __all__ = ["MAKE_CONSTANTS", "SAME_IN_TRAIN_MODE", "find_handler"]
 
 del movement, products, reduction  # whose functions have entered the table
 
-MAKE_CONSTANTS = joining.CREATORS | {"expand"}
+MAKE_CONSTANTS = joining.CREATORS | {"expand", "repeat"}
 """Operators that make an axis of equal values even of inputs without labels, and so must always be looked at."""
 
 SAME_IN_TRAIN_MODE = frozenset(normalization.BATCH_NORMS.split())

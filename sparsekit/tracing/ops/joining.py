@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
-from sparsekit.labels.values import ALWAYS_ZERO, NO_UNIT, NOT_ZERO, Labels, TensorLabels, constant, joined
+from sparsekit.labels.values import ALWAYS_ZERO, NO_UNIT, NOT_ZERO, Labels, TensorLabels, joined, uniform
 from sparsekit.tracing.ops.call import Call, Outputs, handles
 from sparsekit.tracing.ops.pointwise import combine
 
@@ -26,12 +26,14 @@ def _like(call: Call) -> Outputs:
 def _create(call: Call) -> Outputs:
     value = call.arg("fill_value", call.arg("value", 1))
     is_zero = "zero" in call.name or (not isinstance(value, Tensor) and value == 0)
-    return TensorLabels(constant(call.out.shape, ALWAYS_ZERO if is_zero else NOT_ZERO))
+    zero = ALWAYS_ZERO if is_zero else NOT_ZERO
+    given = (uniform(size, zero, call.tracer.held_by(size)) if size > 1 else None for size in call.out.shape)
+    return TensorLabels(tuple(given))
 
 
 @handles("cat stack concat")
 def _cat(call: Call) -> Outputs:
-    tensors = [t for t in call.arguments["tensors"] if not (t.dim() == 1 and t.shape[0] == 0)]
+    tensors = [t for t in call.arguments["tensors"] if t.numel()] or call.arguments["tensors"]
     stacked, shape = call.name == "stack", list(call.out.shape)
     dim = call.arg("dim", 0) % len(shape)
     shape[dim] = 1

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekit.labels.values import IntArray, Labels, TensorLabels, aligned, constant, uniform, without_repeats
+from sparsekit.labels.numbers import Number
+from sparsekit.labels.values import Count, IntArray, Labels, TensorLabels, aligned, constant, uniform, without_repeats
 from sparsekit.tracing.ops.call import MOST_POSITIONS, Call, Outputs, handles, tensors_of
 
 _BY_NUMBER = frozenset({"roll", "index_select", "index"})  # say by number what goes where, so a removed unit shifts the rest
@@ -126,8 +127,8 @@ def _moved(call: Call, labels: TensorLabels, reason: str) -> list[TensorLabels]:
                 call.tracer.fix(space, reason, quiet=labels.entry is not None)
                 continue
             taken[number] |= {*dims}
-            if call.name in _RESHAPES and _is_laid(space, piece):
-                call.tracer.split(piece.nodes.squeeze() if len(dims) > 1 else space.nodes.reshape(-1))
+            if call.name in _RESHAPES and dims:
+                call.tracer.sized(piece.nodes.squeeze(), [shapes[number][dim] for dim in dims])
             if len(dims) > 1:
                 joints[number] = piece
             elif dims:
@@ -139,13 +140,6 @@ def _moved(call: Call, labels: TensorLabels, reason: str) -> list[TensorLabels]:
                 for d in {*piece.dims} - taken[number]:
                     axes[number][d] = uniform(shapes[number][d], int(axis.sources[0]))
     return [TensorLabels(tuple(own), labels.entry, joint=joint) for own, joint in zip(axes, joints, strict=True)]
-
-
-def _is_laid(before: Labels, after: Labels) -> bool:
-    """Tell whether units were laid over more axes, or one axis of them is now another."""
-    if len(before.dims) > 1 or len(after.dims) > 1:
-        return len(after.dims) > len(before.dims)
-    return not before.flat().same(after.flat())
 
 
 @handles(
@@ -161,7 +155,16 @@ def _rearrange(call: Call) -> Outputs:
     reason = f"rearranged across units by {call.name!r}"
     if call.name in _RESHAPES:
         reason = f"reshaped across units ({list(tensor.shape)} to {list(call.outputs[0].shape)})"
-    return _moved(call, call.joint_labels("self"), reason)
+    found = _moved(call, call.joint_labels("self"), reason)
+    if call.name == "repeat":
+        (made,), rank = found, tensor.dim()
+        axes = list(made.axes)
+        for dim, times in enumerate(call.arguments["repeats"]):
+            own = tensor.shape[dim - len(axes) + rank] if dim >= len(axes) - rank else 1
+            if own == 1 and times > 1:
+                axes[dim] = uniform(times, numbers=call.tracer.held_by(times))
+        return replace(made, axes=tuple(axes))
+    return found
 
 
 @handles(" ".join(sorted(_BY_NUMBER)))
@@ -201,17 +204,46 @@ def _take_apart(call: Call) -> Outputs:
     if axis is not None:
         found = _numbers(call, [axis.size if d == dim else 1 for d in range(tensor.dim())])
         parts = [part.reshape(-1) for part in found or ()]
-        length = parts[0].size
         if call.name in _SINGLE:
             call.tracer.fix(axis, _SINGLE[call.name])
-        elif axis.size % length or any(
-            part.size != length or (part != part[0] // length * length + np.arange(length)).any() for part in parts
-        ):
+        elif not _take_parts(call, axis, parts):
             reason = "sliced at fixed positions" if call.name == "slice" else f"split into fixed sizes {[*map(len, parts)]}"
             call.tracer.fix(axis, reason)
-        else:
-            call.tracer.unite_rows(axis.nodes.reshape(-1, length))
     return _moved(call, labels, f"taken apart by {call.name!r}")
+
+
+def _take_parts(call: Call, axis: Labels, parts: Sequence[IntArray]) -> bool:
+    """Note which positions of an axis go together if these parts of it are taken; False if their places are fixed."""
+    tracer, size, length = call.tracer, axis.size, parts[0].size
+    if all(part.size == length for part in parts) and size % length == 0:
+        if all(np.array_equal(part, part[0] // length * length + np.arange(length)) for part in parts):
+            tracer.unite_rows(axis.nodes.reshape(-1, length))
+            tracer.sized(axis.nodes[:length], [length])
+            return True
+        step = size // length
+        if all(np.array_equal(part, part[0] + step * np.arange(length)) for part in parts):
+            tracer.unite_rows(axis.nodes.reshape(length, step).T)
+            return True
+    # Parts of several sizes: each length must follow, and so must the place where the first one starts.
+    given, start = tracer.given.numbers, int(parts[0][0])
+    if any(not np.array_equal(part, part[0] + np.arange(part.size)) for part in parts):
+        return False
+    first = -(size - start) if call.name == "slice" and start + length == size and size - start in given else start
+    lengths = {start, start + length} - {0, size} if call.name == "slice" else {part.size for part in parts}
+    if first < 0:
+        tracer.sized(axis.nodes[start:], [size - start])
+    elif lengths - given.keys():
+        return False
+    elif call.name == "slice":
+        if start:
+            tracer.sized(axis.nodes[:start], [start])
+        if start + length < size:
+            taken = given[start + length] - given.get(start, 0)
+            tracer.counts.append(Count(axis.nodes[parts[0]], (taken.held if isinstance(taken, Number) else frozenset(),)))
+    else:
+        for part in parts:
+            tracer.sized(axis.nodes[part], [part.size])
+    return True
 
 
 def _layers_apart(call: Call, layers: Sequence[TensorLabels], dim: int) -> Outputs:
@@ -243,7 +275,7 @@ def _expand(call: Call) -> Outputs:
     for axis, own, size in zip(labels.axes, before, after[new:], strict=True):
         if own == 1 and size > 1:
             call.tracer.fix(axis, "a single unit is expanded")
-            axis = uniform(size)
+            axis = uniform(size, numbers=call.tracer.held_by(size))
         axes.append(axis)
     joint = labels.joint and Labels(*(aligned(each, len(after)) for each in (labels.joint.nodes, labels.joint.sources)))
     return replace(labels, axes=tuple(axes), joint=joint)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekit.labels.values import NOT_ZERO, IntArray, Labels, TensorLabels, aligned
+from sparsekit.labels.values import NOT_ZERO, Count, IntArray, Labels, TensorLabels, aligned
 from sparsekit.tracing.ops.call import MOST_POSITIONS, Call, Outputs, handles
 
 _SUMS = frozenset({"add", "sub", "rsub", "maximum", "minimum", "where", "fmax", "fmin", "hypot"})
@@ -89,6 +89,9 @@ def combine(
             axes.append(None)
         else:
             nodes = (held or pieces)[0][0].nodes
+            for axis, _ in pieces if held else ():
+                if axis.numbers and (nodes >= 0).all():
+                    call.tracer.counts.append(Count(nodes, (axis.numbers,)))
             for axis, owner in held:
                 call.tracer.unite(nodes, axis.nodes)
                 if owner.entry is not None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from sparsekit.labels.values import Labels, TensorLabels
+from sparsekit.labels.values import Count, Labels, TensorLabels
 from sparsekit.tracing.ops.call import Call, Outputs, handles
 from sparsekit.tracing.ops.pointwise import combine
 
@@ -129,6 +129,8 @@ def _channels(call: Call, x: TensorLabels, w: TensorLabels, groups: int, in_dim:
     channels, inputs, outputs = call.arguments["input"].shape[1], x.units[1], w.axes[out_dim]
     per_group = channels // groups
     if per_group == 1:
+        if inputs is not None:
+            tracer.sized(inputs.nodes, [groups])
         return _depthwise(call, inputs, w, groups, transposed=in_dim == 0)
     weight_in = w.axes[in_dim]
     if inputs is None or weight_in is None:
@@ -166,6 +168,10 @@ def _depthwise(call: Call, inputs: Labels | None, w: TensorLabels, groups: int, 
     if inputs is None:
         tracer.fix(rows, "follows values that belong to no unit", quiet=w.entry is not None)
         return None
+    if rows.is_uniform:  # one filter for all
+        if rows.numbers and (inputs.nodes >= 0).all():
+            tracer.counts.append(Count(inputs.nodes, (rows.numbers,)))
+        return inputs.take(np.repeat(np.arange(groups, dtype=np.int64), multiplier))
     tracer.unite(np.repeat(inputs.nodes, multiplier), rows.nodes)
     # The input passes through; the rows gate the outputs.
     return rows

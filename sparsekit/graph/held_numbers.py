@@ -1,0 +1,164 @@
+"""Integers that a module holds: where they are, and how to set one of them.
+
+They are in attributes, and in the lists, dicts, tuples, dataclasses, configurations, partial functions and closures that
+attributes refer to. Such objects are often shared between modules and with the user, so whoever changes one copies it first.
+"""
+
+import copy
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Path: TypeAlias = tuple[str | int, ...]
+"""Name of an attribute, then the keys, indices and names that lead to a number inside of it."""
+
+_DEPTH = 3  # of containers in each other
+_LONGEST = 64  # a longer list holds data
+_OWN = frozenset(vars(nn.Module()))
+_SEALED = (Tensor, nn.Module, type, types.ModuleType, torch.Generator, np.ndarray, str, bytes)
+
+
+def map_numbers(module: nn.Module, change: Callable[[Path, int], int]) -> dict[str, Any]:
+    """Return the attributes of a module that change if each integer in them is replaced by `change(path, integer)`.
+
+    Args:
+        module: Not changed. Integers of its class count as attributes of its own, and so do integer buffers of one number.
+        change: Returns the very same integer to leave it.
+
+    Returns:
+        Name of attribute → new value. Containers on the way to an integer are copies, all else is the same object.
+    """
+    held = {
+        name: value
+        for kind in reversed(type(module).__mro__)
+        if issubclass(kind, nn.Module) and not kind.__module__.startswith("torch.")
+        for name, value in vars(kind).items()
+        if not name.startswith("__") and type(value) in (int, tuple, list, dict)
+    }
+    held |= {name: value for name, value in vars(module).items() if name not in _OWN}
+    held |= {name: value for name, value in module.named_buffers(recurse=False) if _is_number(value)}
+    changed = {}
+    for name, value in held.items():
+        new = _mapped(value, (name,), change, _DEPTH)
+        if new is not value:
+            changed[name] = new
+    return changed
+
+
+def held_numbers(module: nn.Module) -> dict[Path, int]:
+    """Return path → integer, of all that a module holds."""
+    found: dict[Path, int] = {}
+
+    def note(path: Path, value: int) -> int:
+        found[path] = value
+        return value
+
+    map_numbers(module, note)
+    return found
+
+
+def set_number(module: nn.Module, path: Path, number: int) -> bool:
+    """Set an integer that a module holds, in copies of the containers on the way to it; False if there is no such integer."""
+    found = []
+
+    def one(at: Path, value: int) -> int:
+        if at != path:
+            return value
+        found.append(value)
+        return number
+
+    for name, value in map_numbers(module, one).items():
+        if isinstance(value, Tensor):
+            setattr(module, name, value)
+        else:
+            vars(module)[name] = value
+    return bool(found)
+
+
+def shown(path: Path) -> str:
+    """Return a path as it is written in code, after `self.`: `config.heads`, `shape[0]`."""
+    first, *rest = path
+    return str(first) + "".join(f".{step}" if isinstance(step, str) and step.isidentifier() else f"[{step!r}]" for step in rest)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Tensor) and not value.is_meta and value.dim() == 0 and value.dtype in (torch.int64, torch.int32)
+
+
+def _mapped(value: Any, path: Path, change: Callable[[Path, int], int], depth: int) -> Any:
+    if type(value) is int:
+        return change(path, value)
+    if isinstance(value, np.integer):
+        number = int(value)
+        new = change(path, number)
+        return value if new is number or type(new) is not int else type(value)(new)
+    if _is_number(value):
+        number = int(value)
+        new = change(path, number)
+        return value if new is number or type(new) is not int else torch.full_like(value, new)
+    if depth == 0 or value is None or isinstance(value, (bool, float, complex, *_SEALED)):
+        return value
+    parts = _parts(value)
+    if len(parts) > _LONGEST and not hasattr(value, "__dict__"):
+        return value
+    found = {key: _mapped(part, (*path, key), change, depth - 1) for key, part in parts.items()}
+    found = {key: part for key, part in found.items() if part is not parts[key]}
+    return _with(value, found) if found else value
+
+
+def _parts(value: Any) -> Mapping[str | int, Any]:
+    """Return what a container holds, by key, index or name."""
+    if isinstance(value, tuple | list):
+        return dict(enumerate(value))
+    if isinstance(value, functools.partial):
+        return {**dict(enumerate(value.args)), **value.keywords}
+    if isinstance(value, types.FunctionType):
+        filled = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        return {name: cell.cell_contents for name, cell in filled if _is_filled(cell)}
+    if isinstance(value, Mapping):
+        return {key: item for key, item in value.items() if type(key) in (str, int)}
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)}
+    if callable(value) or type(value).__module__.startswith(("torch.", "builtins")):
+        return {}
+    return {name: item for name, item in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
+
+
+def _with(value: Any, changed: Mapping[Any, Any]) -> Any:
+    """Return a copy of a container with some parts replaced."""
+    if isinstance(value, tuple):
+        items = [changed.get(number, item) for number, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, functools.partial):
+        args = (changed.get(number, item) for number, item in enumerate(value.args))
+        words = {name: changed.get(name, item) for name, item in value.keywords.items()}
+        return type(value)(value.func, *args, **words)
+    if isinstance(value, types.FunctionType):
+        names = value.__code__.co_freevars
+        cells = (types.CellType(changed[n]) if n in changed else c for n, c in zip(names, value.__closure__ or (), strict=True))
+        twin = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells))
+        twin.__kwdefaults__, twin.__dict__ = value.__kwdefaults__, dict(value.__dict__)
+        return twin
+    try:
+        twin = copy.copy(value)
+        for key, item in changed.items():
+            if isinstance(value, list | Mapping):
+                twin[key] = item
+            else:
+                object.__setattr__(twin, key, item)
+    except Exception:  # noqa: BLE001 (an object of the user's that cannot be copied or set keeps its number)
+        return value
+    return twin
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False

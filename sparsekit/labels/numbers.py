@@ -1,0 +1,178 @@
+"""Number: an integer that remembers where it was read, so that a size in a call names its source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from sparsekit.graph.held_numbers import Path
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Held:
+    """An integer that a module holds.
+
+    Args:
+        module: Qualified name of the module.
+        path: Where the module holds it.
+        value: What it is in the dense model.
+    """
+
+    module: str
+    path: Path
+    value: int
+
+
+@dataclass(frozen=True, eq=False)
+class Size:
+    """An integer that follows the number of units by itself: the length of an axis, or a number that a layer rule sets.
+
+    Args:
+        nodes: int64, those along the axis; empty where there are none.
+        equals: Takes (nodes, integers held) for every comparison in which the size was equal to such integers.
+    """
+
+    nodes: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    equals: list[tuple[IntArray, frozenset[Held]]] = field(default_factory=list)
+
+
+Source = Held | Size
+
+
+class Number(int):
+    """An integer with what it was made of: sums of products of what was read. All else about it is as of an integer.
+
+    Attributes:
+        parts: Factors → what their product, times some number, adds to the value; no factors for what was not read.
+    """
+
+    parts: Mapping[frozenset[Source], int]
+
+    def __new__(cls, value: int, parts: Mapping[frozenset[Source], int]) -> Number:
+        made = super().__new__(cls, value)
+        made.parts = parts
+        return made
+
+    @property
+    def factors(self) -> frozenset[Source]:
+        """What the number is proportional to; empty if it is a sum."""
+        return next(iter(self.parts)) if len(self.parts) == 1 else frozenset()
+
+    @property
+    def held(self) -> frozenset[Held]:
+        """The integers held that the number is proportional to; empty if it is a sum, or follows units by itself."""
+        found = frozenset(source for source in self.factors if isinstance(source, Held))
+        return found if len(found) == len(self.factors) else frozenset()
+
+    def __mul__(self, other: Any) -> Any:
+        if type(other) not in (int, Number):
+            return int(self) * other
+        theirs = parts_of(other)
+        return _made(((a | b, m * n) for a, m in self.parts.items() for b, n in theirs.items()))
+
+    def __add__(self, other: Any) -> Any:
+        if type(other) not in (int, Number):
+            return int(self) + other
+        return _made((*self.parts.items(), *parts_of(other).items()))
+
+    def __neg__(self) -> Number:
+        return Number(-int(self), {factors: -value for factors, value in self.parts.items()})
+
+    def __sub__(self, other: Any) -> Any:
+        if type(other) not in (int, Number):
+            return int(self) - other
+        return self + (-other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return -self + other if type(other) is int else other - int(self)
+
+    def __floordiv__(self, other: Any) -> Any:
+        if type(other) not in (int, Number):
+            return int(self) // other
+        divisor = int(other)
+        if divisor == 0 or any(value % divisor for value in self.parts.values()):
+            return int(self) // divisor
+        more = other.factors if isinstance(other, Number) else frozenset()
+        return _made((factors | more, value // divisor) for factors, value in self.parts.items())
+
+    __rmul__, __radd__ = __mul__, __add__
+
+    def __eq__(self, other: object) -> bool:
+        same = int.__eq__(self, other)
+        if same is True and isinstance(other, Number):
+            for size, number in ((self, other), (other, self)):
+                mine = next(iter(size.factors)) if len(size.factors) == 1 else None
+                if isinstance(mine, Size) and mine.nodes.size and number.held:
+                    mine.equals.append((mine.nodes, number.held))
+        return same
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = int.__hash__
+
+    def __deepcopy__(self, memo: object) -> int:
+        return int(self)
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        return int, (int(self),)
+
+
+def parts_of(value: int) -> Mapping[frozenset[Source], int]:
+    return value.parts if isinstance(value, Number) else {frozenset(): int(value)}
+
+
+def _made(parts: Any) -> Any:
+    """Return the sum of some parts: a plain integer if nothing is left of what was read."""
+    found: dict[frozenset[Source], int] = {}
+    for factors, value in parts:
+        found[factors] = found.get(factors, 0) + value
+    found = {factors: value for factors, value in found.items() if value}
+    value = sum(found.values())
+    return Number(value, found) if any(found) else value
+
+
+def find_integers(value: Any) -> Iterator[int]:
+    """Yield the integers among the arguments of a call."""
+    if type(value) in (int, Number):
+        yield value
+    elif isinstance(value, np.integer):
+        yield int(value)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from find_integers(item)
+    elif isinstance(value, Mapping):
+        yield from find_integers(list(value.values()))
+    elif isinstance(value, slice):
+        yield from find_integers((value.start, value.stop))
+
+
+@dataclass(frozen=True)
+class Given:
+    """The integers of the call that runs now.
+
+    Args:
+        numbers: Value → the number of that value that was read.
+        plain: Those that were not read from anywhere, such as a literal.
+    """
+
+    numbers: Mapping[int, Number] = field(default_factory=dict)
+    plain: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, *arguments: Any) -> Given:
+        """Collect the integers in arguments."""
+        found = list(find_integers(arguments))
+        numbers = {abs(int(number)): number if number >= 0 else -number for number in found if isinstance(number, Number)}
+        return cls(numbers, frozenset(abs(number) for number in found if type(number) is int) - numbers.keys())
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells the sources of two calls apart."""
+        return tuple((value, number.held) for value, number in self.numbers.items())
