@@ -107,6 +107,12 @@ class UnitGraph:
             found[size.module, size.path] = found.get((size.module, size.path), size.dense) - gone
         return found
 
+    @cached_property
+    def integer_entries(self) -> Mapping[str, tuple[str, Path]]:
+        """State-dict key → (module, path) of each integer in `sizes` that is a buffer of the state."""
+        keys = {f"{size.module}.{size.path[0]}".lstrip("."): (size.module, size.path) for size in self.sizes}
+        return {key: place for key, place in keys.items() if key in self.shapes}
+
     def check_counts(self, counts: Mapping[str, int]) -> None:
         """Raise unless tied groups keep equally many units.
 

@@ -117,7 +117,8 @@ def _parts(value: Any) -> Mapping[str | int, Any]:
     if isinstance(value, tuple | list):
         return dict(enumerate(value))
     if isinstance(value, functools.partial):
-        return {**dict(enumerate(value.args)), **value.keywords}
+        parts: dict[str | int, Any] = dict(enumerate(value.args))
+        return parts | value.keywords
     if isinstance(value, types.FunctionType):
         filled = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         return {name: cell.cell_contents for name, cell in filled if _is_filled(cell)}

@@ -18,7 +18,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from sparsekit.labels.numbers import Held, IntArray
+from sparsekit.labels.numbers import Held
+from sparsekit.labels.numbers import IntArray as IntArray
 
 _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).resolve().parents[2]) + os.sep)
 """Folders of torch and of this package."""
@@ -224,7 +225,8 @@ class TensorLabels:
 
     def dropped(self, gone: Collection[int]) -> TensorLabels:
         """Return the labels without some axes, along which joint ones do not vary."""
-        joint = self.joint and Labels(*(each.squeeze(tuple(gone)) for each in (self.joint.nodes, self.joint.sources)))
+        axes = tuple(gone)
+        joint = self.joint and Labels(self.joint.nodes.squeeze(axes), self.joint.sources.squeeze(axes))
         return replace(self, axes=tuple(axis for d, axis in enumerate(self.axes) if d not in gone), joint=joint)
 
     def collapsed(self) -> TensorLabels:

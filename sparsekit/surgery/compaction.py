@@ -4,6 +4,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from sparsekit.errors import InvalidValueError, UnsupportedModelError
@@ -88,7 +89,8 @@ def compact_state(state: StateDict, graph: UnitGraph, mask: UnitMask) -> dict[st
     """
     mask.check(graph)
     graph.check_state(state)
-    narrow = narrow_state(state, graph, mask)
+    narrow, numbers = narrow_state(state, graph, mask), graph.numbers(mask.counts())
+    narrow |= {name: torch.full_like(state[name], numbers[place]) for name, place in graph.integer_entries.items()}
     return {name: narrow[name] if name in narrow else tensor.detach().clone() for name, tensor in state.items()}
 
 
@@ -116,7 +118,7 @@ def expand(state: StateDict, graph: UnitGraph, mask: UnitMask, *, into: StateDic
     axes = {name: cut_axes(dense.shape, indices.get(name, {})) for name, dense in into.items()}
     return {
         name: scatter(state[name].detach(), dense.detach(), axes[name])
-        if name in state or name in graph.shapes
-        else dense.detach().clone()  # not part of the model
+        if (name in state or name in graph.shapes) and name not in graph.integer_entries
+        else dense.detach().clone()  # not part of the model, or a number of its units
         for name, dense in into.items()
     }

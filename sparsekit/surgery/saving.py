@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -19,9 +19,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from sparsekit._torch import without_compiler
+from sparsekit._torch import persistent_buffers, without_compiler
 from sparsekit.errors import CompactFileError, ForeignMaskError, InvalidValueError, SparsekitError
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.held_numbers import Path as NumberPath
+from sparsekit.graph.held_numbers import held_numbers, set_number, shown
 from sparsekit.graph.index import StateDict, places
 from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule, resize
@@ -93,6 +95,7 @@ def save_compact(
     spec = {
         "model": type(model).__qualname__,
         "modules": {name: [type(module).__qualname__, _attributes(module)] for name, module in model.named_modules()},
+        "numbers": _numbers(model),
         "ties": ties,
         "fixed": [name for name, entry in entries.items() if isinstance(entry, nn.Parameter) and not entry.requires_grad],
         "graph": None if graph is None else digest(graph),
@@ -141,6 +144,7 @@ def load_compact(
         _check_modules(path, small, spec["modules"])
         for name, module in small.named_modules():
             _set_attributes(path, name, module, spec["modules"][name][1])
+        _set_numbers(path, small, spec["numbers"])
         fixed = set(spec["fixed"])
     for name, entry in _entries(small)[0].items():
         if isinstance(entry, nn.Parameter):
@@ -215,6 +219,40 @@ def _is_plain(value: object) -> bool:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _OWN and _is_plain(value)}
+
+
+def _numbers(model: nn.Module) -> list[tuple[list[str], str, list[tuple[NumberPath, int]]]]:
+    """Return the integers in attributes that are not plain, such as those of a configuration: modules that share the object,
+    its name, and path → integer."""
+    found: dict[tuple[int, str], tuple[list[str], str, list[tuple[NumberPath, int]]]] = {}
+    for name, module in model.named_modules():
+        plain, tables = _attributes(module), persistent_buffers(module)
+        held = held_numbers(module)
+        for attribute in dict.fromkeys(str(path[0]) for path in held if path[0] not in plain and path[0] not in tables):
+            numbers = [(path, number) for path, number in held.items() if path[0] == attribute]
+            shared = (id(getattr(module, attribute, None)), attribute)
+            found.setdefault(shared, ([], attribute, numbers))[0].append(name)
+    return list(found.values())
+
+
+def _set_numbers(path: str | os.PathLike[str], model: nn.Module, saved: Sequence[Any]) -> None:
+    """Set the integers that differ.
+
+    Raises:
+        CompactFileError: the factory has nothing at that place.
+    """
+    for names, _, numbers in saved:
+        for name in names:
+            module = model.get_submodule(name)
+            own = held_numbers(module)
+            for at, number in ((tuple(at), number) for at, number in numbers):
+                if own.get(at) == number or (at not in own and str(at[0]).startswith("_")):  # what passes and loaders make
+                    continue
+                if not set_number(module, at, number):
+                    raise CompactFileError(
+                        f"{path} has the integer {shown(at)!r} of {name or 'the top'!r}, which {type(module).__qualname__} of"
+                        " the factory lacks; use the code that the model was saved with"
+                    )
 
 
 def _set_attributes(path: str | os.PathLike[str], name: str, module: nn.Module, attributes: Mapping[str, Any]) -> None:

@@ -277,5 +277,5 @@ def _expand(call: Call) -> Outputs:
             call.tracer.fix(axis, "a single unit is expanded")
             axis = uniform(size, numbers=call.tracer.held_by(size))
         axes.append(axis)
-    joint = labels.joint and Labels(*(aligned(each, len(after)) for each in (labels.joint.nodes, labels.joint.sources)))
+    joint = labels.joint and Labels(aligned(labels.joint.nodes, len(after)), aligned(labels.joint.sources, len(after)))
     return replace(labels, axes=tuple(axes), joint=joint)
