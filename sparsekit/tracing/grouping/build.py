@@ -13,7 +13,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import Kind, NormSite, UnitGroup, UnitSlice, Unprunable
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import NOT_ZERO, OUTPUT, Cause, Entry, IntArray
-from sparsekit.tracing.grouping.sizes import Candidate, chosen_sizes, find_sizes, tie_splits
+from sparsekit.tracing.grouping.sizes import Candidate, chosen_sizes, counted_parts, find_sizes, tie_splits
 
 _UNREAD = Cause("", "nothing reads its units", True)
 _AVERAGED = Cause("", "nothing but an average over its units reads them")
@@ -139,13 +139,14 @@ class _Builder:
         first_run = np.searchsorted(run, starts)
         ends, last_run = np.r_[starts[1:], active.size].tolist(), np.r_[first_run[1:], run.size].tolist()
         rank: dict[int, int] = {}
-        found: dict[tuple[bytes, frozenset[int]], list[int]] = {}
+        parts = counted_parts(self.tracer, self.root)
+        found: dict[tuple[bytes, frozenset[int], tuple[int, ...]], list[int]] = {}
         for k, (start, low) in enumerate(zip(starts.tolist(), first_run.tolist(), strict=True)):
             root = int(roots[start])
             self.members[root] = active[start : ends[k]]
             rank[root] = int(firsts[k])
             signature = runs[:, low : last_run[k]].tobytes()
-            found.setdefault((signature, self.gates.get(root, frozenset())), []).append(root)
+            found.setdefault((signature, self.gates.get(root, frozenset()), parts.get(root, ())), []).append(root)
         for same in found.values():
             same.sort(key=rank.__getitem__)
         return sorted((same for same in found.values() if len(same) > 1), key=lambda same: rank[same[0]])

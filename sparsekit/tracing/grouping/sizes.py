@@ -62,22 +62,34 @@ def _varying(nodes: IntArray, root: IntArray) -> list[int]:
     return [dim for dim in range(units.ndim) if (units != units.take([0], dim)).any()]
 
 
+def _rows(tracer: Tracer, root: IntArray) -> Iterator[tuple[Count, frozenset[Held], IntArray]]:
+    """Yield every count of units by integers that a module holds: the integers, and the unit of each position of the axis."""
+    equal = (Count(nodes, (held,)) for nodes, held in tracer.equals)
+    for count in (*tracer.counts, *equal):
+        if any(count.numbers):
+            varying = _varying(count.nodes, root)
+            if len(varying) == 1 and count.numbers[varying[0]]:
+                lines = np.moveaxis(count.nodes, varying[0], 0).reshape(count.nodes.shape[varying[0]], -1)
+                yield count, count.numbers[varying[0]], root[lines[:, 0]]
+
+
+def counted_parts(tracer: Tracer, root: IntArray) -> dict[int, tuple[int, ...]]:
+    """Return unit → numbers of the counts that it is part of: units that are counted apart are groups of their own."""
+    found: dict[int, tuple[int, ...]] = {}
+    for number, (count, _, row) in enumerate(_rows(tracer, root)):
+        for unit in np.unique(row).tolist() if count.how == "read" else ():
+            found[unit] = (*found.get(unit, ()), number)
+    return found
+
+
 def find_sizes(
     tracer: Tracer, root: IntArray, group_of: Mapping[int, str], groups: Mapping[str, UnitGroup]
 ) -> tuple[Candidate, ...]:
     """Return all integers of modules that may follow the number of units."""
     claims: dict[tuple[SizeAttribute, ...], frozenset[int]] = {}
     unsure: list[list[tuple[SizeAttribute, ...]]] = []
-    equal = (Count(nodes, (held,)) for nodes, held in tracer.equals)
-    for count in (*tracer.counts, *equal):
-        if not any(count.numbers):
-            continue
-        varying = _varying(count.nodes, root)
-        if len(varying) != 1 or not count.numbers[varying[0]]:
-            continue
-        dim = varying[0]
-        row = root[np.moveaxis(count.nodes, dim, 0).reshape(count.nodes.shape[dim], -1)[:, 0]]
-        found = [sizes for held in count.numbers[dim] if (sizes := tuple(_followed(held, row, group_of, groups)))]
+    for count, numbers, row in _rows(tracer, root):
+        found = [sizes for held in numbers if (sizes := tuple(_followed(held, row, group_of, groups)))]
         if len(found) > 1:
             unsure.append(sorted(found, key=lambda sizes: (sizes[0].module, str(sizes[0].path))))
         for sizes in found if len(found) == 1 else ():

@@ -215,35 +215,35 @@ def _take_apart(call: Call) -> Outputs:
 def _take_parts(call: Call, axis: Labels, parts: Sequence[IntArray]) -> bool:
     """Note which positions of an axis go together if these parts of it are taken; False if their places are fixed."""
     tracer, size, length = call.tracer, axis.size, parts[0].size
+    given, start, stop = tracer.given.numbers, int(parts[0][0]), int(parts[0][-1]) + 1
+    ends = {start, stop} - {0, size}
+    follows = all(place in given or size - place in given for place in ends)
     if all(part.size == length for part in parts) and size % length == 0:
-        if all(np.array_equal(part, part[0] // length * length + np.arange(length)) for part in parts):
+        aligned_parts = all(np.array_equal(part, part[0] // length * length + np.arange(length)) for part in parts)
+        if aligned_parts and not (call.name == "slice" and follows and 2 * length != size):
             tracer.unite_rows(axis.nodes.reshape(-1, length))
             tracer.sized(axis.nodes[:length], [length])
             return True
         step = size // length
-        if all(np.array_equal(part, part[0] + step * np.arange(length)) for part in parts):
+        if step > 1 and all(np.array_equal(part, part[0] % step + step * np.arange(length)) for part in parts):
             tracer.unite_rows(axis.nodes.reshape(length, step).T)
             return True
     # Parts of several sizes: each length must follow, and so must the place where the first one starts.
-    given, start = tracer.given.numbers, int(parts[0][0])
     if any(not np.array_equal(part, part[0] + np.arange(part.size)) for part in parts):
         return False
-    first = -(size - start) if call.name == "slice" and start + length == size and size - start in given else start
-    lengths = {start, start + length} - {0, size} if call.name == "slice" else {part.size for part in parts}
-    if first < 0:
-        tracer.sized(axis.nodes[start:], [size - start])
-    elif lengths - given.keys():
-        return False
-    elif call.name == "slice":
-        if start:
-            tracer.sized(axis.nodes[:start], [start])
-        if start + length < size:
-            taken = given[start + length] - given.get(start, 0)
-            tracer.counts.append(Count(axis.nodes[parts[0]], (taken.held if isinstance(taken, Number) else frozenset(),)))
-    else:
+    if call.name != "slice":
         for part in parts:
             tracer.sized(axis.nodes[part], [part.size])
-    return True
+        return given.keys() >= {part.size for part in parts}
+    for place in ends if follows else ():
+        if place not in given:
+            tracer.sized(axis.nodes[place:], [size - place])
+        elif place == start:
+            tracer.sized(axis.nodes[:start], [start])
+        else:
+            taken = given[stop] - given.get(start, 0)
+            tracer.counts.append(Count(axis.nodes[start:stop], (taken.held if isinstance(taken, Number) else frozenset(),)))
+    return follows
 
 
 def _layers_apart(call: Call, layers: Sequence[TensorLabels], dim: int) -> Outputs:
