@@ -160,19 +160,26 @@ class Given:
     Args:
         numbers: Value → the number of that value that was read.
         plain: Those that were not read from anywhere, such as a literal.
+        shape: All of them, in their order.
     """
 
     numbers: Mapping[int, Number] = field(default_factory=dict)
     plain: frozenset[int] = frozenset()
+    shape: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, *arguments: Any) -> Given:
         """Collect the integers in arguments."""
         found = list(find_integers(arguments))
         numbers = {abs(int(number)): number if number >= 0 else -number for number in found if isinstance(number, Number)}
-        return cls(numbers, frozenset(abs(number) for number in found if type(number) is int) - numbers.keys())
+        plain = frozenset(abs(number) for number in found if type(number) is int)
+        return cls(numbers, plain - numbers.keys(), tuple(found))
+
+    def at(self, dim: int, rank: int) -> Given:
+        """Return the integer for one axis of a shape of `rank` integers, if that is what was given; else all of them."""
+        return Given.of(self.shape[dim]) if len(self.shape) == rank else self
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What tells the sources of two calls apart."""
-        return tuple((value, number.held) for value, number in self.numbers.items())
+        return tuple((int(number), number.held if isinstance(number, Number) else None) for number in self.shape)

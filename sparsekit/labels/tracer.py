@@ -383,26 +383,29 @@ class Tracer:
         first, second = (right, left) if b.entry is not None else (left, right)
         self.read(Labels(left.nodes, np.where(first.sources != NOT_ZERO, first.sources, second.sources)), None)
 
-    def sized(self, nodes: IntArray, lengths: Sequence[int]) -> None:
+    def sized(self, nodes: IntArray, lengths: Sequence[int], dims: Sequence[int] = (), rank: int = 0) -> None:
         """Note that the call which runs now was given the lengths of axes of units, or works them out.
 
         Args:
             nodes: One axis for each of `lengths`; several if one axis of units is laid over them.
             lengths: Of these axes in the dense model.
+            dims: Which axes of the result they are, if the call was given its shape.
+            rank: Number of axes of the result.
         """
         if (nodes < 0).any():
             if nodes.ndim > 1:
                 self.fix(nodes.reshape(-1), "reshaped together with values that belong to no unit")
             return
-        read = [self.held_by(size) for size in lengths]
-        literal = [size in self.given.plain for size in lengths]
+        given = [self.given.at(dim, rank) for dim in dims] or [self.given] * len(lengths)
+        read = [number.held if (number := g.numbers.get(size)) else frozenset() for g, size in zip(given, lengths, strict=True)]
+        literal = [size in g.plain for g, size in zip(given, lengths, strict=True)]
         self.counts.append(Count(nodes, tuple(read)))
-        for number, (size, is_literal) in enumerate(zip(lengths, literal, strict=True)):
+        for axis, (size, is_literal) in enumerate(zip(lengths, literal, strict=True)):
             if is_literal:
                 self.literals.append((nodes, size, self.cause("")))
                 for held in self.held.get(self.module, ()):
                     if held.value == size:
-                        alone = [frozenset({held}) if other == number else frozenset() for other in range(len(lengths))]
+                        alone = [frozenset({held}) if other == axis else frozenset() for other in range(len(lengths))]
                         self.counts.append(Count(nodes, tuple(alone), "equal"))
 
     def held_by(self, length: int) -> frozenset[Held]:

@@ -21,7 +21,7 @@ import torch
 from sparsekit.labels.numbers import Held
 from sparsekit.labels.numbers import IntArray as IntArray
 
-_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).resolve().parents[2]) + os.sep)
+_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).resolve().parents[1]) + os.sep)
 """Folders of torch and of this package."""
 
 

@@ -1,6 +1,7 @@
 """FollowNumbers: while a model is traced, integers that it holds and lengths of axes remember where they were read."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from sparsekit.labels.tracer import Tracer
 from sparsekit.layers import LayerRule, find_rule
 
 _SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
+_UNFLATTEN = (Tensor.unflatten, torch.unflatten)
 _ITSELF = Size()
 
 
@@ -55,7 +57,12 @@ class FollowNumbers(TorchFunctionMode):
             found = func(*args, **kwargs)
             lengths = self._lengths(args[0])
             return torch.Size(lengths) if isinstance(found, tuple) else lengths[args[1] if len(args) > 1 else kwargs["dim"]]
-        before, self.tracer.given = self.tracer.given, Given.of(args, kwargs)
+        given = Given.of(args, kwargs)
+        if func in _UNFLATTEN:
+            dim, sizes = (args[k] if len(args) > k else kwargs[name] for k, name in ((1, "dim"), (2, "sizes")))
+            before_it = dim % args[0].dim()
+            given = replace(given, shape=(*[-1] * before_it, *sizes, *[-1] * (args[0].dim() - 1 - before_it)))
+        before, self.tracer.given = self.tracer.given, given
         try:
             return func(*args, **kwargs)
         finally:

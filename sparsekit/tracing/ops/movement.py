@@ -128,7 +128,8 @@ def _moved(call: Call, labels: TensorLabels, reason: str) -> list[TensorLabels]:
                 continue
             taken[number] |= {*dims}
             if call.name in _RESHAPES and dims:
-                call.tracer.sized(piece.nodes.squeeze(), [shapes[number][dim] for dim in dims])
+                shape = shapes[number]
+                call.tracer.sized(piece.nodes.squeeze(), [shape[dim] for dim in dims], dims, len(shape))
             if len(dims) > 1:
                 joints[number] = piece
             elif dims:
