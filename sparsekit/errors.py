@@ -33,7 +33,6 @@ _EXTRAS: Mapping[str, tuple[str, ...]] = {
     "fl": ("PIL", "pandas", "pyarrow", "pydantic", "sklearn"),
     "flower": ("flwr", "ray"),
     "log": ("tensorboard",),
-    "report": ("jinja2", "matplotlib"),
     "torch-pruning": ("torch_pruning",),
     "tune": ("optuna",),
 }
@@ -99,10 +98,10 @@ def install_hint(package: str) -> str:
     """Return the command that installs an optional package, run in a checkout of this project.
 
     Args:
-        package: Its import name, such as "matplotlib".
+        package: Its import name, such as "pandas".
 
     Returns:
-        For example `in a checkout of sparsekit, run: pip install -c constraints.txt ".[report]"`.
+        For example `in a checkout of sparsekit, run: pip install -c constraints.txt ".[fl]"`.
     """
     extra = next((extra for extra, packages in _EXTRAS.items() if package in packages), None)
     return (
@@ -116,7 +115,7 @@ def require(module: str) -> Any:
     """Import an optional package, or a module of one.
 
     Args:
-        module: Its import name, such as "optuna" or "matplotlib.figure".
+        module: Its import name, such as "optuna" or "sklearn.datasets".
 
     Raises:
         MissingDependencyError: it is not installed; the message has the command that installs it.

@@ -132,12 +132,12 @@ class Comparison:
         return np.isfinite(self.frame.filter(like="final.personal.")).any(axis=1)
 
     def table(self, *parts: str) -> Any:
-        """Return the table as a DataFrame of text: a row per method, n (see `runs`), and a column per number that some row has.
+        """Return the table as a DataFrame of text: a row per method, the seeds (see `runs`), and a column per known number.
 
         Args:
             parts: Keep only the numbers under these keys of a result, "final" and "cost"; none keeps all.
         """
-        found = {"n": list(map(str, self.runs.values()))}
+        found = {"seeds": list(map(str, self.runs.values()))}
         for path, title, unit in self.columns:
             own = self.summary[path]
             if own["mean"].notna().any() and (not parts or path.startswith(parts)):
@@ -146,7 +146,7 @@ class Comparison:
 
     def seeds_text(self) -> str:
         """Say over how many runs the means are taken."""
-        return "one seed" if max(self.runs.values()) == 1 else "mean ± sample deviation over n seeds"
+        return "one seed" if max(self.runs.values()) == 1 else "mean ± sample deviation over the seeds"
 
     @property
     def notes(self) -> dict[str, list[str]]:

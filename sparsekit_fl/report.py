@@ -1,59 +1,89 @@
-"""The report of finished runs: one HTML page with tables and pictures, and published numbers where runs have their protocol."""
+"""The report of finished runs: one HTML page with tables and charts, and published numbers where runs have their protocol."""
 
 from __future__ import annotations
 
-import base64
-import io
-from collections.abc import Sequence
-from importlib.resources import files
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sparsekit.errors import require
+from sparsekit.page import chart, code, heading, page, paragraph, row, strips, table
 from sparsekit_fl.checkpoint import write_atomically
 from sparsekit_fl.comparison import Comparison
 from sparsekit_fl.paper.published import published_beside, published_source
 from sparsekit_fl.results import primary_metric
-from sparsekit_fl.stored import flat, scale
+from sparsekit_fl.stored import flat, number_text, texts
 
 PAGE = "report.html"
 
-# Okabe and Ito's colors, which remain distinct to color-blind readers; more methods get others.
-_COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_STYLE = {"font.family": "sans-serif", "font.size": 10, "svg.fonttype": "none", "svg.hashsalt": "sparsekit"}
 _AXES = (
     ("round", "round", "number"),
     ("flops", "FLOPs of all clients so far", "flops"),
     ("simulated_seconds", "simulated time so far", "seconds"),
 )
+# 97.5 % quantiles of Student's t, by degrees of freedom; the last one serves for more.
+_T = (
+    12.71,
+    4.30,
+    3.18,
+    2.78,
+    2.57,
+    2.45,
+    2.36,
+    2.31,
+    2.26,
+    2.23,
+    2.2,
+    2.18,
+    2.16,
+    2.14,
+    2.13,
+    2.12,
+    2.11,
+    2.1,
+    2.09,
+    2.09,
+    1.96,
+)
+_MOST_RATIO_CHARTS = 3
 
 
-def write_report(comparisons: Sequence[Comparison], out: Path | str) -> Path:
+def write_report(comparisons: Sequence[Comparison], out: Path | str, *, command: str = "", failed: Sequence[str] = ()) -> Path:
     """Write `report.html` into a folder, a section for each comparison; return the file.
 
+    Args:
+        comparisons: What is shown.
+        out: The folder.
+        command: The command that made the runs, or the page.
+        failed: A line for each run that failed.
+
     Raises:
-        MissingDependencyError: Jinja2 or matplotlib is not installed.
+        MissingDependencyError: pandas is not installed.
     """
-    sections = []
-    for comparison in comparisons:
-        figure, published = curves_of(comparison), published_beside(comparison)
-        sections.append(
-            {
-                "comparison": comparison,
-                "about": _about(comparison),
-                "tables": [_html(comparison.table(part)) for part in ("final", "cost")],
-                "picture": "" if figure is None else base64.b64encode(to_svg(figure)).decode(),
-                "published": None if published is None else _html(published_table(published)),
-            }
-        )
-    source = published_source() if any(one["published"] for one in sections) else ""
+    parts, published = (
+        [code(command), *(paragraph(line, "failed") for line in failed)],
+        [published_beside(one) for one in comparisons],
+    )
+    for comparison, beside in zip(comparisons, published, strict=True):
+        parts += [heading(comparison.title)] if len(comparisons) > 1 else []
+        parts += _section(comparison)
+        if beside is not None:
+            parts += [
+                heading("Published numbers", 3),
+                paragraph(
+                    "* differs by more than two deviations, FLOPs also by more than rounding. Both count training alone.",
+                    "soft",
+                ),
+                _table(published_table(beside), texts=("why they differ",)),
+            ]
+    parts.append(paragraph(published_source() if any(one is not None for one in published) else "", "soft"))
     title = comparisons[0].title if len(comparisons) == 1 else "Comparison of methods"
-    environment = require("jinja2").Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(files(__package__).joinpath("report.html.j2").read_text(encoding="utf-8"))
     path = Path(out) / PAGE
     path.parent.mkdir(parents=True, exist_ok=True)
     # Another `compare` may write the page of its own trials at the same time.
-    write_atomically(path, template.render(title=title, sections=sections, source=source).encode())
+    write_atomically(path, page(title, parts).encode())
     return path
 
 
@@ -72,59 +102,91 @@ def published_table(published: Any) -> Any:
     return require("pandas").DataFrame(rows).set_index("run")
 
 
-def _html(frame: Any) -> str:
-    """Return a DataFrame of text as a table."""
-    return str(frame.rename_axis(None).to_html(border=0))
-
-
-def _about(comparison: Comparison) -> str:
-    """Return the settings of the runs, and version and date, in one line."""
-    settings = {name.rpartition(".")[2]: value for name, value in flat(comparison.config).items() if value is not None}
-    parts = [f"{name.replace('_', ' ')} {value}" for name, value in settings.items() if name != "seed"]
-    known = [result.get("environment") or {} for result in comparison.results]
-    versions = {f"sparsekit {one['sparsekit']}" for one in known if "sparsekit" in one}
-    dates = sorted({str(one["finished"])[:10] for one in known if "finished" in one})
-    return "; ".join([*parts, *sorted(versions), *([" to ".join(dict.fromkeys([dates[0], dates[-1]]))] if dates else [])])
-
-
-def curves_of(comparison: Comparison) -> Any:
-    """Draw the mean score of clients over the seeds, in the rounds in which all runs of a method were scored.
-
-    Returns:
-        A matplotlib Figure, which `to_svg` writes; None where no method was scored twice.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-    """
-    matplotlib = require("matplotlib")
+def _section(comparison: Comparison) -> list[str]:
     metric, unit = _metric(comparison)
-    means = _means(comparison, metric)
-    if means.empty:
-        return None
-    with matplotlib.rc_context(_STYLE):
-        figure = require("matplotlib.figure").Figure(figsize=(3.9 * len(_AXES), 3.9), layout="constrained")
-        figure.suptitle(f"{metric.capitalize()} on the clients' own test data", x=0.01, ha="left", fontsize=11)
-        for axes, (x, text, x_unit) in zip(figure.subplots(1, len(_AXES)), _AXES, strict=True):
-            axes.grid(visible=True, color="#E4E6E8", linewidth=0.8)
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.set_prop_cycle(color=[*_COLOURS, *matplotlib.colormaps["tab20"].colors])
-            for name, own in means.groupby("series"):
-                (line,) = axes.plot(own[x], own["y"], linewidth=1.6, label=name)
-                low, high = own["y"] - own["deviation"], own["y"] + own["deviation"]
-                axes.fill_between(own[x], low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-            axes.set(xlabel=text, ylabel=f"mean personal {metric}" if x == "round" else "")
-            _units(axes.xaxis, x_unit, means[x])
-            _units(axes.yaxis, unit, means["y"])
-        figure.legend(*axes.get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=7)
-    return figure
+    seeds = comparison.seeds_text()
+    return [
+        heading("Scores", 3),
+        _table(comparison.table("final")),
+        heading("Costs", 3),
+        _table(comparison.table("cost")),
+        paragraph(
+            f"{seeds[0].upper()}{seeds[1:]}. Scores are means over all clients, each on its own test data. Wall time depends on"
+            " what else ran on the machine, simulated time does not.",
+            "soft",
+        ),
+        *(
+            paragraph(line, "failed" if line.startswith(("diverged", "stopped", "failed")) else "soft")
+            for line in _remarks(comparison)
+        ),
+        row(*curves_of(comparison), _clients(comparison, metric, unit)),
+        heading(f"{metric.capitalize()} at equal cost", 3),
+        paragraph("The last score within the cost that every run reached; a dash if a method was not scored by then.", "soft"),
+        table(*_at_equal_cost(comparison, metric, unit)),
+        *_differences(comparison, metric, unit),
+        *_ratios(comparison),
+        heading("Settings", 3),
+        table(("setting", "value"), _settings(comparison)),
+    ]
 
 
-def to_svg(figure: Any) -> bytes:
-    """Return a figure as SVG; equal figures give equal bytes."""
-    buffer = io.BytesIO()
-    with require("matplotlib").rc_context(_STYLE):
-        figure.savefig(buffer, format="svg", facecolor="white", metadata={"Date": None})
-    return buffer.getvalue()
+def _table(frame: Any, *, texts: Sequence[str] = ()) -> str:
+    """Return a DataFrame of text as a table."""
+    rows = [(name, *cells) for name, cells in zip(frame.index, frame.values.tolist(), strict=True)]
+    return table([frame.index.name or "", *frame], rows, texts=texts)
+
+
+def _settings(comparison: Comparison) -> list[tuple[str, str]]:
+    """Return the settings of the runs, and version, machine and date."""
+    config = {
+        name.rpartition(".")[2].replace("_", " "): str(value)
+        for name, value in flat(comparison.config).items()
+        if value is not None
+    }
+    found = [(name, value) for name, value in config.items() if name != "seed"]
+    for name in ("sparsekit", "torch", "platform", "device", "finished"):
+        values = dict.fromkeys(
+            str(known[name]) for one in comparison.results if name in (known := one.get("environment") or {})
+        )
+        if name == "finished":
+            values = dict.fromkeys(sorted(value[:10] for value in values))
+        found += [(name, ", ".join(values))] if values else []
+    return found
+
+
+def _remarks(comparison: Comparison) -> list[str]:
+    """Return what a reader should know: notes, runs that diverged or stopped early, clients and updates that failed."""
+    found = comparison.remarks()
+    for result in comparison.results:
+        name = f"{result['method']}, seed {result['seed']}"
+        found += (
+            [f"stopped: {name} after round {result['rounds'][-1]['round']}: {result['stopped']}"]
+            if result.get("stopped")
+            else []
+        )
+        lost = len(result.get("failed_clients") or {})
+        found += [f"failed: {name}: {lost} clients could never train or be scored"] if lost else []
+        dropped = sum(len(record.get("dropped", ())) for record in result["rounds"])
+        found += [f"failed: {name}: {dropped} updates did not count"] if dropped else []
+    return found
+
+
+def curves_of(comparison: Comparison) -> list[str]:
+    """Draw the mean score of clients over rounds, FLOPs and simulated time; empty where no method was scored twice."""
+    metric, unit = _metric(comparison)
+    means = means_of(comparison, metric)
+    charts = []
+    for name, title, x_unit in _AXES:
+        lines: dict[str, list[tuple[float, float, float]]] = {}
+        for method in comparison.methods:
+            own = means[means["series"] == method]
+            lines |= {method: list(zip(own[name], own["y"], own["deviation"], strict=True))} if len(own) else {}
+        charts.append(chart(lines, x=title, y=f"Mean personal {metric}", x_text=_writer(x_unit), y_text=_writer(unit)))
+    return charts
+
+
+def _writer(unit: str) -> Any:
+    return (lambda value: f"{value:g}") if unit == "number" else (lambda value: number_text(unit, value))
 
 
 def _metric(comparison: Comparison) -> tuple[str, str]:
@@ -133,14 +195,23 @@ def _metric(comparison: Comparison) -> tuple[str, str]:
     return name, "share" if name == "accuracy" else "number"
 
 
-def _means(comparison: Comparison, metric: str) -> Any:
-    """Return means by method and round, as a DataFrame; methods that were scored once are left out."""
+def _scores(result: Mapping[str, Any], metric: str) -> list[dict[str, float]]:
+    """Return costs and score of each round in which clients were scored."""
+    return [
+        {"round": record["round"], **record["cost"], "y": record["evaluation"]["personal"][metric]}
+        for record in result["rounds"]
+        if record["evaluation"] and (record["evaluation"].get("personal") or {}).get(metric) is not None
+    ]
+
+
+def means_of(comparison: Comparison, metric: str) -> Any:
+    """Return means by method and round, as a DataFrame; rounds that not all seeds scored and single points are left out."""
     names = [name for name, _, _ in _AXES]
     rows = [
-        (result["method"], result["seed"], *({"round": record["round"], **record["cost"]}.get(name) for name in names),
-         (record["evaluation"].get("personal") or {}).get(metric))
-        for result in comparison.results for record in result["rounds"] if record["evaluation"]
-    ]  # fmt: skip
+        {"series": result["method"], "seed": result["seed"], **{name: score[name] for name in (*names, "y")}}
+        for result in comparison.results
+        for score in _scores(result, metric)
+    ]
     frame = require("pandas").DataFrame(rows, columns=["series", "seed", *names, "y"]).dropna()
     groups = frame.assign(at=frame["round"]).groupby(["series", "at"])
     means = groups.agg(n=("seed", "nunique"), y=("y", "mean"), deviation=("y", "std"), **{one: (one, "mean") for one in names})
@@ -149,11 +220,70 @@ def _means(comparison: Comparison, metric: str) -> Any:
     return means[means.groupby("series")["at"].transform("size") > 1]
 
 
-def _units(axis: Any, unit: str, values: Any) -> None:
-    """Write the ticks of an axis in its unit."""
-    ticker = require("matplotlib.ticker")
-    if unit == "number" and axis.axis_name == "x":
-        axis.set_major_locator(ticker.MaxNLocator(integer=True))  # rounds are whole
-    elif unit != "number":
-        size, sign = scale(unit, values.max())
-        axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{round(value / size, 4):g}{sign}"))
+def _clients(comparison: Comparison, metric: str, unit: str) -> str:
+    """Draw the score of each client, of all seeds."""
+    rows: dict[str, list[float]] = {method: [] for method in comparison.methods}
+    for result in comparison.results:
+        for client in result["final"].get("per_client", ()):
+            value = client.get("metrics", {}).get("personal", {}).get(metric)
+            rows[result["method"]] += [] if value is None else [value]
+    return strips(
+        {name: own for name, own in rows.items() if own}, x=metric, y=f"Personal {metric} of each client", x_text=_writer(unit)
+    )
+
+
+def _at_equal_cost(comparison: Comparison, metric: str, unit: str) -> tuple[list[str], list[list[str]]]:
+    """Return a table of the mean score of each method at the largest FLOPs and simulated time that all of them reached."""
+    head, columns = ["method"], []
+    for name, _, cost_unit in _AXES[1:]:
+        budget = min(result["cost"][name] for result in comparison.results)
+        found = []
+        for method in comparison.methods:
+            own = [_scores(result, metric) for result in comparison.results if result["method"] == method]
+            last = [
+                within[-1]["y"] for scores in own if (within := [one for one in scores if one[name] <= budget * (1 + 1e-9)])
+            ]
+            found.append(statistics.fmean(last) if len(last) == len(own) else None)
+        head.append(f"at {number_text(cost_unit, budget)}{' FLOPs' if name == 'flops' else ' simulated'}")
+        columns.append(texts(unit, found))
+    return head, [list(cells) for cells in zip(comparison.methods, *columns, strict=True)]
+
+
+def _differences(comparison: Comparison, metric: str, unit: str) -> list[str]:
+    """Return the differences from the first method in equal seeds, with a 95 % interval of their mean."""
+    first, *others = comparison.methods
+    by_seed = {(one["method"], one["seed"]): one["final"].get("personal", {}).get(metric) for one in comparison.results}
+    scale, sign = (100, " points") if unit == "share" else (1, "")
+    rows = []
+    for other in others:
+        pairs = [
+            (mine, by_seed[first, seed]) for (name, seed), mine in by_seed.items() if name == other and (first, seed) in by_seed
+        ]
+        gaps = [
+            scale * (mine - its) for mine, its in pairs if mine is not None and its is not None and math.isfinite(mine - its)
+        ]
+        if len(gaps) > 1:
+            mean, half = (
+                statistics.fmean(gaps),
+                _T[min(len(gaps) - 2, len(_T) - 1)] * statistics.stdev(gaps) / math.sqrt(len(gaps)),
+            )
+            each = ", ".join(f"{gap:+.2f}" for gap in gaps)
+            rows.append((other, f"{mean:+.2f}{sign}", f"{mean - half:+.2f} to {mean + half:+.2f}", each))
+    title = f"{metric.capitalize()} minus that of {first}, seed by seed"
+    return [heading(title, 3), table(("method", "mean difference", "95 % interval", "each seed"), rows)] if rows else []
+
+
+def _ratios(comparison: Comparison) -> list[str]:
+    """Draw the ratio of each client over the rounds in which it trained, for methods whose ratios vary."""
+    charts = []
+    for method in comparison.methods:
+        result = next(one for one in comparison.results if one["method"] == method)
+        lines: dict[str, list[tuple[float, float, float]]] = {}
+        for record in result["rounds"]:
+            for client, ratio in (record.get("ratios") or {}).items():
+                lines.setdefault(f"client {client}", []).append((record["round"], ratio, 0.0))
+        if len({point[1] for line in lines.values() for point in line}) > 1:
+            title = f"{method}, seed {result['seed']}: ratio of each client"
+            charts.append(chart(lines, x="round", y=title, y_text=_writer("share"), legend=False))
+    about = "A line for each client joins the rounds in which it trained."
+    return [heading("Ratios", 3), paragraph(about, "soft"), row(*charts[:_MOST_RATIO_CHARTS])] if charts else []

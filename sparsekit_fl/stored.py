@@ -74,19 +74,19 @@ def texts(unit: str, means: Sequence[float | None], deviations: Sequence[float |
         deviations: As many as there are values, written behind ±; empty for none.
 
     Returns:
-        As many texts; FLOPs, bytes and seconds have three digits of the mean.
+        As many texts, with equally many decimals: three digits of the smallest number, but three decimals at most.
     """
     known = [abs(mean) for mean in means if mean is not None and math.isfinite(mean)]
     size, ending = scale(unit, max(known, default=0.0))
+    least = min((number / size for number in known if number), default=1.0)
+    digits = 1 if unit == "share" else max(0, (3 if unit == "number" else 2) - math.floor(math.log10(least)))
+    digits = digits if len(known) == 1 else min(3, digits)
     found = []
     for mean, deviation in zip(means, deviations or [None] * len(means), strict=True):
         spread = deviation if deviation is not None and math.isfinite(deviation) else None
         if mean is None or not math.isfinite(mean):
             found.append("–")
-        elif unit == "number":
-            found.append(f"{mean:.4g}" + ("" if spread is None else f" ± {spread:.2g}"))
         else:
-            digits = 1 if unit == "share" else max(0, 2 - math.floor(math.log10(abs(mean) / size))) if mean else 0
             found.append(f"{mean / size:,.{digits}f}" + ("" if spread is None else f" ± {spread / size:,.{digits}f}") + ending)
     return found
 

@@ -37,7 +37,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("layers",),
         ("labels", "runtime"),
         ("graph", "bandit"),
-        ("_torch", "progress", "registry", "rng"),
+        ("_torch", "page", "progress", "registry", "rng"),
         ("errors",),
         ("lazy", "version"),
     ),

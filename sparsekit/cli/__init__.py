@@ -7,6 +7,7 @@ prints it in one line and ends with exit code 2.
 from sparsekit.cli.output import (
     AsJson,
     command_app,
+    command_line,
     log_to,
     print_json,
     print_lines,
@@ -15,4 +16,14 @@ from sparsekit.cli.output import (
     with_options,
 )
 
-__all__ = ["AsJson", "command_app", "log_to", "print_json", "print_lines", "print_table", "print_wrapped", "with_options"]
+__all__ = [
+    "AsJson",
+    "command_app",
+    "command_line",
+    "log_to",
+    "print_json",
+    "print_lines",
+    "print_table",
+    "print_wrapped",
+    "with_options",
+]

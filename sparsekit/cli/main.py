@@ -18,7 +18,7 @@ import click
 import typer
 from typer.core import TyperGroup
 
-from sparsekit.cli.output import log_to
+from sparsekit.cli.output import TYPED, log_to
 from sparsekit.cli.table import COMMANDS
 from sparsekit.errors import InvalidValueError, SparsekitError, install_hint, nearest
 from sparsekit.registry import Registry, load_object
@@ -127,6 +127,7 @@ def execute(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0, that of the error, 2 for bad input, 130 after Ctrl-C, or what the command chose.
     """
     command = typer.main.get_command(app)
+    TYPED[:] = sys.argv[1:] if arguments is None else arguments
     try:
         code = command.main(None if arguments is None else list(arguments), prog_name="sparsekit", standalone_mode=False)
         return code if isinstance(code, int) else 0

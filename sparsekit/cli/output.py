@@ -3,6 +3,7 @@
 import inspect
 import json
 import logging
+import shlex
 import textwrap
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -51,6 +52,15 @@ def with_options(
     spread.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     spread.__doc__, spread.__name__ = command.__doc__, command.__name__
     return spread
+
+
+TYPED: list[str] = []
+"""The arguments of the command that runs, as they were typed."""
+
+
+def command_line() -> str:
+    """Return the command that runs, as it was typed, for pages that say how they were made."""
+    return shlex.join(["sparsekit", *TYPED])
 
 
 def print_json(value: object) -> None:

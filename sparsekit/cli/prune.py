@@ -18,7 +18,7 @@ import typer
 from sparsekit.cli.data_source import find_loss, load_data, metric_of
 from sparsekit.cli.model_options import PruneOptions, read_runtimes, takes
 from sparsekit.cli.model_source import load_with_inputs
-from sparsekit.cli.output import command_app, print_json, print_table
+from sparsekit.cli.output import command_app, command_line, print_json, print_table
 from sparsekit.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ def _print(report: PruneReport, how: str) -> None:
         if rows:
             print_table(head, rows)
     if report.unprunable:
-        typer.echo(f"{len(report.unprunable)} groups of units cannot be pruned; `sparsekit units` says why")
+        number = len(report.unprunable)
+        typer.echo(f"{number} group{'' if number == 1 else 's'} of units cannot be pruned; `sparsekit units` says why")
     for note in report.notes:
         typer.echo(note)
 
@@ -177,6 +178,7 @@ class PruneJob:
 
     def write(self, pruned: Pruned) -> dict[str, str]:
         """Write all files of the run; what → path."""
+        from sparsekit.pruning.report_page import PAGE, prune_page
         from sparsekit.surgery.onnx import export_onnx
 
         folder = self.options.out
@@ -184,10 +186,15 @@ class PruneJob:
             return {}
         files = {"model": folder / _SMALL}
         pruned.model.eval()
-        pruned.save(files["model"])
+        pruned.save(files["model"], page=None)
         if self.options.onnx:
             files["onnx"] = folder / _ONNX
             export_onnx(pruned.model, self.args, files["onnx"], self.kwargs)
+        sizes = {path.name: path.stat().st_size for path in files.values()}
+        factory = f'"{self.options.model}"' if ":" in self.options.model else ""
+        files["page"] = folder / PAGE
+        text = prune_page(pruned.report, file=_SMALL, sizes=sizes, factory=factory, command=command_line())
+        files["page"].write_text(text, encoding="utf-8")
         files["report"] = folder / _REPORT
         found = {what: str(path) for what, path in files.items()}
         text = json.dumps({**pruned.report.to_dict(), "files": found}, indent=1)

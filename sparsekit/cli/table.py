@@ -37,7 +37,7 @@ COMMANDS: Mapping[str, Listed] = {
     ),
     "report": Listed(
         "sparsekit_fl.cli.report:report",
-        "Write report.html of finished runs, with tables and a picture, and print the tables; nothing is trained.",
+        "Write report.html of finished runs, with tables and charts, and print the tables; nothing is trained.",
     ),
     "run": Listed(
         "sparsekit_fl.cli.run:run",

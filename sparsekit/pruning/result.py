@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.measure.paired import measure_layers, measure_pair, measure_turns
 from sparsekit.pruning.report import PruneReport
+from sparsekit.pruning.report_page import PAGE, prune_page
 from sparsekit.surgery.saving import save_compact
 from sparsekit.tracing.inputs import ModelInputs
 
@@ -70,11 +72,21 @@ class Pruned:
         slowest = dict(sorted(spent, key=lambda item: -item[1])[:5])
         return replace(self, report=replace(self.report, times=times, slowest=slowest, notes=notes))
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write model, mask and a proof of what the model computes to one safetensors file, for `load_compact` and `load_mask`.
+    def save(self, path: str | os.PathLike[str], *, page: str | None = PAGE) -> None:
+        """Write model, mask and a proof of what the model computes to one safetensors file, and a page that shows the report.
+
+        `load_compact` and `load_mask` read the file.
+
+        Args:
+            path: The file.
+            page: Name of the page in the same folder; it replaces an earlier one. None writes no page.
 
         Raises:
-            OSError: the file cannot be written.
+            OSError: a file cannot be written.
         """
         known = None if self.inputs is None else (self.inputs.args or self.inputs.kwargs)
         save_compact(self.model, path, graph=self.graph, mask=self.mask, example_inputs=known)
+        if page is not None:
+            file = Path(path)
+            text = prune_page(self.report, file=file.name, sizes={file.name: file.stat().st_size})
+            file.with_name(page).write_text(text, encoding="utf-8")

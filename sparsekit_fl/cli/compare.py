@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparsekit.cli import command_app, print_json
-from sparsekit.errors import InvalidValueError, MissingDependencyError, SparsekitError, require
+from sparsekit.cli import command_app, command_line, print_json
+from sparsekit.errors import InvalidValueError, SparsekitError, require
 from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.options import RunOptions, with_run_options
 from sparsekit_fl.cli.report import show
@@ -39,7 +39,7 @@ def _compare(
     """Run several methods over several seeds, and print mean ± deviation.
 
     With --out DIR, every run has a folder in DIR: finished runs are not repeated, and interrupted ones continue. DIR also gets
-    report.html, with tables and a picture; `sparsekit report DIR` writes it again.
+    report.html, with tables and charts; `sparsekit report DIR` writes it again.
     To use more cores, start several of these commands at once, with the same --out and other methods or seeds.
     """
     # What trains is imported only now, so that --help is quick.
@@ -82,13 +82,12 @@ def _compare(
         typer.echo(f"stopped by the user; {kept}", err=True)
         raise typer.Exit(INTERRUPTED) from None
     comparisons = comparisons_of(finished, order=list(made))
-    end = "Nothing was kept. With --out DIR you get every result, and report.html with tables and a picture."
+    end = "Nothing was kept. With --out DIR you get every result, and report.html with tables and charts."
     if options.out is not None:
         end = f"a folder per run is in {options.out}"
-        try:
-            end = f"{write_report(comparisons, options.out)} has tables and a picture; {end}" if finished else end
-        except MissingDependencyError as error:
-            typer.echo(f"warning: {error}; then `sparsekit report {options.out}` writes report.html", err=True)
+        if finished:
+            lines = [f"failed: {one['method']}, seed {one['seed']}: {one['error']}" for one in failed]
+            end = f"{write_report(comparisons, options.out, command=command_line(), failed=lines)} has tables and charts; {end}"
     if options.as_json:
         print_json({**(comparisons[0].to_dict() if finished else {}), "failed": failed})
     else:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparsekit.cli import AsJson, command_app, print_json, print_table, print_wrapped
+from sparsekit.cli import AsJson, command_app, command_line, print_json, print_table, print_wrapped
 from sparsekit.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def _report(
     out: Annotated[Path | None, typer.Option(help="Folder for report.html. Default: the folder itself.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write report.html of finished runs, with tables and a picture, and print the tables; nothing is trained.
+    """Write report.html of finished runs, with tables and charts, and print the tables; nothing is trained.
 
     Runs of different data, models or settings have sections of their own. Where runs have the protocol of the FedLPS paper, its
     published numbers are next to them.
@@ -36,7 +36,7 @@ def _report(
         raise InvalidValueError("a report of several folders needs a folder of its own; pass --out FOLDER")
     results = read_results(*folders)
     comparisons = comparisons_of(results, order=in_published_order(dict.fromkeys(one["method"] for one in results)))
-    path = write_report(comparisons, out or folders[0])
+    path = write_report(comparisons, out or folders[0], command=command_line())
     if as_json:
         print_json([comparison.to_dict() for comparison in comparisons])
         return
@@ -47,7 +47,7 @@ def _report(
         if published is not None:
             print_wrapped("published numbers; * differs by more than two deviations, FLOPs also by more than rounding")
             _show_frame(published_table(published).drop(columns=["published as", "why they differ"]))
-    typer.echo(f"tables and a picture are in {path}")
+    typer.echo(f"tables and charts are in {path}")
 
 
 def show(comparison: Comparison) -> None:

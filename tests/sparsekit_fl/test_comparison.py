@@ -32,14 +32,14 @@ def shown(comparison: Comparison, width: int = 200) -> str:
     ("unit", "means", "deviations", "written"),
     [
         ("share", [0.986, None, 0.5], [0.007, None, math.nan], ["98.6 ± 0.7%", "–", "50.0%"]),
-        ("flops", [0.49e12, 2.79e12], [0.004e12, 0.0], ["0.490 ± 0.004T", "2.79 ± 0.00T"]),
-        ("flops", [825.3e12, 0.0], [2.4e12, 0.0], ["0.825 ± 0.002P", "0 ± 0P"]),
-        ("seconds", [0.057, 0.53, 11.4], [], ["0.0570 s", "0.530 s", "11.4 s"]),
+        ("flops", [0.49e12, 2.79e12], [0.004e12, 0.0], ["0.490 ± 0.004T", "2.790 ± 0.000T"]),
+        ("flops", [825.3e12, 0.0], [2.4e12, 0.0], ["0.825 ± 0.002P", "0.000 ± 0.000P"]),
+        ("seconds", [0.057, 0.53, 11.4], [], ["0.057 s", "0.530 s", "11.400 s"]),
         ("seconds", [0.004], [0.0005], ["4.00 ± 0.50 ms"]),
-        ("number", [0.21337, 2.4], [0.012, math.nan], ["0.2134 ± 0.012", "2.4"]),
+        ("number", [0.21337, 2.4], [0.012, math.nan], ["0.213 ± 0.012", "2.400"]),
     ],
 )
-def test_a_column_has_one_prefix_and_three_digits(
+def test_a_column_has_one_prefix_and_equally_many_decimals(
     unit: str, means: list[float | None], deviations: list[float | None], written: list[str]
 ) -> None:
     assert texts(unit, means, deviations) == written
@@ -54,18 +54,18 @@ def test_means_deviations_and_n_are_those_of_each_row() -> None:
     assert summary.loc["a", ("final.global.accuracy", "mean")] == 0.25
     assert math.isnan(summary.loc["b", ("final.personal.accuracy", "std")])
     assert list(table.index) == ["a", "b"]
-    assert list(table["n"]) == ["2", "1"]
+    assert list(table["seeds"]) == ["2", "1"]
     assert (table["personal accuracy"].iloc[0], table["global accuracy"].iloc[0]) == ("60.0 ± 14.1%", "25.0%")
     assert "validation accuracy" not in table, "no run has one"
-    assert set(comparison.table("cost")) & set(comparison.table("final")) == {"n"}
-    assert "mean ± sample deviation over n seeds" in shown(comparison)
+    assert set(comparison.table("cost")) & set(comparison.table("final")) == {"seeds"}
+    assert "mean ± sample deviation over the seeds" in shown(comparison)
 
 
 def test_a_seed_that_diverged_is_marked_and_does_not_count() -> None:
     lost = result("a", 3)
     lost["final"]["personal"]["accuracy"] = None
     comparison = compared(result("a"), result("a", 1), lost, result("b"))
-    assert list(comparison.table()["n"]) == ["2", "1"]
+    assert list(comparison.table()["seeds"]) == ["2", "1"]
     assert "diverged: a, seed 3 has no finite score" in shown(comparison)
     saved = comparison.to_dict()
     assert saved["runs"] == {"a": 2, "b": 1}
@@ -158,7 +158,7 @@ def test_the_same_run_twice_counts_once_and_two_results_of_one_seed_are_refused(
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "result.json").write_text(json.dumps(made))
     (comparison,) = comparisons_of(read_results(tmp_path / "copy", tmp_path / "deep"))
-    assert list(comparison.table()["n"]) == ["1"]
+    assert list(comparison.table()["seeds"]) == ["1"]
     with pytest.raises(DataError, match="are different results of one method, seed and setting; leave one out"):
         read_results(tmp_path)
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 from saved_results import FLOPS, SECONDS, compared, result, save
 
 from sparsekit.cli.main import execute
-from sparsekit_fl.report import curves_of
-
-pytest.importorskip("matplotlib", reason="matplotlib is not installed; pip install '.[report]'")
+from sparsekit.page import chart
+from sparsekit_fl.comparison import comparisons_of
+from sparsekit_fl.report import curves_of, means_of, write_report
+from sparsekit_fl.stored import number_text
 
 
 def page(folder: Path) -> str:
@@ -27,11 +29,12 @@ def test_it_prints_the_tables_and_says_where_the_page_is(tmp_path: Path, capsys:
     assert captured.err == ""
     for part in ("cnn on mnist, 100 clients, 100 rounds", "75.0%", "fedavg: A note.", "published numbers", "88.15 ± 1.14"):
         assert part in captured.out
-    assert f"tables and a picture are in {tmp_path / 'report.html'}" in captured.out.replace("\n", "")
+    assert f"tables and charts are in {tmp_path / 'report.html'}" in captured.out.replace("\n", "")
     first = page(tmp_path)
-    for part in ("75.0%", "data:image/svg+xml", "sparsekit 0.2.0; 2026-11-22", "classes per client 2", "cohort 10"):
+    command = f"<pre>sparsekit report {tmp_path}</pre>"
+    for part in ("75.0%", "<svg", "0.2.0", "2026-11-22", "<th>classes per client</th><td>2</td>", command):
         assert part in first
-    assert execute(["report", str(tmp_path), "--json"]) == 0
+    assert execute(["report", str(tmp_path)]) == 0
     assert page(tmp_path) == first, "equal results make equal bytes"
 
 
@@ -66,30 +69,63 @@ def test_the_page_asks_nothing_of_a_network_and_escapes_text_of_others(tmp_path:
     assert "own&lt;b&gt;&amp;" in text
 
 
-def points(axes: Any, series: str) -> list[tuple[Any, ...]]:
-    lines = [line for line in axes.lines if line.get_label() == series]
-    return [pair for line in lines for pair in zip(line.get_xdata(orig=True), line.get_ydata(orig=True), strict=True)]
+def points(comparison: Any, method: str, axis: str, metric: str = "accuracy") -> list[tuple[Any, ...]]:
+    means = means_of(comparison, metric)
+    return [tuple(pair) for pair in means[means["series"] == method][[axis, "y"]].to_numpy().tolist()]
 
 
 def test_curves_are_means_over_the_rounds_in_which_all_seeds_were_scored() -> None:
-    rounds, flops, seconds = curves_of(compared(
+    made = compared(
         result("a", accuracies={20: 0.1, 50: 0.5, 100: 0.75}), result("a", 1, accuracies={50: 0.7, 100: 0.85}), result("b"),
         result("once", accuracies={100: 0.5}),
-    )).axes  # fmt: skip
-    assert points(rounds, "a") == [(50, pytest.approx(0.6)), (100, pytest.approx(0.8))]
-    assert points(flops, "a")[0] == (50 * FLOPS, pytest.approx(0.6))
-    assert points(seconds, "b") == [(50 * SECONDS, 0.5), (100 * SECONDS, 0.75)]
-    assert points(rounds, "once") == [], "one point is not a line"
-    apart = curves_of(compared(result("a", accuracies={20: 0.5}), result("a", 1, accuracies={30: 0.5}), result("b")))
-    assert points(apart.axes[0], "a") == []
-    assert curves_of(compared(result("a", accuracies={100: 0.5}))) is None
+    )  # fmt: skip
+    assert points(made, "a", "round") == [(50, pytest.approx(0.6)), (100, pytest.approx(0.8))]
+    assert points(made, "a", "flops")[0] == (50 * FLOPS, pytest.approx(0.6))
+    assert points(made, "b", "simulated_seconds") == [(50 * SECONDS, 0.5), (100 * SECONDS, 0.75)]
+    assert points(made, "once", "round") == [], "one point is not a line"
+    apart = compared(result("a", accuracies={20: 0.5}), result("a", 1, accuracies={30: 0.5}), result("b"))
+    assert points(apart, "a", "round") == []
+    assert "".join(curves_of(compared(result("a", accuracies={100: 0.5})))) == ""
 
 
-def test_problems_without_accuracy_show_their_own_metric() -> None:
+def test_problems_without_accuracy_show_their_own_metric(tmp_path: Path) -> None:
     made = result("a")
     made["final"]["personal"] = {"loss": 0.9, "rmse": 0.3}
     for record in filter(lambda one: one["evaluation"], made["rounds"]):
         record["evaluation"] = {"personal": {"loss": 0.5, "rmse": 0.4}}
-    figure = curves_of(compared(made))
-    assert figure.get_suptitle() == "Rmse on the clients' own test data"
-    assert points(figure.axes[0], "a") == [(50, 0.4), (100, 0.4)]
+    assert points(compared(made), "a", "round", "rmse") == [(50, 0.4), (100, 0.4)]
+    assert "Mean personal rmse" in "".join(curves_of(compared(made)))
+
+
+def test_the_page_has_paired_differences_equal_costs_ratios_clients_and_failures(tmp_path: Path) -> None:
+    runs = [result("fedavg", seed, accuracies={50: 0.5, 100: 0.6 + 0.1 * seed}) for seed in range(3)]
+    runs += [result("fedlps", seed, accuracies={25: 0.4, 100: 0.65 + 0.1 * seed}) for seed in range(3)]
+    for one in runs[3:]:
+        one["cost"] = {**one["cost"], "flops": 60 * FLOPS}  # so all are compared at 60 rounds of FLOPs
+        for number, record in enumerate(one["rounds"]):
+            record["ratios"] = {"7": 0.25 + 0.5 * (number % 2)}
+    runs[3]["stopped"] = "target reached"
+    runs[4]["failed_clients"] = {"3": "no data"}
+    runs[5]["final"]["per_client"] = [{"id": 0, "metrics": {"personal": {"accuracy": 0.5}}}]
+    save(tmp_path, *runs)
+    write_report(comparisons_of(runs, order=["fedavg", "fedlps"]), tmp_path, failed=["failed: ditto, seed 0: no such luck"])
+    text = page(tmp_path)
+    assert "<th>fedlps</th><td>+5.00 points</td><td>+5.00 to +5.00</td><td>+5.00, +5.00, +5.00</td>" in text
+    assert "<th>fedavg</th><td>50.0%</td>" in text
+    assert "<th>fedlps</th><td>40.0%</td>" in text
+    for part in ("fedlps, seed 0: ratio of each client", "client 7", "Personal accuracy of each client", "no such luck"):
+        assert part in text
+    assert "stopped: fedlps, seed 0 after round 100: target reached" in text
+    assert "fedlps, seed 1: 1 clients could never train" in text
+
+
+@pytest.mark.parametrize("span", [1e-9, 0.3, 1.0, 7.0, 123.0, 9.9e12])
+@pytest.mark.parametrize("unit", ["number", "flops", "seconds", "share"])
+def test_labels_of_an_axis_do_not_overlap_and_differ(span: float, unit: str) -> None:
+    drawn = chart({"a": [(0.0, 0.0, 0.0), (span, 1.0, 0.1)]}, x="x", y="y", x_text=lambda value: number_text(unit, value))
+    labels = [
+        (float(at), text) for at, text in re.findall(r'<text x="([\d.]+)" y="242" text-anchor="middle">(.*?)</text>', drawn)
+    ]
+    assert len({text for _, text in labels}) == len(labels) >= 1
+    for (a, before), (b, after) in pairwise(labels):
+        assert b - a >= 3.5 * (len(before) + len(after)) + 8

@@ -261,7 +261,7 @@ except (sk.errors.CompactFileError, OSError) as error:
     print(error)
 
 # sparsekit.errors.install_hint
-print(sk.errors.install_hint("matplotlib"))
+print(sk.errors.install_hint("optuna"))
 
 # sparsekit.errors.require
 pandas = sk.errors.require("pandas")

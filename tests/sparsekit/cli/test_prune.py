@@ -31,7 +31,17 @@ def test_it_writes_the_model_and_the_report(nets: str, tmp_path: Path, capsys: p
     assert {pair["batch"] for pair in report["times"]} >= {1}
     assert all(0 < pair["low"] <= pair["faster"] <= pair["high"] for pair in report["times"])
     assert report["slowest"]
-    assert {path.name for path in out.iterdir()} == {"model.safetensors", "report.json"}
+    assert {path.name for path in out.iterdir()} == {"model.safetensors", "report.html", "report.json"}
+    page = (out / "report.html").read_text()
+    for part in (
+        "--budget flops=50%",
+        "Groups",
+        "Cannot be pruned",
+        "model output",
+        "sk.load_compact(&quot;model.safetensors&quot;",
+    ):
+        assert part in page
+    assert all(f"<th>{group['name']}</th><td>{group['before']} → {group['after']} " in page for group in report["groups"])
     assert json.loads((out / "report.json").read_text())["after"] == report["after"]
     small = sk.load_compact(out / "model.safetensors", lambda: _made(nets))
     assert sum(entry.numel() for entry in small.parameters()) == report["after"]["params"]

@@ -1,0 +1,76 @@
+"""prune_page(): the report of a cut as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from sparsekit.measure.budget import format_cost
+from sparsekit.page import bars, code, heading, page, paragraph, table
+
+if TYPE_CHECKING:
+    from sparsekit.pruning.report import PruneReport
+
+PAGE = "report.html"
+
+_SECTIONS = (
+    ("Costs", "Cost of one forward pass of the example inputs. The minimum keeps as few units as limits and multiples allow."),
+    ("Measured", "Scores of the dense model, after pruning, and after fine-tuning, where there was validation data."),
+    ("Time", "Both models timed in turns. Efficiency is the speed-up divided by the FLOPs reduction."),
+    ("Most time", "The layers of the pruned model that take most of its time."),
+    (
+        "Candidates",
+        "Cuts that were tried; the one with the lowest loss on batches that neither scored nor reconstructed it was chosen.",
+    ),
+)
+
+
+def prune_page(report: PruneReport, *, file: str, sizes: Mapping[str, int], factory: str = "", command: str = "") -> str:
+    """Return a page that says what was pruned, what it costs and reaches now, and how to load it.
+
+    Args:
+        report: The report of the cut.
+        file: Name of the file of the pruned model.
+        sizes: Name of a written file → its bytes.
+        factory: What makes the dense model, as Python; empty for the name of its class.
+        command: The command line that pruned the model; empty for none.
+    """
+    tables = report.tables()
+    parts = [paragraph(_summary(report)), code(command)]
+    for title, about in _SECTIONS:
+        if title in tables:
+            parts += [heading(title), paragraph(about, "soft"), table(*tables[title])]
+    parts += [heading("Files"), table(("file", "size"), [(name, format_cost("bytes", size)) for name, size in sizes.items()])]
+    rows = [
+        (
+            (group.name, f"{group.before} → {group.after} {group.kind}s", f"{group.after / group.before:.0%}"),
+            group.flops_before,
+            group.flops_after,
+        )
+        for group in report.groups
+    ]
+    parts += [
+        heading("Groups"),
+        bars(("group", "units", "kept", "FLOPs of affected layers, before (light) and after (dark)"), rows),
+    ]
+    if report.unprunable:
+        reasons = [(str(each["module"]), str(each["size"]), str(each["reason"])) for each in report.unprunable]
+        parts += [heading("Cannot be pruned"), table(("module", "units", "reason"), reasons, texts=("reason",))]
+    parts += [paragraph(note) for note in report.notes]
+    maker = f"{factory or report.model})  # a class or function that makes the dense model"
+    load = f'import sparsekit as sk\n\nmodel = sk.load_compact("{file}", {maker}'
+    return page(f"{report.model}, pruned", [*parts, heading("Load the model"), code(load)])
+
+
+def _summary(report: PruneReport) -> str:
+    """Say in a sentence what a reader wants to know first."""
+    told = [
+        f"{report.after[name] / before:.1%} of the {name}"
+        for name, before in report.before.items()
+        if before and name in report.after
+    ]
+    scores = [(name, value) for name, value in report.measured.items() if name.startswith("accuracy_") and "_step" not in name]
+    if scores:
+        told.append("accuracy " + ", ".join(f"{value:.1%} {name.removeprefix('accuracy_')}" for name, value in scores))
+    told += [f"{pair.faster:.2f} times as fast ({pair.label})" for pair in report.times[:1]]
+    return f"{'; '.join(told)}. Units were ranked by {report.criterion}, their number in each layer is by {report.allocation}."
