@@ -7,12 +7,14 @@ A file is either old or new, never half-written. The order of writing makes ever
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,15 +30,21 @@ if TYPE_CHECKING:
 _CHECKPOINT, _RECORDS = "checkpoint.state", "rounds.jsonl"
 _FOLDERS_OPEN = os.name != "nt"  # Windows cannot fsync directories
 _HASH_BYTES = 32
+# Linux can wait for a whole file system by one call, in the time of one file.
+_SYNCFS: Any = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None) if sys.platform == "linux" else None
+_ONE_SYNC = _SYNCFS is not None
 
 
-def sync_folder(folder: Path) -> None:
-    """Wait until the names of the files in a folder are on the disk."""
+def sync_folder(folder: Path, *, files: bool = False) -> None:
+    """Wait until the names of the files in a folder are on the disk; `files`: and the content of all of them, by one call."""
     if not _FOLDERS_OPEN:
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        if not files:
+            os.fsync(handle)
+        elif _SYNCFS(handle):
+            raise OSError(code := ctypes.get_errno(), os.strerror(code), str(folder))
     finally:
         os.close(handle)
 
@@ -140,7 +148,8 @@ def _read_back(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 class Memories:
     """Memories of clients as files: one version per client and round. Whoever trains a client writes its memory.
 
-    A version that no checkpoint names yet is harmless: training that client again writes the same bytes.
+    What the server remembers of a client is kept likewise, in a folder of its own. A version that no checkpoint names yet is
+    harmless: training that client again writes the same bytes.
 
     Args:
         folder: Where the files are; made if absent.
@@ -170,17 +179,17 @@ class Memories:
             raise DataError(f"the memory of client {client_id} of round {round} cannot be read from {path}: {error}") from error
 
     def write(self, client_id: int, round: int, memory: dict[str, Any]) -> None:
-        """Write a memory; `sync` makes its name durable.
+        """Write a memory; `sync` makes it durable.
 
         Raises:
             InvalidValueError: it holds something that cannot be saved.
         """
-        write_atomically(self.path(client_id, round), dumps(memory), durable=self.durable, sync=False)
+        write_atomically(self.path(client_id, round), dumps(memory), durable=self.durable and not _ONE_SYNC, sync=False)
 
     def sync(self) -> None:
-        """Wait until the names of the files are on the disk; before a checkpoint names them."""
+        """Wait until the files and their names are on the disk; before a checkpoint names them."""
         if self.durable:
-            sync_folder(self.folder)
+            sync_folder(self.folder, files=_ONE_SYNC)
 
     def remove(self, versions: Mapping[int, int]) -> None:
         """Remove these versions."""
@@ -195,6 +204,32 @@ class Memories:
                 path.unlink()
 
 
+class Remembered(dict[int, dict[str, Any]]):
+    """Client id → what the server remembers of it, read from its file when it is first asked for.
+
+    Args:
+        memories: The files; None: nothing was written before.
+        versions: Client id → round of its file.
+    """
+
+    def __init__(self, memories: Memories | None, versions: Mapping[int, int]) -> None:
+        super().__init__()
+        self._memories, self._versions = memories, versions
+
+    def __missing__(self, client_id: int) -> dict[str, Any]:
+        found = {} if self._memories is None else self._memories.read(client_id, self._versions.get(client_id))
+        self[client_id] = found
+        return found
+
+    def write(self, round: int) -> dict[int, int]:
+        """Write what was asked for and is not empty; return the versions of all files."""
+        written = {client_id: round for client_id, memory in self.items() if memory}
+        for client_id in written:
+            if self._memories is not None:
+                self._memories.write(client_id, round, self[client_id])
+        return {**self._versions, **written}
+
+
 @dataclass
 class State:
     """Everything that changes from round to round, after the last finished one.
@@ -204,12 +239,14 @@ class State:
         model: The whole dense global state; entries that are not shared stay as they were at first.
         memory: State of the method on the server.
         versions: Client id → round in which its valid memory was written; clients without memory are absent.
+        remembered: Client id → round in which the server wrote what it remembers of the client.
     """
 
     round: int
     model: dict[str, Tensor]
     memory: dict[str, Any] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
+    remembered: dict[int, int] = field(default_factory=dict)
 
 
 def differences(saved: Any, given: Any, path: str = "") -> list[str]:
@@ -226,7 +263,7 @@ def holds_run(path: Path) -> bool:
 
 
 class RunFolder:
-    """The files of a run: `checkpoint.state`, `rounds.jsonl`, `clients/`, `models/`, `result.json`.
+    """The files of a run: `checkpoint.state`, `rounds.jsonl`, `clients/`, `server/`, `models/`, `result.json`.
 
     Args:
         path: The folder.
@@ -235,11 +272,11 @@ class RunFolder:
 
     def __init__(self, path: Path, *, durable: bool) -> None:
         self.path, self.durable = path, durable
-        self.memories = Memories(path / "clients", durable=durable)
+        self.memories, self.remembered = (Memories(path / name, durable=durable) for name in ("clients", "server"))
         self._checkpoint, self._records = path / _CHECKPOINT, path / _RECORDS
         self._run: dict[str, Any] = {}
         self._size, self._written = 0, hashlib.sha256()  # of what is in the file of records
-        self._versions: Mapping[int, int] = {}  # of memories, that the checkpoint names
+        self._state = State(0, {})  # whose memories the checkpoint names
 
     @staticmethod
     @contextlib.contextmanager
@@ -274,7 +311,7 @@ class RunFolder:
                 f"another run is writing to {path}; wait until it has ended, end it, or choose another folder"
             ) from None
         try:
-            files = (_CHECKPOINT, _RECORDS, "result.json", "clients/*", "models/*")
+            files = (_CHECKPOINT, _RECORDS, "result.json", "clients/*", "server/*", "models/*")
             if not resume and any(found for name in files for found in path.glob(name)):
                 raise ResumeError(
                     f"{path} already holds a run; resume it with resume=True (--resume), or choose another folder"
@@ -294,11 +331,11 @@ class RunFolder:
             ResumeError: an option, the model or the data changed, or a file is damaged.
         """
         self._run = {"sparsekit": __version__, **described}
-        for folder in (self.path, self.path / "clients", self.path / "models"):
+        for folder in (self.path, *(self.path / name for name in ("clients", "server", "models"))):
             for left_over in folder.glob(".*.tmp"):
                 left_over.unlink()
         state, records = self._read(described) if self._checkpoint.exists() else (fresh, [])
-        self._versions = state.versions
+        self._state = replace(state)
         if state is fresh:
             self._save_state(state)
         self.clean()
@@ -337,7 +374,8 @@ class RunFolder:
             record: Of the round, plain JSON values.
         """
         if self.durable:
-            self.memories.sync()
+            for one in (self.memories, self.remembered)[: 1 if _ONE_SYNC else 2]:  # on one file system
+                one.sync()
             line = (json.dumps(record, allow_nan=False) + "\n").encode()
             self._size += len(line)
             self._written.update(line)
@@ -346,8 +384,12 @@ class RunFolder:
                 file.flush()
                 os.fsync(file.fileno())
         self._save_state(state)
-        self.memories.remove({id: round for id, round in self._versions.items() if state.versions.get(id) != round})
-        self._versions = state.versions
+        before, self._state = self._state, replace(state)
+        for memories, old, new in (
+            (self.memories, before.versions, state.versions),
+            (self.remembered, before.remembered, state.remembered),
+        ):
+            memories.remove({id: round for id, round in old.items() if new.get(id) != round})
 
     def _save_state(self, state: State) -> None:
         if self.durable:
@@ -356,4 +398,5 @@ class RunFolder:
 
     def clean(self) -> None:
         """Remove memories that the checkpoint does not name, as those of a round that was cut off."""
-        self.memories.keep(self._versions)
+        self.memories.keep(self._state.versions)
+        self.remembered.keep(self._state.remembered)

@@ -101,7 +101,7 @@ def run(
             saved = load_result(folder.path)
             if len(saved.rounds) == state.round:  # else a callback had stopped it
                 return replace(saved, state=state.model)
-        server, records = Server(spec, roster, state), [RoundRecord.from_dict(line) for line in lines]
+        server, records = Server(spec, roster, state, folder.remembered), [RoundRecord.from_dict(line) for line in lines]
         view = RunView(
             method=spec.method.name,
             config=spec.config,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsekit.allocation import check_ratio
 from sparsekit.errors import InvalidValueError, SparsekitError
-from sparsekit_fl.checkpoint import State
+from sparsekit_fl.checkpoint import Memories, Remembered, State
 from sparsekit_fl.client.messages import Reply, Request, Update
 from sparsekit_fl.client.packing import Kept, clone, is_finite, upload_dtype
 from sparsekit_fl.config import Upload
@@ -33,16 +33,23 @@ _MAX_SECONDS = 1e15
 
 
 class Server:
-    """Holds the global model. A method keeps its state in `state.memory`; nothing else lives from round to round.
+    """Holds the global model. A method keeps its state in `state.memory`, and that of each client in a file of its own.
 
     Args:
         spec: The fixed parts of the run.
         clients: Client id → client; of the clients only sizes and capabilities are read.
         state: Continues from this state; None: starts from the initial model.
+        remembered: Files of what the server remembers of each client; None: it forgets them after each round.
     """
 
-    def __init__(self, spec: RunSpec, clients: Mapping[int, Client], state: State | None = None) -> None:
-        self.spec, self.clients = spec, clients
+    def __init__(
+        self,
+        spec: RunSpec,
+        clients: Mapping[int, Client],
+        state: State | None = None,
+        remembered: Memories | None = None,
+    ) -> None:
+        self.spec, self.clients, self._remembered = spec, clients, remembered
         self.state = state or State(0, clone(spec.initial))
         self._names = spec.shared_names()
         self._ctx: ServerContext  # of the round whose requests were written
@@ -66,6 +73,7 @@ class Server:
             cohort_size=config.cohort,
             rngs=Rngs(Streams(config.seed).server(round)),
             memory=self.state.memory,
+            client=Remembered(self._remembered, self.state.remembered),
             graph=spec.graph,
             state=self.shared(),
             costs=spec.costs,
@@ -148,6 +156,8 @@ class Server:
         valid = {update.client_id for update in updates}
         written = {reply.client_id: ctx.round for reply in replies if reply.stored and reply.client_id in valid}
         self.state.versions = {**self.state.versions, **written}
+        if isinstance(ctx.client, Remembered):
+            self.state.remembered = ctx.client.write(ctx.round)
         return method.seconds(ctx)
 
 

@@ -1,6 +1,7 @@
 """Shared by the tests of personalised and weight-mask methods: a model of three numbers, small problems, watched runs."""
 
 import json
+from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 
@@ -33,6 +34,7 @@ def server_context(
     rounds=10,
     state=STATE,
     memory=None,
+    client=None,
     clients=2,
     roster=None,
     cohort=2,
@@ -49,6 +51,7 @@ def server_context(
         cohort_size=cohort,
         rngs=dict.fromkeys(("sampling", "ratio", "mask"), np.random.default_rng(rng)),
         memory={} if memory is None else memory,
+        client=defaultdict(dict) if client is None else client,
         graph=graph,
         state=state,
         costs=costs,

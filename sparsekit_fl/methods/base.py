@@ -10,7 +10,8 @@ A round:
 To score a client, it calls `deploy`. Before the first round, a run calls `prepare`, `check` and `private`.
 
 A method is never changed. State that must survive a round goes into `server.memory` or `client.memory`: tensors, numbers,
-strings, and lists and dicts of these. Random numbers come from `server.rngs` and `client.rngs`. Both make a run give the same
+strings, and lists and dicts of these. What the server must remember of one client goes into `server.client[id]`, which is read
+and written for the clients of a round alone. Random numbers come from `server.rngs` and `client.rngs`. So a run gives the same
 bits on every engine and after every resume.
 
 The types that hooks take and return, and their usual steps, can be imported from here.

@@ -103,7 +103,7 @@ class FedLPS(Method):
         capability = server.roster[client_id].capability.ratio
         if self.ratios != "bandit":
             return Task(ratio=capability if self.ratios == "capability" else float(self.ratios))
-        memory = server.memory.setdefault(str(client_id), {})
+        memory = server.client[client_id]
         seed = int(server.rngs["ratio"].integers(2**63 - 1))
         if capability < self.low:
             # No arm is that small: the client does what it can, and no bandit learns from it.
@@ -135,7 +135,7 @@ class FedLPS(Method):
 
     def _observe(self, server: ServerContext, update: Update) -> None:
         """Credit an arm with the utility gained per second."""
-        memory = server.memory.setdefault(str(update.client_id), {})
+        memory = server.client[update.client_id]
         accuracy = update.metrics["accuracy"]
         before = memory.get("accuracy", update.metrics.get("initial_accuracy", accuracy))
         memory["accuracy"] = accuracy

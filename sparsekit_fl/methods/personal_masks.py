@@ -46,7 +46,7 @@ class OwnMasks(Method):
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
         """Return the mask that the client's last update named; None before the first."""
-        return Task(mask=recall_mask(server.memory.get(str(client_id), {})))
+        return Task(mask=recall_mask(server.client[client_id]))
 
     def remember(self, client: ClientContext, result: Result, ratio: float) -> None:
         """Keep the next mask and its ratio on the client, for `deploy`."""
@@ -56,7 +56,7 @@ class OwnMasks(Method):
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         """Return the mean, and remember each client's mask."""
         for update in updates:
-            remember_mask(server.memory.setdefault(str(update.client_id), {}), self.next_mask(update.mask, update.extra))
+            remember_mask(server.client[update.client_id], self.next_mask(update.mask, update.extra))
         return super().aggregate(server, updates)
 
     def deploy(self, client: ClientContext, state: StateDict) -> Task:

@@ -6,6 +6,7 @@ Sums are in float64, in the order of the updates.
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -77,7 +78,9 @@ class ServerContext:
         roster: Client id → examples and capability of this round.
         cohort_size: Number of clients to sample, C.
         rngs: Purpose, such as "sampling", "ratio" and "mask" → its generator in this round; they draw independently.
-        memory: State of the method, which lives from round to round.
+        memory: State of the method, which lives from round to round; all of it is written in every round.
+        client: Client id → state of the method that belongs to one client; read when it is first asked for, written where it is
+            not empty. Ask for clients of the cohort alone, so that a round costs the same with any number of clients.
         graph: The units of the model.
         state: The shared global state at the start of the round.
         costs: FLOPs of the model.
@@ -91,6 +94,7 @@ class ServerContext:
     cohort_size: int
     rngs: Mapping[str, np.random.Generator] = field(repr=False)
     memory: Memory
+    client: dict[int, Memory] = field(default_factory=lambda: defaultdict(dict), repr=False)
     graph: UnitGraph
     state: StateDict
     costs: CostModel

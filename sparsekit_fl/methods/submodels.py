@@ -351,7 +351,7 @@ class FedMP(Submodels):
 
     def ratio_of(self, server: ServerContext, client_id: int) -> float:
         """Draw a ratio for this client. A draw without an answer is proposed again."""
-        memory = server.memory.setdefault(str(client_id), {})
+        memory = server.client[client_id]
         seed = int(server.rngs["ratio"].integers(2**63 - 1))
         if memory.get("drawn") is None:
             memory["drawn"] = EUCB(memory, self.low, seed).draw()
@@ -361,7 +361,7 @@ class FedMP(Submodels):
         """Return the mean, and credit each client's ratio."""
         mean = sum(update.cost.seconds for update in updates) / len(updates)
         for update in updates:
-            memory = server.memory[str(update.client_id)]
+            memory = server.client[update.client_id]
             loss, before = update.metrics["loss"], memory.get("loss")
             if before is not None:
                 gap = abs(update.cost.seconds - mean) / max(mean, 1e-12)

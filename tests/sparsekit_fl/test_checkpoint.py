@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from personal import tiny_clients, tiny_run
+from torch import nn
 
+import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
+from sparsekit_fl import checkpoint
 from sparsekit_fl.checkpoint import RunFolder, State, dumps, loads
 from sparsekit_fl.errors import ResumeError
 
@@ -57,7 +61,8 @@ def saved_rounds(folder, rounds=(1, 2)):
     return state
 
 
-def test_a_round_is_on_the_disk_before_anything_that_it_replaces_is_removed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("one_sync", [False, True])
+def test_a_round_is_on_the_disk_before_anything_that_it_replaces_is_removed(one_sync, tmp_path, monkeypatch):
     """What happens on the disk while round 2 is saved, in order: a crash between any two leaves a run that resumes."""
     events = []
 
@@ -68,9 +73,13 @@ def test_a_round_is_on_the_disk_before_anything_that_it_replaces_is_removed(tmp_
 
         return wrapper
 
+    monkeypatch.setattr(checkpoint, "_ONE_SYNC", one_sync)
+    number = lambda handle: os.fstat(handle).st_ino  # noqa: E731
+    monkeypatch.setattr(checkpoint, "_SYNCFS", lambda handle: events.append(("sync all", number(handle))))
     with RunFolder.open(tmp_path, resume=False) as folder:
         saved_rounds(folder, rounds=(1,))
-        monkeypatch.setattr(os, "fsync", watched("sync", os.fsync, lambda handle: os.fstat(handle).st_ino))
+        events.clear()
+        monkeypatch.setattr(os, "fsync", watched("sync", os.fsync, number))
         monkeypatch.setattr(Path, "replace", watched("rename", Path.replace, lambda path, target: Path(target).name))
         monkeypatch.setattr(Path, "unlink", watched("remove", Path.unlink, lambda path, **_: path.name))
         folder.memories.write(1, 2, {"seen": 2})
@@ -78,9 +87,9 @@ def test_a_round_is_on_the_disk_before_anything_that_it_replaces_is_removed(tmp_
         monkeypatch.undo()
     names = {os.stat(path).st_ino: path.name for path in (tmp_path, *tmp_path.rglob("*"))}
     assert [(kind, names.get(subject, subject)) for kind, subject in events] == [
-        ("sync", "1-2.state"),
+        *([] if one_sync else [("sync", "1-2.state")]),
         ("rename", "1-2.state"),
-        ("sync", "clients"),
+        *([("sync all", "clients")] if one_sync else [("sync", "clients"), ("sync", "server")]),
         ("sync", "rounds.jsonl"),
         ("sync", "checkpoint.state"),
         ("rename", "checkpoint.state"),
@@ -123,3 +132,26 @@ def test_a_folder_that_is_not_kept_holds_memories_until_its_run_ends():
         assert [path.name for path in folder.path.rglob("*.state")] == ["1-2.state"]
         assert not (folder.path / "rounds.jsonl").exists()
     assert not folder.path.exists()
+
+
+class Sizes(fl.Callback):
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_round_end(self, run: fl.RunView, record: fl.RoundRecord) -> None:
+        assert run.out is not None
+        self.seen.append((run.out / "checkpoint.state").stat().st_size)
+
+
+@pytest.mark.parametrize("method", ["fedspa", "hermes", "fedlps", "fedmp", pytest.param("lotteryfl", marks=pytest.mark.slow)])
+def test_the_checkpoint_does_not_grow_with_the_clients_that_took_part(method: str, tmp_path: Path) -> None:
+    sizes, problem = Sizes(), fl.Problem(model=wide, example_inputs=(torch.zeros(2, 6),))
+    result = tiny_run(method, problem=problem, clients=tiny_clients(40), rounds=6, out=tmp_path, callbacks=[sizes])
+    seen = {client_id for record in result.rounds for client_id in record.cohort}
+    assert len(seen) > 10
+    assert max(sizes.seen) - sizes.seen[0] < 100 * len(seen), "two numbers for each, and no mask or bandit"
+    assert {int(path.stem.split("-")[0]) for path in (tmp_path / "server").iterdir()} == seen, "the newest version of each"
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 300), nn.ReLU(), nn.Linear(300, 100), nn.ReLU(), nn.Linear(100, 3))

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import sys
+from collections import defaultdict
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from sparsekit_fl.testing import tiny_config
 
 def server(round: int, capability: float, memory: dict) -> fl.ServerContext:
     roster = {7: ClientInfo(examples=10, capability=fl.Capability(ratio=capability))}
-    return server_context(round=round, rounds=100, roster=roster, cohort=10, rng=[0, round], memory=memory)
+    return server_context(round=round, rounds=100, roster=roster, cohort=10, rng=[0, round], client=memory)
 
 
 def answer(ratio: float, accuracy: float, **metrics: float) -> fl.Update:
@@ -28,7 +29,7 @@ def answer(ratio: float, accuracy: float, **metrics: float) -> fl.Update:
 
 
 def test_proposals_never_exceed_the_capability_of_the_round() -> None:
-    method, memory = fedlps(), {}
+    method, memory = fedlps(), defaultdict(dict)
     for round in range(1, 60):
         level = (1.0, 0.5, 0.25, 0.125, 0.0625)[round % 5]
         ctx = server(round, level, memory)
@@ -39,7 +40,7 @@ def test_proposals_never_exceed_the_capability_of_the_round() -> None:
 
 
 def test_a_proposal_that_was_never_answered_is_made_again() -> None:
-    memory: dict = {}
+    memory: dict = defaultdict(dict)
     first = fedlps().assign(server(1, 1.0, memory), 7).ratio
     assert fedlps().assign(server(2, 1.0, memory), 7).ratio == first
 
@@ -47,24 +48,24 @@ def test_a_proposal_that_was_never_answered_is_made_again() -> None:
 @pytest.mark.parametrize(("capability", "eliminated"), [(1.0, True), (1 / 16, False)])
 def test_a_ratio_is_eliminated_only_if_it_was_executed(capability, eliminated) -> None:
     """Accuracy that falls under a ratio that capability cut says nothing of the drawn one."""
-    method, memory = fedlps(), {}
+    method, memory = fedlps(), defaultdict(dict)
     for round, accuracy in ((1, 0.9), (2, 0.1)):
         ctx = server(round, capability, memory)
         ratio = method.assign(ctx, 7).ratio
         method.aggregate(ctx, [answer(ratio, accuracy, initial_accuracy=0.1)])
     # Each of two pulls splits one of five arms.
-    assert len(method._bandit(ctx, memory["7"], seed=0).arms) == (6 if eliminated else 7)
+    assert len(method._bandit(ctx, memory[7], seed=0).arms) == (6 if eliminated else 7)
 
 
 @pytest.mark.parametrize(("method", "seconds"), [(fedlps(), 2.0), (fedlps_paper(), 1.0)], ids=["ours", "paper"])
 def test_a_bandit_learns_the_utility_gained_per_second_which_in_the_paper_leaves_out_the_download(method, seconds) -> None:
-    memory: dict = {}
+    memory: dict = defaultdict(dict)
     rate = fl.Capability().downlink_bytes_per_second
     for round, accuracy in ((1, 0.6), (2, 0.5)):
         ctx = server(round, 1.0, memory)
         update = answer(method.assign(ctx, 7).ratio, accuracy, initial_accuracy=0.1)
         method.aggregate(ctx, [dataclasses.replace(update, cost=fl.WorkCost(seconds=2.0, downlink_bytes=int(rate)))])
-    rewards = [reward for _, reward in method._bandit(ctx, memory["7"], seed=0).told]
+    rewards = [reward for _, reward in method._bandit(ctx, memory[7], seed=0).told]
     gains = utility(0.6) - utility(0.1), utility(0.5) - utility(0.6)
     assert rewards == pytest.approx([gain / seconds for gain in gains])
 

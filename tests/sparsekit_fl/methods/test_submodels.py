@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -252,13 +253,13 @@ def answer(client_id: int, loss: float, seconds: float) -> fl.Update:
     ],
 )
 def test_the_reward_is_the_loss_decrease_over_the_gap_to_the_mean_time(losses, seconds, rewards) -> None:
-    memory: dict = {}
+    memory: dict = defaultdict(dict)
     for round, now in enumerate(losses, 1):
-        ctx = server_context(round=round, rounds=100, rng=[5, round], memory=memory)
+        ctx = server_context(round=round, rounds=100, rng=[5, round], client=memory)
         for client_id in range(len(now)):
             FedMP().ratio_of(ctx, client_id)
         FedMP().aggregate(ctx, [answer(k, loss, spent) for k, (loss, spent) in enumerate(zip(now, seconds, strict=True))])
-    assert [memory[str(k)]["rewards"] for k in range(len(rewards))] == [[pytest.approx(each)] for each in rewards]
+    assert [memory[k]["rewards"] for k in range(len(rewards))] == [[pytest.approx(each)] for each in rewards]
 
 
 def test_the_indices_of_a_trace_of_e_ucb(monkeypatch) -> None:
