@@ -7,7 +7,7 @@ values. Verification therefore compares every value on which the outputs depend 
 import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from sparsekit.tracing.passes import ReadOnly, arguments_of
 
 _WHOLE = 65_536  # a value of more numbers is sampled at once, so that a record takes little memory
 _SAMPLE = 4_096  # numbers of a value that are compared
-_NOTHING = torch.empty(0)
 _ITEM = torch.ops.aten._local_scalar_dense.default
 # Uninitialized memory differs from pass to pass. Circular padding, for example, allocates its result with new_empty.
 _UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
@@ -48,7 +47,6 @@ class _Value:
     tensor: Tensor
     shape: torch.Size
     memory: int
-    is_compared: bool = True
 
 
 @dataclass(slots=True)
@@ -174,26 +172,6 @@ class PassRecord(DispatchMode):
         """Tell whether two passes have run the same operators in the same order."""
         return [op.name for op in self._ops] == [op.name for op in other._ops]
 
-    def only_shapes(self) -> "PassRecord":
-        """Return a record of the same pass without its values, for `compare_only_shapes_of`."""
-        found = PassRecord()
-        found._ops = [replace(op, values=[replace(value, tensor=_NOTHING) for value in op.values]) for op in self._ops]
-        return found
-
-    def compare_only_shapes_of(self, other: "PassRecord", *, loosely: bool = False) -> None:
-        """Leave out values that have another shape in another pass of the same code, or no counterpart in it.
-
-        If the other pass ran on a model without some of its units, these are the values with an axis of units.
-        """
-        same = {
-            id(a)
-            for first, second in _aligned([self._ops, other._ops], loosely)
-            for a, b in zip(first.values, second.values, strict=False)
-            if a.shape == b.shape
-        }
-        for value in (value for op in self._ops for value in op.values):
-            value.is_compared = id(value) in same
-
     def pairs(self, *others: "PassRecord", loosely: bool = False) -> Iterator[tuple[Tensor, ...]]:
         """Samples of the values on which the outputs of this pass depend, each with those that other passes have in its place.
 
@@ -205,7 +183,7 @@ class PassRecord(DispatchMode):
         for ops in _aligned([self._ops, *(other._ops for other in others)], loosely):
             for values in zip(*(op.values for op in ops), strict=False):
                 first = values[0]
-                if first.is_compared and first.memory in live and all(value.shape == first.shape for value in values):
+                if first.memory in live and all(value.shape == first.shape for value in values):
                     yield tuple(v.tensor if v.tensor.shape != v.shape else sample(v.tensor) for v in values)
 
 

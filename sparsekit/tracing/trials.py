@@ -1,4 +1,9 @@
-"""Trial, draw_mask(): the masks under which the verification compares a gated and a narrow model."""
+"""Trial, Masks: the masks under which the verification compares a gated and a narrow model.
+
+In one trial, sets of tied groups lose different shares of their units, so that code that compares two widths gives itself
+away. Over three trials each set plays three roles: about half of its units, the least width, and most of its units. Every
+unit is kept at least once and dropped at least once.
+"""
 
 import math
 from collections.abc import Collection
@@ -9,14 +14,17 @@ from torch import Tensor
 
 from sparsekit.graph.graph import UnitGraph
 
+_ROLES = 3
+_STEPS = (0.6180, 0.7549)  # irrational, so that no two sets keep the same share again and again
+
 
 class Trial(NamedTuple):
-    """A mask to compare under, for every group.
+    """A mask to compare under.
 
     Args:
-        order: Number of the random order of the units, of which the first are kept.
-        share: Share of the units kept, at least one; 0 for the least width.
-        rest: Keep the other units instead, so that with both masks each unit is kept once and dropped once.
+        turn: Which role each set of groups plays: set k plays role k + turn.
+        order: Number of the random order of the units, by which they are kept or dropped.
+        fewest: Units that the least width keeps.
         training: Compare in train mode, where the model accepts it.
         twice: Cut in two steps, as a schedule does: the narrow model is cut from one that has lost half of the units to go.
         positive: Draw biases of order one above zero, so that few units are silent after a ReLU, where errors do not show.
@@ -25,36 +33,19 @@ class Trial(NamedTuple):
             positions. Kept sets alone do not tell two kept units apart.
     """
 
-    order: int
-    share: float
-    rest: bool = False
+    turn: int
+    order: int = 0
+    fewest: int = 1
     training: bool = False
     twice: bool = False
     positive: bool = False
     bit: int | None = None
     mixed: bool = True
 
-    @property
-    def is_least(self) -> bool:
-        """Whether groups keep one unit only, of which some statistics are not defined."""
-        return self.share == 0
 
-    @property
-    def moves_alone(self) -> bool:
-        """Whether units change places and none is dropped."""
-        return self.mixed and self.share == 1
-
-
-HALF = Trial(0, 0.5)
-LEAST = Trial(0, 0.0, twice=True, positive=True)
-MOVED = Trial(0, 1.0, positive=True)
-"""Nothing is dropped: every unit has the place of the next, in every tensor alike.
-
-A wrong order that passes is itself a rotation, in which no unit has its own positions: the least width finds it.
-"""
-FEW = (HALF, LEAST, HALF._replace(rest=True, training=True), MOVED)
-"""For larger models."""
-MANY = (*FEW, Trial(1, 0.3, training=True), Trial(1, 0.3, rest=True), Trial(2, 0.0))
+FEW = (Trial(0, positive=True), Trial(1, twice=True, positive=True), Trial(2, training=True, positive=True))
+"""For larger models. All biases are positive: a few silent units in the wrong order show under none but all three roles."""
+MANY = (*FEW, Trial(0, 1, training=True), Trial(1, 1), Trial(2, 1))
 
 
 class Masks:
@@ -68,21 +59,26 @@ class Masks:
         """Group name → bool (units,) after the first step of a cut in two, and after the second. Other groups stay whole."""
         first: dict[str, Tensor] = {}
         keep: dict[str, Tensor] = {}
+        number = {name: at for at, tied in enumerate(graph.tied_sets) for name in tied}
         for name, group in graph.groups.items():
-            dropped = self._dropped(name, group.size, trial) if name in names else torch.zeros(0, dtype=torch.int64)
-            dropped = dropped[: group.size - group.least]
             first[name], keep[name] = (torch.ones(group.size, dtype=torch.bool) for _ in range(2))
-            first[name][dropped[: len(dropped) // 2]] = False
-            keep[name][dropped] = False
+            if name in names:
+                dropped = self._dropped(name, group.size, trial, number[name])[: group.size - group.least]
+                first[name][dropped[: len(dropped) // 2]] = False
+                keep[name][dropped] = False
         return first, keep
 
-    def _dropped(self, name: str, size: int, trial: Trial) -> Tensor:
+    def _dropped(self, name: str, size: int, trial: Trial, number: int) -> Tensor:
         if trial.bit is not None:
             return torch.nonzero((torch.arange(size) >> trial.bit) % 2).flatten()
         key = (trial.order, name)
         if key not in self._orders or len(self._orders[key]) != size:
             self._orders[key] = torch.randperm(size, generator=self._generator)
-        count = max(1, math.ceil(trial.share * size))
-        if trial.share == HALF.share and size in (4, 5):
-            count = size - 1  # two kept units may have each other's positions in whichever order they are
-        return self._orders[key][:count] if trial.rest and count < size else self._orders[key][count:]
+        order = self._orders[key]
+        role, (half, few) = (number + trial.turn) % _ROLES, (number * step % 1 for step in _STEPS)
+        if role == 0:  # about half, not the unit that the least width keeps
+            kept = min(max(1, math.ceil((0.3 + 0.4 * half) * size)), size - 1)
+            return torch.cat([order[kept + 1 :], order[:1]])
+        if role == 1:  # the least width
+            return order[trial.fewest :]
+        return order[: min(max(1, round(few * size / 4)), size - 1)]  # most, not that unit either

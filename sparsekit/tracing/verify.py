@@ -20,7 +20,7 @@ from sparsekit.tracing.inputs import ModelInputs, find_numbers, find_tensors, wi
 from sparsekit.tracing.passes import InFloat64, ReadOnly, train_without_dropout
 from sparsekit.tracing.perturbed import PerturbedState
 from sparsekit.tracing.record import PassRecord
-from sparsekit.tracing.trials import FEW, HALF, MANY, Masks, Trial
+from sparsekit.tracing.trials import FEW, MANY, Masks, Trial
 
 _MANY_NUMBERS = 2_000_000  # larger models are compared under fewer masks; never by the clock
 _TRIALS = 64  # bound on the work of finding the groups at fault
@@ -57,7 +57,6 @@ class Verifier:
         self._refusal: str | None = None
         self._schedule = MANY if sum(t.numel() for t in entries.values()) < _MANY_NUMBERS else FEW
         self._by_module = False  # whether passes are recorded by module, since operators differ somewhere
-        self._halves: dict[tuple[str, ...], PassRecord] = {}  # groups that were halved → shapes of the values of that pass
         self._masks = Masks(self._generator)
         self._prepare(entries, torch.float64, self.lean)
         self._calls = [inputs.prepared(torch.float64, self._generator) for inputs in self._drawn()]
@@ -141,10 +140,8 @@ class Verifier:
         # What fails is often all of one kind, and is found sooner if it is together.
         units = sorted(graph.tied_sets, key=lambda names: graph.groups[names[0]].kind)
         self.trials = 0
-        self._halves.clear()
         for trial in self._schedule:
-            if trial != self._schedule[0]:
-                self._state.redraw(self._generator, positive=trial.positive)
+            self._state.redraw(self._generator, positive=trial.positive)
             bad = self._guilty(graph, units, trial)
             if bad and (bad := self._confirmed(graph, [names for names in units if bad.keys() & set(names)])):
                 return bad
@@ -160,7 +157,7 @@ class Verifier:
         are.
         """
         largest = max(graph.groups[name].size for names in units for name in names)
-        bits = [HALF._replace(bit=bit) for bit in range((largest - 1).bit_length())]
+        bits = [Trial(0, bit=bit) for bit in range((largest - 1).bit_length())]
         for trial in (*self._schedule, *bits):
             if bad := self._guilty(graph, units, trial._replace(mixed=False)):
                 return bad
@@ -230,33 +227,16 @@ class Verifier:
             return self._told(graph, trial, names, f"the compacted model fails: {_described(error)}", exact=False)
         if not self._by_module and not expected.has_operators_of(found):
             self._by_module = True
-            self._halves.clear()
             return self._compare(graph, trial, names)
-        if trial == HALF:
-            self._halves[tuple(names)] = found.only_shapes()
-        if trial.moves_alone:
-            # In both models, values with an axis of units have the same shape, but different orders.
-            try:
-                expected.compare_only_shapes_of(self._halved(graph, names), loosely=bool(graph.norms))
-            except Exception as error:  # noqa: BLE001
-                return f"the compacted model fails: {_described(error)}", False
-        undefined = trial.is_least and any(
+        undefined = trial.fewest == 1 and any(
             is_undefined(a) and is_undefined(b) for a, b in zip(expected.outputs, found.outputs, strict=False)
         )
         put_back()  # a pass in train mode changes statistics
         reason, exact = self._judge(graph, trial, small, expected, found)
         if undefined and reason is None:
             # Statistics of one unit are not defined, and say nothing of the others.
-            return self._compare(graph, HALF._replace(rest=trial.rest, training=trial.training, mixed=trial.mixed), names)
+            return self._compare(graph, trial._replace(fewest=2), names)
         return self._told(graph, trial, names, reason, exact)
-
-    def _halved(self, graph: UnitGraph, names: Sequence[str]) -> PassRecord:
-        """Return a pass of the model with half of the units of some groups, of which the shapes of the values count."""
-        key = tuple(names)
-        if key not in self._halves:
-            half = narrow_module(self._dense, graph, self._masks.draw(graph, set(names), HALF)[1], self.rules)
-            self._halves[key] = self._record(half).only_shapes()
-        return self._halves[key]
 
     def _told(
         self, graph: UnitGraph, trial: Trial, names: Sequence[str], reason: str | None, exact: bool
@@ -273,7 +253,7 @@ class Verifier:
         first, keep = self._masks.draw(graph, set(names), trial)
         self._state.zero_dropped(graph, keep)
         self._state.restore_buffers()
-        moved = names if trial.mixed else ()
+        moved = [name for name in names if trial.mixed and not bool(keep[name].all())]
         # What is zeroed is what is cut away, so the narrow copy can be taken from this one.
         if not trial.twice:
             return keep, narrow_module(self._dense, graph, keep, self.rules, graph.rotated_indices(keep, moved))
@@ -296,7 +276,7 @@ class Verifier:
         outside = list(zip(expected.outputs, found.outputs, strict=True))
         if not any(t.is_floating_point() or t.is_complex() for t, _ in (*inside, *outside)):
             return "no floating-point value reaches the output, so nothing can be compared", False
-        defined = [not trial.is_least or not (is_undefined(a) and is_undefined(b)) for a, b in outside]
+        defined = [trial.fewest > 1 or not (is_undefined(a) and is_undefined(b)) for a, b in outside]
         outside = [both for both, counts in zip(outside, defined, strict=True) if counts]
         floor = rounding_floor(a for a, _ in inside)
         if _are_equal(outside, [0.0] * len(outside), is_output=True) and _are_equal(inside, [floor] * len(inside)):
