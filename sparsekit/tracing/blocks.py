@@ -1,8 +1,10 @@
 """BlockVerifier: the verification of a large model, one block at a time.
 
-If all tensors of a group are inside one module, the group is exact if that module makes the same outputs gated and cut:
-nothing outside can tell the difference. So only that module is copied, and what it is called on is noted in one pass of the
-whole model. A model on the meta device has no values; its blocks get random ones, one after the other.
+If all tensors of a group are inside one module, a group that is wrong mostly shows in that module alone. So only that module
+is copied, and what it is called on is noted in one pass of the whole model. This finds what is wrong, and clears nothing: code
+outside may read the width of a block, or a tensor that the block keeps. What no block convicts is compared in the whole model,
+all groups at once. A model on the meta device has no values; its blocks get random ones, one after the other, and of the whole
+the operators, shapes and numbers are compared.
 """
 
 import contextlib
@@ -24,8 +26,10 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup
 from sparsekit.layers import LayerRule
 from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
-from sparsekit.tracing.inputs import ModelInputs, find_tensors, with_tokens
-from sparsekit.tracing.passes import lent_copy
+from sparsekit.tracing.inputs import ModelInputs, find_numbers, find_tensors, with_tokens
+from sparsekit.tracing.passes import lent_copy, train_without_dropout
+from sparsekit.tracing.tape import Tape
+from sparsekit.tracing.trials import FEW, Masks, Trial
 from sparsekit.tracing.verify import Verifier
 
 LARGE_NUMBERS = 50_000_000
@@ -84,7 +88,7 @@ class BlockVerifier:
         self._captured: dict[str, list[ModelInputs]] = {}
         self._passed: set[tuple[Any, ...]] = set()
         self._passed_with: tuple[Any, ...] = ()
-        self._whole: Verifier | None = None
+        self._masks = Masks(torch.Generator().manual_seed(20130))
         self._drawn = self.calls
         with contextlib.suppress(Exception):  # a model may refuse other tokens than its example
             drawn = with_tokens(self._copy, self.calls, torch.Generator().manual_seed(20130))
@@ -101,12 +105,13 @@ class BlockVerifier:
         # A size that follows other units now may break what has passed in the same module.
         if self._passed_with != (graph.sizes, graph.ties):
             self._passed, self._passed_with = set(), (graph.sizes, graph.ties)
-        waiting = [names for names in graph.tied_sets if self._key(graph, names) not in self._passed]
+        places = {names: self._home(_places(graph, names)) for names in graph.tied_sets}
         homes: dict[str, list[tuple[str, ...]]] = {}
-        for names in waiting:
-            homes.setdefault(self._home(_places(graph, names)), []).append(names)
+        for names, home in places.items():
+            if self._key(graph, names) not in self._passed:
+                homes.setdefault(home, []).append(names)
         reasons: dict[str, str] = {}
-        whole: list[tuple[str, ...]] = homes.pop("", [])
+        homes.pop("", None)
         while homes:
             self._capture(homes)
             above: dict[str, list[tuple[str, ...]]] = {}
@@ -119,10 +124,15 @@ class BlockVerifier:
                     # A module may return what the one above does not look at, such as the maps of its attention heads.
                     reasons.update({name: failed.get(name, "") for name in names})
                     parent = self._home(home.rpartition(".")[0])
+                    places[names] = parent
                     above.setdefault(parent, []).append(names)
-            whole += above.pop("", [])
+            above.pop("", None)
             homes = above
-        return self._over_blocks(graph, whole, reasons) if whole else {}
+        return self._without_values(graph, places, reasons) if self._meta else self._whole.failures(graph)
+
+    @functools.cached_property
+    def _whole(self) -> Verifier:
+        return Verifier(self._copy, self.calls, self.rules, self.training, lean=True)
 
     def _home(self, name: str) -> str:
         """Return the nearest module above that is called and is not most of the model; "" where there is none."""
@@ -175,39 +185,56 @@ class BlockVerifier:
         except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
             return dict.fromkeys(names, f"{home!r} cannot run by itself: {type(error).__name__}: {error}")
 
-    def _over_blocks(self, graph: UnitGraph, sets: list[tuple[str, ...]], reasons: Mapping[str, str]) -> dict[str, str]:
-        """Verify what reaches over blocks on the whole model; of one without values, only shapes can be compared."""
-        names = [name for tied in sets for name in tied]
-        if self._meta:
-            found = {name: reasons[name] for name in names if reasons.get(name)}
-            left = [tied for tied in sets if not found.keys() & set(tied)]
-            reason = self._shapes(graph, [name for tied in left for name in tied])
-            if reason is None:
-                return found
-            alone = {tied: self._shapes(graph, list(tied)) for tied in left}
-            guilty = {tied: why for tied, why in alone.items() if why is not None} or dict.fromkeys(left, reason)
-            return found | {name: why for tied, why in guilty.items() for name in tied}
-        part = only(graph, names)
-        if self._whole is None:
-            self._whole = Verifier(self._copy, self.calls, self.rules, self.training, lean=True)
-        found = self._whole.failures(part)
-        if not found:
-            self._passed |= {self._key(graph, tied) for tied in sets}
+    def _without_values(
+        self, graph: UnitGraph, places: Mapping[tuple[str, ...], str], reasons: Mapping[str, str]
+    ) -> dict[str, str]:
+        """Compare the whole model without values: what no block convicts must change nothing outside of its block."""
+        found = {name: reasons[name] for tied, home in places.items() if not home for name in tied if reasons.get(name)}
+        levels: dict[int, list[tuple[str, ...]]] = {}
+        for tied, home in places.items():
+            if not found.keys() & set(tied):
+                levels.setdefault(home.count(".") + 1 if home else 0, []).append(tied)
+        for level, sets in levels.items():
+            for trial in FEW[:2]:
+                reason = self._tapes(graph, trial, level, sets, places)
+                if reason is not None:
+                    alone = {tied: self._tapes(graph, trial, level, [tied], places) for tied in sets}
+                    guilty = {tied: why for tied, why in alone.items() if why is not None} or dict.fromkeys(sets, reason)
+                    found |= {name: why for tied, why in guilty.items() for name in tied}
+                    break
         return found
 
-    def _shapes(self, graph: UnitGraph, names: list[str]) -> str | None:
-        keep = {
-            name: torch.arange(group.size) < (max(group.least, group.size // 2) if name in names else group.size)
-            for name, group in graph.groups.items()
-        }
+    def _tapes(
+        self,
+        graph: UnitGraph,
+        trial: Trial,
+        level: int,
+        sets: Sequence[tuple[str, ...]],
+        places: Mapping[tuple[str, ...], str],
+    ) -> str | None:
+        """Return what a cut of some sets changes outside of their blocks, or None."""
+        names = [name for tied in sets for name in tied]
+        homes = {places[tied] for tied in sets} if level else set()
         try:
             with torch.no_grad():
-                expected = [t.shape for t in find_tensors(self.calls[0].call(self._copy))]
-                small = narrow_module(self._copy, graph, keep, self.rules)
-                found = [t.shape for t in find_tensors(self.calls[0].call(small))]
+                keep = self._masks.draw(graph, names, trial)[1]
+                narrow = narrow_module(self._copy, graph, keep, self.rules)
+                passes = [(False, inputs) for inputs in self.calls]
+                passes += [(True, self.calls[at].doubled() if twice else self.calls[at]) for at, twice in self.training]
+                for training, inputs in passes:
+                    for model in (self._copy, narrow):
+                        train_without_dropout(model) if training else model.eval()
+                    tapes = [Tape(self._copy), Tape(narrow)]
+                    expected, found = (inputs.call(tape.model, tape.running()) for tape in tapes)
+                    if [t.shape for t in find_tensors(found)] != [t.shape for t in find_tensors(expected)]:
+                        return "removing units changes the shape of the output"
+                    if find_numbers(found) != find_numbers(expected):
+                        return "removing units changes the output"
+                    if (reason := tapes[0].difference(tapes[1], homes, shapes=bool(level))) is not None:
+                        return reason
         except Exception as error:  # noqa: BLE001
             return f"the compacted model fails: {type(error).__name__}: {error}"
-        return None if found == expected else "removing units changes the shape of the output"
+        return None
 
 
 def _count(module: nn.Module) -> int:

@@ -1,8 +1,8 @@
 """Trial, Masks: the masks under which the verification compares a gated and a narrow model.
 
-In one trial, sets of tied groups lose different shares of their units, so that code that compares two widths gives itself
-away. Over three trials each set plays three roles: about half of its units, the least width, and most of its units. Every
-unit is kept at least once and dropped at least once.
+Over three trials each set of tied groups keeps about half of its units, one unit, and most of them, so that every unit is
+kept at least once and dropped at least once. All sets keep one unit in the same trial. In the two others their shares differ,
+so that code that compares two widths shows: equal ones become unequal, and unequal ones equal.
 """
 
 import math
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from sparsekit.graph.graph import UnitGraph
 
-_ROLES = 3
 _STEPS = (0.6180, 0.7549)  # irrational, so that no two sets keep the same share again and again
 
 
@@ -22,8 +21,9 @@ class Trial(NamedTuple):
     """A mask to compare under.
 
     Args:
-        turn: Which role each set of groups plays: set k plays role k + turn.
-        order: Number of the random order of the units, by which they are kept or dropped.
+        turn: 0: sets whose number has an even bit keep about half of their units, the others most; 1: one unit each; 2: as
+            0, the other way round.
+        order: Number of the random order of the units, by which they are kept or dropped, and of that bit.
         fewest: Units that the least width keeps.
         training: Compare in train mode, where the model accepts it.
         twice: Cut in two steps, as a schedule does: the narrow model is cut from one that has lost half of the units to go.
@@ -45,7 +45,7 @@ class Trial(NamedTuple):
 
 FEW = (Trial(0, positive=True), Trial(1, twice=True, positive=True), Trial(2, training=True, positive=True))
 """For larger models. All biases are positive: a few silent units in the wrong order show under none but all three roles."""
-MANY = (*FEW, Trial(0, 1, training=True), Trial(1, 1), Trial(2, 1))
+MANY = (*FEW, Trial(0, 1, training=True), Trial(1, 1), Trial(2, 1, training=True), Trial(1, 2, positive=True))
 
 
 class Masks:
@@ -75,10 +75,11 @@ class Masks:
         if key not in self._orders or len(self._orders[key]) != size:
             self._orders[key] = torch.randperm(size, generator=self._generator)
         order = self._orders[key]
-        role, (half, few) = (number + trial.turn) % _ROLES, (number * step % 1 for step in _STEPS)
-        if role == 0:  # about half, not the unit that the least width keeps
-            kept = min(max(1, math.ceil((0.3 + 0.4 * half) * size)), size - 1)
-            return torch.cat([order[kept + 1 :], order[:1]])
-        if role == 1:  # the least width
+        half, few = (number * step % 1 for step in _STEPS)
+        if trial.turn == 1:
             return order[trial.fewest :]
+        if ((number >> trial.order) + trial.turn // 2) % 2 == 0:  # about half, not the unit that the least width keeps
+            # Of two kept units, each may have the positions of the other in any order.
+            kept = math.ceil((0.3 + 0.4 * half) * size) if size > 4 else 1
+            return torch.cat([order[kept + 1 :], order[:1]])
         return order[: min(max(1, round(few * size / 4)), size - 1)]  # most, not that unit either

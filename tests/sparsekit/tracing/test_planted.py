@@ -1,6 +1,6 @@
-"""Index errors that are planted into the graphs of random networks are caught, in every mode, dtype and path.
+"""What is planted into random networks is caught, in every mode, dtype and path: index errors, and readers of a width.
 
-Continuous integration runs one in 31 of 500 seeds. All of them:
+Continuous integration runs a few of 500 seeds. All of them:
 
     SPARSEKIT_ALL_SEEDS=1 pytest tests/sparsekit/tracing/test_planted.py
 """
@@ -13,9 +13,12 @@ import fuzz
 import laws
 import numpy as np
 import planted
+import pytest
+import readers
 import torch
 
 from sparsekit.errors import NoUnitsError
+from sparsekit.tracing import blocks
 
 WAYS = [(large, dtype) for large in (False, True) for dtype in (torch.float32, torch.bfloat16)]
 MODES = (("eval", "train"), ("eval",))
@@ -56,3 +59,30 @@ def test_planted_index_errors_are_caught_in_every_mode_dtype_and_path() -> None:
     assert caught.total() >= 0.6 * len(seeds)
     for place, values in enumerate((set(planted.ERRORS), {False, True}, {torch.float32, torch.bfloat16}, set(MODES))):
         assert {kind[place] for kind in caught} == values
+
+
+def test_no_reader_of_a_width_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code outside of a layer that computes with its width, in a small model, a large one, or one without values."""
+    cut, wrong = 0, []
+    for seed in fuzz.seeds(500, 43):
+        planted_reader = readers.plant_reader(seed, rows=20_000)
+        if planted_reader is None:
+            continue
+        model, x, reader = planted_reader
+        path = ("small", "large", "meta")[(seed // len(readers.READERS)) % 3]
+        dtype = (torch.float32, torch.bfloat16)[seed % 2]
+        given = x.to(dtype) if x.is_floating_point() else x
+        device = "meta" if path == "meta" else "cpu"
+        monkeypatch.setattr(blocks, "LARGE_NUMBERS", 10**12 if path == "small" else 0)
+        try:
+            graph, _ = laws.trace(model.to(device, dtype), given.to(device))
+        except NoUnitsError:
+            continue
+        cut += 1
+        again = readers.plant_reader(seed, rows=20_000)
+        assert again is not None
+        problem = readers.is_wrong(*again[:2], graph)
+        if problem is not None:
+            wrong.append((seed, reader, path, dtype, problem))
+    assert wrong == []
+    assert cut

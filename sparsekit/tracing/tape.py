@@ -1,0 +1,114 @@
+"""Tape: what a pass computes on tensors without values: operators, shapes and plain numbers, by the call of a module.
+
+On the meta device there is nothing to compare but these. Code that reads a width makes itself known by another number, shape or
+operator than before.
+"""
+
+import functools
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from sparsekit._torch import DispatchMode, operator_schema
+from sparsekit.tracing.ops.call import tensors_of
+
+_MAKERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, Tensor.new_tensor})
+"""Functions that make a tensor of numbers past all operators."""
+_VALUES = 64  # numbers of a tensor on another device that are noted
+
+
+@functools.cache
+def _scalars(func: Any) -> tuple[frozenset[int], frozenset[str]]:
+    """Return places and names of the arguments of an operator that it computes with, not those that say axes and sizes."""
+    arguments = operator_schema(func).arguments
+    found = [
+        (at, a.name) for at, a in enumerate(arguments) if any(kind in str(a.type) for kind in ("Tensor", "number", "float"))
+    ]
+    return frozenset(at for at, _ in found), frozenset(name for _, name in found)
+
+
+class Tape(DispatchMode):
+    """Notes one pass.
+
+    Args:
+        model: Whose modules are followed, a private copy.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.calls: dict[tuple[str, int], list[tuple[Any, ...]]] = {}
+        self._counts: dict[str, int] = {}
+        self._frames: list[list[tuple[Any, ...]]] = []
+        self.model = model
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Follow a pass."""
+        hooks = []
+        for name, module in self.model.named_modules():
+            hooks.append(module.register_forward_pre_hook(functools.partial(self._enter, name), prepend=True))
+            hooks.append(module.register_forward_hook(lambda *_: self._frames.pop() and None, always_call=True))
+        try:
+            with _Made(self), self:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, name: str, _module: nn.Module, _args: Any) -> None:
+        self._counts[name] = self._counts.get(name, 0) + 1
+        self._frames.append(self.calls.setdefault((name, self._counts[name]), []))
+
+    def note(self, *entry: Any) -> None:
+        """Add to the module that runs."""
+        if self._frames:
+            self._frames[-1].append(entry)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        places, names = _scalars(func)
+        given = [v for at, v in enumerate(args) if at in places] + [v for name, v in kwargs.items() if name in names]
+        numbers = [v for v in given if isinstance(v, (int, float, complex))]
+        for tensor in tensors_of(given):
+            if not tensor.is_meta and tensor.numel() <= _VALUES:
+                numbers += tensor.flatten().tolist()
+        self.note(func.name(), tuple(tuple(tensor.shape) for tensor in tensors_of((result,))), tuple(numbers))
+        return result
+
+    def difference(self, other: "Tape", within: Collection[str] = (), *, shapes: bool = True) -> str | None:
+        """Return what differs in another pass of the same code, outside of some modules, or None.
+
+        Args:
+            other: A tape of the same model with fewer units.
+            within: Names of modules that may differ, with those inside them.
+            shapes: Whether shapes count. Those of values with an axis of units differ.
+        """
+
+        def outside(frame: tuple[str, int]) -> bool:
+            return not any(frame[0] == home or frame[0].startswith(f"{home}.") for home in within)
+
+        for frame in filter(outside, dict.fromkeys((*self.calls, *other.calls))):
+            own, others = self.calls.get(frame, []), other.calls.get(frame, [])
+            for first, second in zip(own, others, strict=False):
+                if first[0] != second[0] or first[2] != second[2] or (shapes and first[1] != second[1]):
+                    return f"removing units changes what {first[0]!r} computes in {frame[0] or 'the model'!r}"
+            if len(own) != len(others):
+                return f"removing units changes which operators run in {frame[0] or 'the model'!r}"
+        return None
+
+
+class _Made(TorchFunctionMode):
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _MAKERS:
+            self._tape.note(func.__name__, tuple(result.shape), repr((args[-1:], (kwargs or {}).get("data"))))
+        return result
