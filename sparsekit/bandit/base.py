@@ -248,10 +248,15 @@ class Bandit(Protocol):
         ...
 
     def forget(self, pull: Pull) -> None:
-        """Close a pull of which nothing will be told, such as a failed trial; it leaves no trace but its id.
+        """Close a pull that has failed: it counts as a visit with the worst reward that is known, now or as soon as one is.
+
+        A pull that says nothing of its value, such as a lost message, stays open instead, which costs nothing.
+
+        Args:
+            pull: What `ask` gave, or the same id with the value that was tried in its place.
 
         Raises:
-            InvalidValueError: the pull is not open.
+            InvalidValueError: the pull is not open, or the value is outside the interval.
         """
         ...
 

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sparsekit.bandit.base import Side
-from sparsekit.bandit.tree import NARROWEST, Floats, Integers, Tree
+from sparsekit.bandit.tree import DEEPEST, NARROWEST, Floats, Integers, Tree
 
 # Cells to begin with on an interval, and in a box of two axes or more.
 _LINE, _CUBE = 5, 6
@@ -67,6 +67,9 @@ class Field(Tree):
         self._dropped: npt.NDArray[np.bool_] = np.zeros(self.capacity, dtype=np.bool_)
         self._drops = False
         self._told = 0.0
+        # Arms that have failed; the smallest and the largest reward.
+        self._failed: set[int] = set()
+        self._least, self._most = math.inf, -math.inf
         # Of repeated rewards: squared deviations from the mean before them, how many count, and how many there were. The noise
         # never comes from differences between points: noise that is taken for variation has every cell split and no point
         # repeated, and so is never found out.
@@ -157,16 +160,11 @@ class Field(Tree):
                 self._replicates += min(1.0, 2.0 * had / (had + weight)) if faded else 1.0
         else:
             self._stale = True
-        self._weights[arm] = had + weight
-        self._rewards[arm] = mean + (reward - mean) * (weight / (had + weight))
         self._told += 1.0
-        self._since += 1.0
-        self._clock += 1.0
-        self._pulls[arm] += 1
+        self._least, self._most = min(self._least, reward), max(self._most, reward)
         if self._first.item(arm) < 0:
             self._first[arm] = place
-        if self.scale:
-            self.observe(arm, reward, self._noise / weight)
+        self._add(arm, reward, weight)
         if fallen:
             np.minimum(self._weights, _FADED, out=self._weights)
             self._stale = True
@@ -176,6 +174,33 @@ class Field(Tree):
         elif self._index is not None and self.scale:
             # Only this arm has learned anything yet.
             self._index[arm] = self._index_of(arm, 0)
+
+    def fail(self, arm: int) -> None:
+        """Take in that a trial of an arm has failed: a visit with the worst reward, which tells nothing of the noise.
+
+        As long as there is no scale, it counts as a visit alone. The arm's cell is split before the arm is pulled again.
+        """
+        self._failed.add(arm)
+        if self.scale:
+            self._add(arm, self._worst, 1.0)
+            self._stale, self._index = True, None
+        else:
+            self._tries[arm] += 1.0
+
+    @property
+    def _worst(self) -> float:
+        """The smallest reward, or something smaller if all are equal: what fails is then all that matters."""
+        return self._least if self._least < self._most else self._least - abs(self._least)
+
+    def _add(self, arm: int, reward: float, weight: float) -> None:
+        had, mean = self._weights.item(arm), self._rewards.item(arm)
+        self._weights[arm] = had + weight
+        self._rewards[arm] = mean + (reward - mean) * (weight / (had + weight))
+        self._since += 1.0
+        self._clock += 1.0
+        self._pulls[arm] += 1
+        if self.scale:
+            self.observe(arm, reward, self._noise / weight)
 
     def miss(self, arm: int, weight: float) -> None:
         """Another point was executed in place of an arm: nothing is known of it, yet it is proposed as if it had been told.
@@ -189,13 +214,16 @@ class Field(Tree):
     def _refresh(self) -> None:
         """Let all arms learn from one another, where that is due; from the first rewards the scale is taken."""
         if not self.scale:
-            if self._told < self._begin:
+            if not self._told or self._told + len(self._failed) < self._begin:
                 return
+            means = self._rewards[np.flatnonzero(self._pulls[: self.size])]
+            self._distinct = len(means) > 1 and len(set(means.tolist())) == len(means)
+            for arm in self._failed:
+                self._add(arm, self._worst, 1.0)
             means = self._rewards[np.flatnonzero(self._pulls[: self.size])]
             # Equal rewards have no scale; any will do.
             spread = float(means.var(ddof=1)) if len(means) > 1 else 0.0
             scale = next((s for s in (spread, float(np.square(means).max())) if s > _LEAST_SCALE), 1.0)
-            self._distinct = len(means) > 1 and len(set(means.tolist())) == len(means)
             self.begin(scale, float(means.mean()))
         elif not self._stale and self._since < _REFRESH * min(self._told, self._clock):
             return
@@ -217,8 +245,8 @@ class Field(Tree):
         """
         size = self.size
         if not self.scale:
-            # Nothing is known yet: the arms in turn.
-            index: Floats = -(self._pulls[:size] + self._tries[:size])
+            # Nothing is known yet: the arms in turn, those of the widest cells first.
+            index: Floats = -(self._pulls[:size] + self._tries[:size]) - self.depth[:size] / (DEEPEST + 1.0)
             for arm, times in pending.items():
                 index[arm] -= times
         else:
@@ -280,6 +308,10 @@ class Field(Tree):
             if index[cell] == -math.inf or self.points[cell, 0] > bound:
                 break
             arm = self._pulled_or_split(cell, index.item(cell), pending)
+            while arm in self._failed and index.max() > -math.inf:  # its cell is too narrow to be split
+                index[cell] = -math.inf
+                cell = int(index.argmax())
+                arm = self._pulled_or_split(cell, index.item(cell), pending)
             if self.points[arm, 0] <= bound:
                 return arm
         return self._below(index, bound)
@@ -303,6 +335,8 @@ class Field(Tree):
         """Tell whether an arm is known better than a cell varies, or will be by its open pulls, and enough is known of the
         noise.
         """
+        if arm in self._failed:
+            return True
         within = self.variation.item(self.depth.item(cell) + 1)
         least = max(_REPEATS, 0.0 if self._exact else _REPEATED * self._told)
         return self._variance(arm, pending.get(arm, 0)) < _PATIENCE * within and self._repeats >= least

@@ -66,6 +66,19 @@ class LoggedBandit(ABC, Generic[Trial]):
     def _place_of_best(self) -> int:
         """Return the place, in `self.told`, of the pull to be recommended."""
 
+    @abstractmethod
+    def forget(self, pull: Trial) -> None:
+        """Close a pull that has failed; see `Bandit.forget`."""
+
+    def _close(self, pull: Trial) -> tuple[Any, bool]:
+        """Check, note and close a pull that has failed; return the executed value, and whether another had been proposed."""
+        self._check_open(pull)
+        proposed = self._open[pull.id]
+        value: Any = proposed if pull.value == proposed else self.space.check(pull.value)  # type: ignore[arg-type]
+        del self._open[pull.id]
+        self._log.append({"forget": pull.id} if value == proposed else {"forget": pull.id, "value": value})
+        return value, value != proposed
+
     def _take(self, pull: Trial, reward: float, eliminate: Side | None, *, cost: float = 1.0) -> tuple[Any, float, bool]:
         """Check and note what is told of a pull, and close it.
 
@@ -82,7 +95,7 @@ class LoggedBandit(ABC, Generic[Trial]):
         if not max(abs(number / cost), abs(number)) <= LARGEST_REWARD:
             raise InvalidValueError(
                 f"reward must be finite and at most {LARGEST_REWARD:g} in magnitude, also divided by its cost, got {reward!r}"
-                f"{'' if cost == 1.0 else f' at cost {cost!r}'}; tell a small finite number for a failed trial, or forget it"
+                f"{'' if cost == 1.0 else f' at cost {cost!r}'}; forget a trial that has failed"
             )
         if eliminate not in (None, "below", "above"):
             raise InvalidValueError(f"eliminate must be 'below', 'above' or None, got {eliminate!r}")
@@ -114,12 +127,6 @@ class LoggedBandit(ABC, Generic[Trial]):
         self._open[id] = value
         self._log.append({"ask": id} if bound is None else {"ask": id, "upper": bound})
         return self._pull(id, value)
-
-    def forget(self, pull: Trial) -> None:
-        """Close a pull of which nothing will be told; see `Bandit.forget`."""
-        self._check_open(pull)
-        del self._open[pull.id]
-        self._log.append({"forget": pull.id})
 
     def best(self) -> Trial:
         """Return the told pull to be recommended so far, with the value that was executed; see `Bandit.best`."""
@@ -202,8 +209,8 @@ class LoggedBandit(ABC, Generic[Trial]):
         elif "tell" in entry:
             self.tell(self._pull(entry.pop("tell"), entry.pop("value")), entry.pop("reward"), **entry)
         else:
-            id = entry.pop("forget")
-            self.forget(self._pull(id, self._open.get(id, {})))
+            id = entry["forget"]
+            self.forget(self._pull(id, entry.get("value", self._open.get(id, {}))))
 
 
 @dataclass(frozen=True)

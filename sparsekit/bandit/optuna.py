@@ -22,8 +22,8 @@ except ImportError:
     require("optuna")
     raise
 
-# Values that gave the same reward so often are taken to give it always.
-_TIMES = 3
+# Values that gave the same reward so often, or failed so often, are taken to do so always.
+_TIMES = 2
 # So often a bandit may ask for values that are known before they are proposed after all.
 _REPLAYS = 64
 
@@ -56,8 +56,8 @@ class _Search:
     def __init__(self, make: Any, axes: Mapping[str, _Range], times: int) -> None:
         self.axes = dict(axes)
         self._times = times
-        # Rewards of the values that were run.
-        self._seen: dict[tuple[float, ...], list[float]] = {}
+        # Rewards of the values that were run; None where they failed.
+        self._seen: dict[tuple[float, ...], list[float | None]] = {}
         self.known: set[int] = set()
         # Of trials: their open pulls; and the trial that each told pull belongs to, where one bandit proposes all.
         self._asked: dict[int, list[Any]] = {}
@@ -99,10 +99,14 @@ class _Search:
             values |= {names[0]: pull.value} if isinstance(pull.value, float) else pull.value
         return {name: _executed(axis, values[name]) for name, axis in self.axes.items()}
 
-    def _tell(self, pulls: Sequence[Any], values: Mapping[str, float | int], reward: float) -> None:
+    def _tell(self, pulls: Sequence[Any], values: Mapping[str, float | int], reward: float | None) -> None:
         for (names, bandit), pull in zip(self._groups, pulls):
             tried: Any = {name: float(values[name]) for name in names}
-            bandit.tell(replace(pull, value=tried[names[0]] if isinstance(pull.value, float) else tried), reward)
+            executed = replace(pull, value=tried[names[0]] if isinstance(pull.value, float) else tried)
+            if reward is None:
+                bandit.forget(executed)
+            else:
+                bandit.tell(executed, reward)
 
     def learn(self, trial: FrozenTrial, reward: float | None) -> None:
         """Take note of a finished trial.
@@ -112,7 +116,7 @@ class _Search:
 
         Args:
             trial: Finished.
-            reward: Larger is better; infinite is put at the end of those known; None is forgotten.
+            reward: Larger is better; infinite is put at the end of those known; None has failed; NaN is not told.
         """
         self.known.add(trial.number)
         values: dict[str, float | int] = {name: trial.params.get(name, math.nan) for name in self.axes}
@@ -120,20 +124,21 @@ class _Search:
             trial.distributions.get(name) == axis and float(values[name]) in _interval(axis) for name, axis in self.axes.items()
         )
         pulls = self._pulls(trial.number)
-        if reward is None or not fits:
-            for (_, bandit), pull in zip(self._groups, self._asked.pop(trial.number)):
-                bandit.forget(pull)
+        if not fits or (reward is not None and math.isnan(reward)):
+            del self._asked[trial.number]  # their pulls stay open, which costs nothing
             return
-        if math.isinf(reward):
+        if reward is not None and math.isinf(reward):
             if self._least > self._most:
                 self._waiting.append((trial, reward))
                 return
             reward = self._most if reward > 0 else self._least
-        self._least, self._most = min(self._least, reward), max(self._most, reward)
         del self._asked[trial.number]
         self._seen.setdefault(tuple(values.values()), []).append(reward)
-        self._trials[pulls[0].id] = trial.number
         self._tell(pulls, values, reward)
+        if reward is None:
+            return
+        self._trials[pulls[0].id] = trial.number
+        self._least, self._most = min(self._least, reward), max(self._most, reward)
         waiting, self._waiting = self._waiting, []
         for before, infinite in waiting:
             self.learn(before, infinite)
@@ -161,18 +166,18 @@ class BanditSampler(BaseSampler):
     | complete | is told its value, or the negative where the study minimizes |
     | complete, with an infinite value | is told the best or worst that is known, once something is |
     | pruned | is told its last intermediate value: it was bad, and that is worth knowing |
-    | pruned before any finite intermediate value, or failed | forgets it (failed, `failed="worst"`: the worst known) |
+    | pruned before any intermediate value that is a number, or failed | counts it as the worst known: `Bandit.forget` |
     | running, or its process has died | waits; that costs nothing |
-    | with a value outside the space, or parameters of another | forgets it |
+    | with a value outside the space, or parameters of another | is not told of it |
 
-    Values that have given the same reward three times (once, if `deterministic`) are not proposed again: where the bandit
-    would, it is told that reward, and asked again. Equal seeds give equal studies where trials run one after the other.
+    Values that have given the same reward twice, or failed twice (once, if `deterministic`), are not proposed again: where the
+    bandit would, it is told that, and asked again. Equal seeds give equal studies where trials run one after the other.
 
     Args:
         bandit: Its name in `sparsekit.bandit.registry`, or `package.module:object`.
         seed: Seed of all that is drawn; None takes one from the system.
-        failed: What a failed trial counts as. Where failing is a property of the values (out of memory, say), "worst"
-            keeps the bandit from trying them again.
+        failed: What a failed trial counts as. "worst" keeps the bandit away from values that fail, as by running out of
+            memory. With "forget", the bandit is not told: for failures that have nothing to do with the values.
         deterministic: Whether equal parameters give equal values, so that none are worth running twice.
         space: The parameters of every trial by name, where they are known before the first; then the bandit proposes that too.
         independent_sampler: For what the bandit does not propose; None takes a TPESampler.
@@ -188,14 +193,14 @@ class BanditSampler(BaseSampler):
         bandit: str = DEFAULT,
         *,
         seed: int | None = None,
-        failed: Literal["forget", "worst"] = "forget",
+        failed: Literal["worst", "forget"] = "worst",
         deterministic: bool = False,
         space: Mapping[str, BaseDistribution] | None = None,
         independent_sampler: BaseSampler | None = None,
         **options: Any,
     ) -> None:
         if failed not in ("forget", "worst"):
-            raise InvalidValueError(f"failed must be 'forget' or 'worst', got {failed!r}")
+            raise InvalidValueError(f"failed must be 'worst' or 'forget', got {failed!r}")
         if ":" not in bandit:
             registry[bandit]  # an unknown name raises, with those that are known
         self._bandit, self._options = bandit, options
@@ -284,13 +289,10 @@ class BanditSampler(BaseSampler):
 
     def _reward(self, trial: FrozenTrial, sign: float) -> float | None:
         if trial.state == TrialState.FAIL:
-            return None if self._failed == "forget" else -math.inf
-        if trial.state == TrialState.COMPLETE:
-            return None if trial.value is None or math.isnan(trial.value) else sign * trial.value
-        if not trial.intermediate_values:
-            return None
-        last = trial.intermediate_values[max(trial.intermediate_values)]
-        return None if math.isnan(last) else sign * last
+            return None if self._failed == "worst" else math.nan
+        steps = trial.intermediate_values
+        last = trial.value if trial.state == TrialState.COMPLETE else steps[max(steps)] if steps else None
+        return None if last is None or math.isnan(last) else sign * last
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution

@@ -74,7 +74,8 @@ class PUCBV(LoggedBandit[Pull]):
     | `upper` | only arms that begin below it compete; the draw stops there; if none does, it is proposed itself |
     | another value was executed | the value in the told pull counts, whatever was proposed |
     | several open pulls | are told in any order, each credited to the arm that holds its value by then |
-    | a reply that never comes | costs nothing; `forget` closes the pull |
+    | a reply that never comes | costs nothing |
+    | a pull that failed | `forget` credits it with the worst reward known, then or as soon as there is one; ε stays |
     | a reward of NaN or infinity | is refused, and the pull stays open |
     | `best` | of the arm of largest mean the pull of largest reward, then the first; at dropped values only if all are |
 
@@ -141,6 +142,8 @@ class PUCBV(LoggedBandit[Pull]):
         if any(low >= high for low, high in pairwise(edges)):
             raise InvalidValueError(f"{space!r} holds too few numbers for so many arms; take fewer, or a wider space")
         self._arms = [Arm(low, high) for low, high in pairwise(edges)]
+        # Values that failed before any reward was told.
+        self._failures: list[float] = []
 
     @property
     def arms(self) -> tuple[Arm, ...]:
@@ -192,6 +195,20 @@ class PUCBV(LoggedBandit[Pull]):
     def tell(self, pull: Pull, reward: float, *, eliminate: Side | None = None) -> None:
         """Credit a reward to the arm of the executed value; see `Bandit.tell`."""
         value, reward, _ = self._take(pull, reward, eliminate)
+        failures, self._failures = self._failures, []
+        for failed in failures:
+            self._credit(failed, reward)
+        self._credit(value, reward, eliminate)
+
+    def forget(self, pull: Pull) -> None:
+        value, _ = self._close(pull)
+        if self._told:
+            self._credit(value, min(reward for _, reward in self._told))
+        else:
+            self._failures.append(value)
+
+    def _credit(self, value: float, reward: float, eliminate: Side | None = None) -> None:
+        """Give a reward to the arm at a value, and split it there."""
         position, _ = _hold(self._arms, value, self.space)
         arm = self._arms[position].rewarded(reward)
         parts = [arm]

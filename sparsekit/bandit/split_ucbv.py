@@ -64,7 +64,8 @@ class SplitUCBV(LoggedBandit[Trial]):
     - Several pulls may be open. Each counts as told with its expected reward, until 64 more were proposed.
     - If you tried another value than the proposed one, tell that: it becomes a point of its own.
     - `ask(upper=…)` proposes no value above the bound.
-    - A reward that is NaN or infinite is refused, and the pull stays open.
+    - A reward that is NaN or infinite is refused, and the pull stays open. `forget` is for a trial that failed: its point
+      gets the worst reward known.
     - `best()` returns the first told pull at the point whose mean, less one deviation, is largest.
 
     How it chooses is described at the top of `sparsekit/bandit/split_ucbv.py`.
@@ -136,19 +137,23 @@ class SplitUCBV(LoggedBandit[Trial]):
             raise InvalidValueError(f"cost must be finite and above 0, got {cost!r}; leave it out if every pull costs the same")
         value, number, elsewhere = self._take(pull, reward, eliminate, cost=price)
         self._unit_cost = price / weight
-        field = self._field
-        arm = field.open.pop(pull.id)
-        if arm < 0 or elsewhere:
-            if arm >= 0:
-                field.miss(arm, weight)
-            arm = field.arm_at(np.array(self._point(value)))
-        field.learn(arm, number / price, weight, len(self._told) - 1)
+        arm = self._executed(pull.id, value, weight, elsewhere=elsewhere)
+        self._field.learn(arm, number / price, weight, len(self._told) - 1)
         if eliminate is not None:
-            field.eliminate_side(arm, eliminate)
+            self._field.eliminate_side(arm, eliminate)
 
     def forget(self, pull: Trial) -> None:
-        super().forget(pull)  # type: ignore[arg-type]  # which mypy takes for one of any kind
-        del self._field.open[pull.id]
+        value, elsewhere = self._close(pull)
+        self._field.fail(self._executed(pull.id, value, 1.0, elsewhere=elsewhere))
+
+    def _executed(self, id: int, value: Any, weight: float, *, elsewhere: bool) -> int:
+        """Close a pull of the field; return the arm at the value that was executed."""
+        arm = self._field.open.pop(id)
+        if arm >= 0 and not elsewhere:
+            return arm
+        if arm >= 0:
+            self._field.miss(arm, weight)
+        return self._field.arm_at(np.array(self._point(value)))
 
     def _place_of_best(self) -> int:
         return self._field.best()

@@ -12,7 +12,7 @@ Integers: TypeAlias = npt.NDArray[np.int64]
 NARROWEST = 1e-7
 """The narrowest side that a split leaves, as a share of the space: floats are still far apart, and so are the arms."""
 # Cells that were split more often than this count as split so often; the largest number of cells.
-_DEEPEST, _CAPACITY = 64, 2048
+DEEPEST, _CAPACITY = 64, 2048
 # Where nothing is known: the ratio of the deviations of cells one of whose sides is half as long, and the number of arms that
 # it counts for at each depth.
 _SHRINK, _SHRINK_WEIGHT = 0.7, 3.0
@@ -74,8 +74,8 @@ class Tree:
         self.means[-1] = -math.inf
         self.variances: Floats = np.zeros(most + 1)
         # By depth: D, and what the variation within a cell adds under the root of the index.
-        self.variation: Floats = np.zeros(_DEEPEST + 2)
-        self.room: Floats = np.zeros(_DEEPEST + 1)
+        self.variation: Floats = np.zeros(DEEPEST + 2)
+        self.room: Floats = np.zeros(DEEPEST + 1)
 
     @property
     def full(self) -> bool:
@@ -99,7 +99,7 @@ class Tree:
             self.high[cell, axis] = self.low[new, axis] = at
         else:
             self.low[cell, axis] = self.high[new, axis] = at
-        depth = min(self.depth.item(cell) + 1, _DEEPEST)
+        depth = min(self.depth.item(cell) + 1, DEEPEST)
         self.depth[cell] = self.depth[new] = self.born[new] = depth
         self.deepest = max(self.deepest, depth)
         self.parent[new] = cell
@@ -125,7 +125,7 @@ class Tree:
         """Assume that all arms are around a level, from which rewards are counted, with variance `scale`, above 0."""
         self.scale, self.level = scale, level
         self.variances[:] = scale
-        self.variation = scale * self._ratio ** np.arange(_DEEPEST + 2.0)
+        self.variation = scale * self._ratio ** np.arange(DEEPEST + 2.0)
 
     def observe(self, arm: int, reward: float, noise: float) -> None:
         """Take in a reward of such variance; the other arms learn of it with the next `sweep`."""
@@ -174,7 +174,7 @@ class Tree:
         freedom, variation = _TAIL, self.scale
         variations, rooms = [variation], []
         # Cells one level deeper than any are there by the next sweep, and their halves are one deeper again.
-        for depth in range(1, min(self.deepest + 2, _DEEPEST + 1) + 1):
+        for depth in range(1, min(self.deepest + 2, DEEPEST + 1) + 1):
             count = counts[depth]
             variation = (prior * variation + squares[depth]) / (_SHRINK_WEIGHT + count)
             freedom = _TAIL + count + _TAIL_KEPT * freedom

@@ -83,7 +83,7 @@ class Search:
         if name == "random":
             return RandomSampler(seed=seed + started)
         if name in registry or ":" in name:
-            return BanditSampler(name, seed=seed, failed="worst", space=self.axes, horizon=self.horizon,
+            return BanditSampler(name, seed=seed, space=self.axes, horizon=self.horizon,
                                  deterministic=self.settings["deterministic"])  # fmt: skip
         raise UnknownNameError(
             f"unknown sampler {name!r}; {nearest(name, ['tpe', 'random', *registry])}, or package.module:object"

@@ -93,6 +93,34 @@ class BanditContract:
         assert sum(pays[50:]) >= 35
         assert space.to_unit(bandit.best().value) >= 0.5
 
+    @pytest.mark.parametrize("seed", [0, 1, 2])
+    def test_what_fails_is_avoided(self, make: MakeBandit, space: Interval, seed: int) -> None:
+        """Everything above the middle fails: no value is asked more than a few times, and half of the asks land below."""
+        for rewarded in (lambda share: share, lambda share: 1.0 - share, lambda _: 5.0):
+            bandit, asked = make(space, np.random.default_rng(seed)), []
+            for _ in range(60):
+                pull = bandit.ask()
+                asked.append(space.to_unit(pull.value))
+                if asked[-1] > 0.5:
+                    bandit.forget(pull)
+                else:
+                    bandit.tell(pull, rewarded(asked[-1]))
+            failed = [share for share in asked if share > 0.5]
+            assert len(failed) <= 30
+            assert max((failed.count(share) for share in failed), default=0) <= 3
+            assert space.to_unit(bandit.best().value) <= 0.5
+            resumed = make(space, np.random.default_rng(99))
+            resumed.load_state_dict(json.loads(json.dumps(bandit.state_dict(), allow_nan=False)))
+            assert resumed.ask() == bandit.ask()
+
+    def test_a_search_in_which_all_fails_tries_many_values(self, bandit: Bandit) -> None:
+        values = []
+        for _ in range(40):
+            pull = bandit.ask()
+            values.append(pull.value)
+            bandit.forget(pull)
+        assert len(set(values)) >= 20
+
     def test_the_state_goes_through_json_and_resumes_to_the_same_bits(
         self, make: MakeBandit, bandit: Bandit, space: Interval
     ) -> None:

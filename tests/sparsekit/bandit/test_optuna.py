@@ -80,6 +80,44 @@ def test_a_pruned_trial_is_told_its_last_intermediate_value() -> None:
     assert told(sampler) == [(0.5, 1.0), (0.9, 0.25)]
 
 
+def _fails_above_half(way: str, x: float) -> float:
+    if x <= 0.5:
+        return x
+    if way == "raises":
+        raise MemoryError
+    if way == "is pruned":
+        raise optuna.TrialPruned
+    return math.nan
+
+
+@pytest.mark.filterwarnings("ignore:The value nan")
+@pytest.mark.parametrize("way", ["raises", "is pruned", "gives NaN"])
+@pytest.mark.parametrize("bandit", ["split-ucbv", "p-ucbv"])
+def test_values_that_fail_are_avoided(bandit: str, way: str) -> None:
+    for axis, parts in ((UNIT, 1), (IntDistribution(0, 20), 20)):
+        study = study_of(BanditSampler(bandit, seed=0, space={"x": axis}), "maximize")
+        for _ in range(60):
+            trial = study.ask({"x": axis})
+            try:
+                study.tell(trial, _fails_above_half(way, trial.params["x"] / parts))
+            except (MemoryError, optuna.TrialPruned, ValueError) as error:
+                study.tell(trial, state=TrialState.PRUNED if isinstance(error, optuna.TrialPruned) else TrialState.FAIL)
+        failed = [t.params["x"] for t in study.trials if t.state != TrialState.COMPLETE]
+        assert len(failed) <= 30
+        assert max((failed.count(x) for x in failed), default=0) <= 2
+        assert study.best_value >= 0.35
+
+
+def test_one_exact_repetition_is_enough() -> None:
+    whole = IntDistribution(0, 30)
+    study = study_of(BanditSampler(seed=0, space={"x": whole}), "maximize")
+    for _ in range(40):
+        trial = study.ask({"x": whole})
+        study.tell(trial, -abs(trial.params["x"] - 13))
+    values = [t.params["x"] for t in study.trials]
+    assert max(values.count(x) for x in values) <= 2
+
+
 def test_categories_and_branches_come_from_the_independent_sampler() -> None:
     calls = []
 
@@ -129,7 +167,7 @@ def test_the_trial_that_the_bandit_recommends_is_no_lucky_one() -> None:
 def test_what_is_not_allowed_is_refused() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'p-ucbv'"):
         BanditSampler("p-ucb")
-    with pytest.raises(InvalidValueError, match="failed must be 'forget' or 'worst', got 'no'"):
+    with pytest.raises(InvalidValueError, match="failed must be 'worst' or 'forget', got 'no'"):
         BanditSampler(failed="no")  # type: ignore[arg-type]
     with pytest.raises(InvalidValueError, match="has no option color"):
         BanditSampler("p-ucbv", color=1)
