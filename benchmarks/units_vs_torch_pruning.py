@@ -33,7 +33,7 @@ from zoo import ZOO, build
 from sparsekit import UnitGraph, UnitGroup, UnitMask, compact, trace_units
 from sparsekit.errors import NoUnitsError
 from sparsekit.surgery.rebuild import copy_with, named_entries
-from sparsekit.tracing.inputs import find_tensors, map_tensors
+from sparsekit.tracing.inputs import ModelInputs, find_tensors, map_tensors
 
 MOST_GROUPS = 10
 DRAWS = 3
@@ -78,7 +78,7 @@ def ours(name: str) -> Counter[str]:
     model, args, kwargs = prepared(name)
     found: Counter[str] = Counter()
     try:
-        graph = trace_units(model, *args, **kwargs)
+        graph = trace_units(model, ModelInputs(args, kwargs))
     except NoUnitsError:
         return found
     for group in list(graph.groups.values())[:MOST_GROUPS]:
@@ -134,7 +134,7 @@ def list_roots(name: str) -> list[str]:
     """Names of the root modules of at most `MOST_GROUPS` groups that do not make the output."""
     model, args, kwargs = prepared(name)
     try:
-        unprunable = trace_units(copy.deepcopy(model), *args, **kwargs).unprunable
+        unprunable = trace_units(copy.deepcopy(model), ModelInputs(args, kwargs)).unprunable
     except NoUnitsError as error:
         unprunable = error.unprunable
     outputs = {item.module for item in unprunable if item.reason == "model output"}

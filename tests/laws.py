@@ -47,7 +47,7 @@ def trace(
     """Trace a model: its units, and the warnings of a category."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        graph = trace_units(model, *args, **options)
+        graph = trace_units(model, args[0] if len(args) == 1 else args, **options)
     return graph, [str(w.message) for w in caught if w.category is category]
 
 

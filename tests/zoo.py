@@ -11,6 +11,7 @@ from torch import nn
 from zoo_base import ZOO, Architecture, Lambda, build
 
 from sparsekit import UnitGraph, trace_units
+from sparsekit.tracing.inputs import ModelInputs
 
 __all__ = ["ZOO", "Architecture", "Lambda", "build", "traced"]
 
@@ -20,4 +21,4 @@ def traced(name: str, **options: Any) -> tuple[nn.Module, tuple[Any, ...], dict[
     model, args, kwargs = build(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return model, args, kwargs, trace_units(model, *args, example_kwargs=kwargs, **options)
+        return model, args, kwargs, trace_units(model, ModelInputs(args, kwargs), **options)

@@ -39,13 +39,14 @@ def _units(options: UnitsOptions) -> None:
     of torchvision, timm and transformers have their names there: resnet50, vit_small_patch16_224, bert.
     """
     from sparsekit.measure.cost import measure_costs
+    from sparsekit.tracing.inputs import ModelInputs
     from sparsekit.tracing.trace import UnprunableWarning, trace_units
 
     module, args, kwargs = load_with_inputs(options)
     with warnings.catch_warnings():
         # The same facts are in the table.
         warnings.simplefilter("ignore", UnprunableWarning)
-        graph = trace_units(module, *args, prune_hidden_size=options.prune_hidden_size, example_kwargs=kwargs)
+        graph = trace_units(module, ModelInputs(args, kwargs), prune_hidden_size=options.prune_hidden_size)
     report = _describe(options.model, graph, measure_costs(module, args, kwargs, graph))
     if options.as_json:
         print_json(report)

@@ -199,7 +199,7 @@ def prune(
     multiples = PreferredMultiple() if multiple_of is None else multiple_of
     check_multiples(multiples)
     if graph is None:
-        graph = trace_units(model, rules=rules, prune_hidden_size=prune_hidden_size, further_calls=[call, *others])
+        graph = trace_units(model, example_inputs, rules=rules, prune_hidden_size=prune_hidden_size)
     shares = read_limits(
         model, graph, list(exclude) if not isinstance(exclude, str | type | nn.Module) else exclude, limits or {}
     )

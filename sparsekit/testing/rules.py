@@ -59,7 +59,7 @@ class RuleContract:
     @pytest.fixture
     def graph(self, network: nn.Module, inputs: tuple[Any, ...], rules: Mapping[type[nn.Module], LayerRule]) -> UnitGraph:
         """Return the units of the network."""
-        return trace_units(network, *inputs, rules=rules)
+        return trace_units(network, inputs, rules=rules)
 
     def test_units_reach_the_layer_and_a_whole_one_keeps_its_sizes(
         self, network: nn.Module, rule: LayerRule, rules: Mapping[type[nn.Module], LayerRule], graph: UnitGraph
@@ -118,4 +118,4 @@ class RuleContract:
         for a, b in zip(find_tensors(small(*inputs)), find_tensors(again(*inputs)), strict=True):
             assert torch.equal(a, b)
         kept = {name: count for name, count in mask.counts().items() if count > 1}
-        assert dict(trace_units(small, *inputs, rules=rules).fingerprint()) == kept
+        assert dict(trace_units(small, inputs, rules=rules).fingerprint()) == kept

@@ -112,7 +112,8 @@ class ModelInputs:
         if isinstance(example_inputs, tuple | list):
             return cls(tuple(example_inputs), {})
         raise InvalidValueError(
-            "example_inputs must be a tuple of positional inputs, a mapping of keyword inputs or one tensor,"
+            "example_inputs must be one tensor, a tuple of positional inputs, a mapping of keyword inputs, or a list of these"
+            " tuples and mappings,"
             f" got {type(example_inputs).__name__}; pass (x,), one call's worth of inputs"
         )
 
@@ -120,10 +121,8 @@ class ModelInputs:
     def several(cls, example_inputs: object) -> list[ModelInputs]:
         """Return the calls of a list of tuples and mappings, or of anything else the one call that it is, as `of` reads it."""
         given = example_inputs if isinstance(example_inputs, list) else []
-        return [
-            cls.of(call)
-            for call in (given if given and all(isinstance(c, tuple | Mapping) for c in given) else [example_inputs])
-        ]
+        is_calls = bool(given) and all(isinstance(call, tuple | Mapping | ModelInputs) for call in given)
+        return [cls.of(call) for call in (given if is_calls else [example_inputs])]
 
     def call(self, model: nn.Module, mode: AbstractContextManager[Any] | None = None) -> Any:
         """Run the model, a private copy, on copies of the inputs, which it may overwrite; in train mode without dropout.

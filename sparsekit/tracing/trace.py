@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsekit.errors import InvalidValueError, NoUnitsError, TraceError, UnsupportedModelError, level_of_user
+from sparsekit.errors import NoUnitsError, TraceError, UnsupportedModelError, level_of_user
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import Unprunable
 from sparsekit.labels.tracer import Tracer
@@ -46,13 +46,11 @@ class UnreadParametersWarning(UserWarning):
 
 def trace_units(
     model: nn.Module,
-    *inputs: Any,
+    example_inputs: Any,
+    *,
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
     verify: bool = True,
     prune_hidden_size: bool = False,
-    further_calls: Sequence[Any] = (),
-    example_kwargs: Mapping[str, Any] | None = None,
-    **more_kwargs: Any,
 ) -> UnitGraph:
     """Find the units of a model: everything that can be removed exactly, with all tensors that go when one goes.
 
@@ -63,8 +61,10 @@ def trace_units(
 
     Args:
         model: Any module.
-        *inputs: What `model` is called on. Their values do not matter but where the code of the model branches on them, their
-            shapes should be typical. One example is enough: where train mode needs two, as a batch norm may, it is doubled.
+        example_inputs: What `model` is called on: one tensor, a tuple of positional arguments or a mapping of keyword
+            arguments; or a list of such tuples and mappings, one for each branch that the code of the model takes, all of which
+            are traced and verified. Their shapes should be typical, and their values matter only where the model branches on
+            them. One example is enough: where train mode needs two, as a batch norm may, it is doubled.
         rules: Module type → rule, for layers of your own; asked before the built-in ones.
         verify: Compare the outputs of a masked and a compacted copy, and keep whole every group for which they differ by more
             than rounding, judged channel by channel against what the mask changes. Models of 50 million numbers and more, and
@@ -73,16 +73,12 @@ def trace_units(
         prune_hidden_size: Also find the units that a layer norm, an RMS norm or a plain mean averages over, such as the width
             of a transformer. A model under a mask then takes these statistics over the kept units, as the narrow model does. By
             default these units cannot be pruned, since removing some of them changes the statistics.
-        further_calls: A list of calls, so that every branch is taken: each is a tensor, a tuple of arguments or a mapping of
-            keyword arguments. All of them are traced and verified.
-        example_kwargs: Keyword arguments of the call with `inputs`.
-        **more_kwargs: More of them, as long as their names are not taken above.
 
     Returns:
         The groups, in forward order.
 
     Raises:
-        InvalidValueError: a keyword argument given twice, or `further_calls` that is not a list.
+        InvalidValueError: inputs of another kind.
         TraceError: the model fails on the example inputs.
         UnsupportedModelError: TorchScript, a model that returns no tensor, or one that transforms operators, as with
             `torch.vmap`.
@@ -94,16 +90,8 @@ def trace_units(
         TrainModeWarning: the model fails in train mode, so parts that run only there (auxiliary heads) stay unknown.
     """
     _check(model)
-    kwargs = {**(example_kwargs or {}), **more_kwargs}
-    if twice := sorted(more_kwargs.keys() & (example_kwargs or {})):
-        raise InvalidValueError(f"keyword inputs given twice: {', '.join(twice)}; put all of them into example_kwargs")
-    if not isinstance(further_calls, list | tuple):
-        raise InvalidValueError(
-            f"further_calls must be a list of calls, got {type(further_calls).__name__}; pass [(x,)] for one more call"
-        )
-    given = [ModelInputs(inputs, kwargs)] if inputs or kwargs or not further_calls else []
     guard = ReadOnly(model)
-    calls = [replace(call, guard=guard) for call in (*given, *map(ModelInputs.of, further_calls))]
+    calls = [replace(call, guard=guard) for call in ModelInputs.several(example_inputs)]
     tracer = Tracer(kept_norms=prune_hidden_size)
     with private_passes():
         training, refusal = _run(model, calls, tracer, rules)
@@ -121,7 +109,7 @@ def trace_units(
         shown = ", ".join(map(repr, unread[:5])) + (f" and {len(unread) - 5} more" if len(unread) > 5 else "")
         warnings.warn(
             f"no pass of {type(model).__name__} on the example inputs read {shown}: a branch that reads them is not traced and"
-            " may fail or change after a cut. Pass a call that takes it in further_calls=[…]. Where a lambda or a"
+            " may fail or change after a cut. Pass a list of calls, [(x,), (y,)], one of which takes it. Where a lambda or a"
             " closure holds the original module, a copy calls the original: make it a method",
             UnreadParametersWarning,
             stacklevel=level_of_user(),
@@ -225,7 +213,7 @@ def _failure(model: nn.Module, inputs: ModelInputs, error: Exception) -> TraceEr
         hint = ""
         if len(inputs.args) == 1 and isinstance(inputs.args[0], tuple | list):
             kind = type(inputs.args[0]).__name__
-            hint = f"; the only input is a {kind}: give its elements one by one, trace_units(model, *inputs)"
+            hint = f"; the only input is a {kind}: give its elements as arguments, example_inputs=(a, b)"
         if is_meta(model):
             hint += (
                 "; the model is on the meta device, without values: give the inputs on it as well, x.to('meta'), and where the"
@@ -233,7 +221,7 @@ def _failure(model: nn.Module, inputs: ModelInputs, error: Exception) -> TraceEr
             )
         return TraceError(
             f"{name} fails on the example inputs ({given or 'no tensors'}): {said};"
-            f" pass inputs that model(*inputs) accepts{hint}"
+            f" pass example_inputs that the model accepts{hint}"
         )
     return UnsupportedModelError(
         f"{name} accepts the example inputs but cannot be followed operator by operator ({said}). Transforms such as"

@@ -20,7 +20,6 @@ from sparsekit.pruning.result import Pruned
 from sparsekit.pruning.trained import UncalibratedWarning, signs_of_training
 from sparsekit.surgery.compaction import expand
 from sparsekit.tracing.blocks import refuse_meta
-from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.tracing.trace import trace_units
 from sparsekit.training.importance import GradientImportance, split_units
 from sparsekit.training.narrow_model import Rules
@@ -75,9 +74,7 @@ def graph_of(
     if graph is None:
         if example_inputs is None:
             raise InvalidValueError("pass example_inputs=(x,), one call's worth of inputs, or a ready graph=")
-        graph = trace_units(
-            model, prune_hidden_size=prune_hidden_size, rules=rules, further_calls=ModelInputs.several(example_inputs)
-        )
+        graph = trace_units(model, example_inputs, prune_hidden_size=prune_hidden_size, rules=rules)
     graph.check_state(model.state_dict(), what="the model")
     return graph
 

@@ -141,7 +141,7 @@ def test_mappings_and_objects_like_them_give_what_tuples_give() -> None:
     graph = sk.trace_units(model.body, torch.randn(2, 3))
     plain = Fisher(_batches((3,)), F.cross_entropy).scores(graph, ScoringContext(model=model.body))
     named = [{"features": x, "labels": y} for x, y in _batches((3,))]
-    graph = sk.trace_units(model, features=torch.randn(2, 3))
+    graph = sk.trace_units(model, {"features": torch.randn(2, 3)})
     for batches, loss in ((named, None), (named, F.cross_entropy), ([Encoding(b) for b in named], None)):
         found = Fisher(batches, loss).scores(graph, ScoringContext(model=model))
         assert torch.equal(found["body.0"], plain["0"])

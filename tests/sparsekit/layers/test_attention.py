@@ -41,7 +41,7 @@ def test_a_padded_batch_runs_through_a_narrow_encoder_with_the_fused_path_on() -
     layer = nn.TransformerEncoderLayer(8, 4, 12, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2).eval()
     x, padding = torch.randn(2, 5, 8), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
-    graph = trace_units(model, x, src_key_padding_mask=padding)
+    graph = trace_units(model, {"src": x, "src_key_padding_mask": padding})
     keep = {name: torch.ones(group.size, dtype=torch.bool) for name, group in graph.groups.items()}
     keep["layers.1.self_attn"][0] = False
     assert model.use_nested_tensor
@@ -78,8 +78,8 @@ def test_float_masks_with_minus_infinity_are_inputs_like_any_other(
         down=nn.Linear(10, 3),
     )
     x, mask = torch.randn(2, 5, 8), HIDDEN[hidden]
-    graph = trace_units(model, x, mask)
-    assert [*graph.groups] == [*trace_units(model, x, torch.zeros_like(mask)).groups]
+    graph = trace_units(model, (x, mask))
+    assert [*graph.groups] == [*trace_units(model, (x, torch.zeros_like(mask))).groups]
     check_masked_equals_compact(model, (x, mask), {}, graph, random_mask(graph, 0.5, 0))
     check_masked_equals_compact(model, (x, mask), {}, graph, prune(model, (x, mask), budget="params=80%").mask)
     learnable = LearnableMask(model, (x, mask), ratio=0.5)
@@ -110,7 +110,7 @@ def narrowed(module: nn.MultiheadAttention, keep: Tensor, *inputs: Tensor) -> nn
     model = zoo.Lambda(
         lambda m, *x: m.head(m.attention(*x, need_weights=False)[0]), attention=module, head=nn.Linear(WIDTH, 1).double()
     )
-    graph = trace_units(model, *inputs, verify=False)
+    graph = trace_units(model, inputs, verify=False)
     mask = {name: keep if group.kind == "head" else torch.ones(group.size).bool() for name, group in graph.groups.items()}
     return compact(model, graph, UnitMask(mask)).attention
 

@@ -16,7 +16,7 @@ from zoo_base import Architecture, build
 import sparsekit as sk
 from sparsekit.errors import NoUnitsError
 from sparsekit.surgery.rebuild import named_entries
-from sparsekit.tracing.inputs import find_tensors
+from sparsekit.tracing.inputs import ModelInputs, find_tensors
 from sparsekit.tracing.trace import UnprunableWarning, UnreadParametersWarning
 
 CASES = [(name, False) for name in zoo.ZOO] + [(name, True) for name in zoo_norms.KEPT]
@@ -31,7 +31,7 @@ def check_trace(name: str, norms: bool) -> tuple[nn.Module, Any, Any, sk.UnitGra
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            graph = sk.trace_units(model, *args, prune_hidden_size=norms, example_kwargs=kwargs)
+            graph = sk.trace_units(model, ModelInputs(args, kwargs), prune_hidden_size=norms)
         except NoUnitsError as error:
             messages = [str(error)]
     assert snapshot(model) == before

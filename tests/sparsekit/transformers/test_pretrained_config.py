@@ -72,7 +72,7 @@ def _built(name: str) -> tuple[nn.Module, dict[str, Any]]:
 @pytest.mark.parametrize("name", MODELS)
 def test_heads_and_feed_forward_units_are_found_and_exact(name: str) -> None:
     model, kwargs = _built(name)
-    graph, _ = trace(model, example_kwargs=kwargs)
+    graph, _ = trace(model, kwargs)
     heads = [group.size for group in graph.groups.values() if group.kind == "head"]
     assert heads == [MODELS[name][5]] * MODELS[name][4]
     assert sum(group.kind == "feature" for group in graph.groups.values()) >= 2
@@ -89,7 +89,7 @@ def test_the_bias_that_all_layers_of_t5_share_ties_their_heads() -> None:
     model = transformers.T5ForConditionalGeneration(config).eval()
     ids = torch.randint(17, (2, 5))
     kwargs = {"input_ids": ids, "decoder_input_ids": ids[:, :3], "use_cache": False}
-    graph, _ = trace(model, example_kwargs=kwargs)
+    graph, _ = trace(model, kwargs)
     own = {piece.name for piece in graph.groups["encoder.block.0.layer.0.SelfAttention.q"].slices}
     assert "encoder.block.1.layer.0.SelfAttention.q.weight" in own
     assert "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight" in own
@@ -98,7 +98,7 @@ def test_the_bias_that_all_layers_of_t5_share_ties_their_heads() -> None:
 
 def _cut(name: str) -> tuple[nn.Module, sk.UnitGraph, sk.UnitMask, dict[str, Any]]:
     model, inputs = _built(name)
-    graph, _ = trace(model, example_kwargs=inputs)
+    graph, _ = trace(model, inputs)
     heads = "num_key_value_heads" in MODELS[name][2]  # other configurations have no number of heads apart from the width
     chosen = [n for n, g in graph.groups.items() if ".layer" in n and (heads or g.kind != "head")]
     graph = tie_layers(only(graph, chosen))
@@ -122,7 +122,7 @@ def test_what_save_pretrained_writes_is_loaded_by_transformers_alone(name: str, 
 @pytest.mark.parametrize("name", ["llama-with-cache", "qwen2", "gpt2", "bert"])
 def test_layers_of_different_widths_are_saved_and_loaded_and_compute_the_same(name: str, tmp_path: Path) -> None:
     model, inputs = _built(name)
-    graph, _ = trace(model, example_kwargs=inputs)
+    graph, _ = trace(model, inputs)
     mask = random_mask(graph, 0.6, 0)
     first = next(iter(graph.groups))
     mask = sk.UnitMask({each: torch.ones_like(keep) if each == first else keep for each, keep in mask.items()})
@@ -142,7 +142,7 @@ def test_layers_of_different_widths_are_saved_and_loaded_and_compute_the_same(na
 
 def test_heads_that_a_configuration_cannot_count_are_named() -> None:
     model, inputs = _built("bert")
-    graph = tie_layers(trace(model, example_kwargs=inputs)[0])
+    graph = tie_layers(trace(model, inputs)[0])
     graph = only(graph, [name for name in graph.groups if ".layer" in name])
     mask = sk.make_mask(Magnitude(), graph, 0.5, ScoringContext(weights=model.state_dict()))
     with pytest.raises(UnsupportedModelError, match=r"bert\.encoder\.layer\.#\.attention\.self\.query"):
