@@ -20,7 +20,7 @@ from sparsekit_fl.client.context import ClientContext, Memory, client_seconds
 from sparsekit_fl.client.messages import Evaluation, Reply, Request, Update, WorkCost, request_bytes, update_bytes
 from sparsekit_fl.client.packing import Kept, Mask, mask_state, upload_dtype
 from sparsekit_fl.errors import ClientError
-from sparsekit_fl.methods.client import Result, Task, load_leaves
+from sparsekit_fl.methods.client import Result, Task, keep_model, kept_model, load_leaves
 from sparsekit_fl.methods.submodels import calibrate
 from sparsekit_fl.models import model_path
 from sparsekit_fl.problem.data import CAPABILITY_LEVELS, Client
@@ -92,6 +92,8 @@ def make_context(
         purpose=purpose,
         levels=spec.config.capability_levels or CAPABILITY_LEVELS,
         capability_of=spec.config.capability_of,
+        deploy=spec.config.deploy,
+        trained=spec.trained,
         initial_state=lambda: spec.initial,
         frozen=spec.frozen,
     )
@@ -105,6 +107,8 @@ def _train(spec: RunSpec, client: Client, request: Request, memory: Memory) -> t
     ratio = check_ratio(1.0 if request.ratio is None else request.ratio)
     with _named(request, spec, "train"):
         result = method.train(ctx, Task(state=start, mask=request.mask, ratio=ratio, extra=request.extra))
+        if spec.config.deploy == "best" and ctx.memory.get("kept", {}).get("round") != ctx.round:
+            keep_model(ctx, result)  # the method keeps none itself
         if any(tensor.device.type != "cpu" for tensor in result.state.values()):
             result = replace(result, state={name: tensor.cpu() for name, tensor in result.state.items()})
         ratio = check_ratio(result.ratio)
@@ -158,9 +162,10 @@ def _score(spec: RunSpec, client: Client, request: Request, memory: Memory, out:
     state = request.state
     with _named(request, spec, "deploy"):
         full = _complete(spec, memory, state)
-        model = method.deploy(ctx, full)
+        best = kept_model(ctx) if ctx.deploy == "best" else None
+        model = best or method.deploy(ctx, full)
         load_leaves(ctx, model.state, model.mask)
-        calibrated = method.recalibrates and calibrate(ctx, module)
+        calibrated = (method.recalibrates or best is not None) and calibrate(ctx, module)
         test, validation = ctx.score("test"), ctx.score("val")
         private = any(name not in state and name not in spec.frozen for name in full)
         is_global = model.state is full and model.mask is None and not private

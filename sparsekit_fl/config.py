@@ -39,6 +39,9 @@ CapabilityOf = Literal["flops", "units"]
 Factor = Annotated[float, Field(gt=0, le=1)]
 """A number in (0, 1]."""
 
+Deploy = Literal["last", "best"]
+"""Which model a client is scored with."""
+
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 """A number in [0, 1)."""
 
@@ -137,6 +140,11 @@ class RunConfig(Checked):
             likely. None keeps the capability that each client brings along. Default: None.
         redraw_capability: Draw the capability of each client again in every round, and not once.
             Default: false.
+        deploy: Model that each client is scored with. last: what the method deploys after the last
+            round, such as the global model of FedAvg, or the last personal model of FedLPS. best:
+            for every method alike, the model with the best score on the client's own validation
+            data among those that the client trained itself; its batch norm statistics are computed
+            again from its training data. Default: last.
         lr_decay: Factor on the learning rate after each round, in (0, 1]. Default: 1.
         min_replies: Valid updates that a round needs. With fewer, the run stops, and a resumed
             run repeats the round. None takes half of the cohort, rounded up. Default: None.
@@ -165,6 +173,7 @@ class RunConfig(Checked):
     capability_of: CapabilityOf = "flops"
     capability_levels: tuple[Factor, ...] | None = None
     redraw_capability: bool = False
+    deploy: Deploy = "last"
     lr_decay: Factor = 1.0
     min_replies: Count | None = None
     upload: Upload = "float32"

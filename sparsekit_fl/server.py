@@ -79,6 +79,7 @@ class Server:
             costs=spec.costs,
             parameters=spec.parameters.intersection(self._names),
             capability_of=config.capability_of,
+            trained=spec.trained,
         )
         cohort = spec.method.sample(ctx)
         wrong = sorted({id for id in cohort if id not in ctx.roster or cohort.count(id) > 1})
@@ -125,6 +126,7 @@ class Server:
         if reply.update is None:
             error = ClientError(reply.error or f"client {request.client_id} sent no update")
             if reply.traceback:
+                self._ctx.failed[request.client_id] = 1.0 if request.ratio is None else request.ratio
                 error.add_note(f"Where it failed:\n{reply.traceback}")
             raise error
         ctx, update, ratio = self._ctx, reply.update, 1.0 if request.ratio is None else request.ratio

@@ -16,6 +16,7 @@ from torch import nn
 from sparsekit.errors import NoUnitsError
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit.measure import CostModel, cost_model
+from sparsekit.pruning.trained import signs_of_training
 from sparsekit.rng import torch_scope
 from sparsekit.tracing import trace_layers, trace_units
 from sparsekit.training import GradientImportance, LearnableMask
@@ -45,6 +46,7 @@ class RunSpec:
         initial: The global state of round 0, dense, on the CPU.
         parameters: State-dict keys of what trains; the rest are buffers, and what is frozen.
         frozen: Those of parameters that need no gradient: they neither travel nor are kept for each client.
+        trained: Whether the global state of round 0 was trained before: it was given, or shows signs of it.
     """
 
     method: Method
@@ -55,6 +57,7 @@ class RunSpec:
     initial: StateDict
     parameters: frozenset[str] = frozenset()
     frozen: frozenset[str] = frozenset()
+    trained: bool = False
 
     @staticmethod
     def build(method: Method, problem: Problem, config: RunConfig, *, init: Path | str | StateDict | None = None) -> RunSpec:
@@ -91,6 +94,7 @@ class RunSpec:
             initial=initial if init is None else read_initial(init, initial),
             parameters=frozenset(name for name, leaf in leaves.items() if leaf.requires_grad),
             frozen=frozenset(name for name, leaf in leaves.items() if not leaf.requires_grad),
+            trained=init is not None or signs_of_training(model) is not None,
         )
 
     def shared_names(self) -> list[str]:

@@ -5,23 +5,17 @@ from dataclasses import dataclass
 from sparsekit.graph import StateDict
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.methods.base import Method
-from sparsekit_fl.methods.client import Keep, Result, Task, keep_model, kept_model, sgd
+from sparsekit_fl.methods.client import Result, Task, keep_model, kept_model, sgd
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnModels(Method):
-    """FedAvg whose clients deploy models that they trained themselves.
-
-    Args:
-        keep: Which of them: the "last", the "best" on validation data, or the one of lowest "loss".
-    """
-
-    keep: Keep = "last"
+    """FedAvg whose clients deploy models that they trained themselves."""
 
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train, and keep the model."""
         result = sgd(client, task)
-        keep_model(client, result, self.keep)
+        keep_model(client, result)
         return result
 
     def deploy(self, client: ClientContext, state: StateDict) -> Task:

@@ -20,7 +20,7 @@ from sparsekit.training import LearnableMask
 from sparsekit_fl.client.fit import Batches, Examples, Step, TrainingLog, evaluate, fit
 from sparsekit_fl.client.messages import Scores, WorkCost
 from sparsekit_fl.client.packing import Mask
-from sparsekit_fl.config import CapabilityOf, TrainingConfig
+from sparsekit_fl.config import CapabilityOf, Deploy, TrainingConfig
 from sparsekit_fl.problem.data import CAPABILITY_LEVELS, Capability, Client
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.streams import Purpose
@@ -53,6 +53,8 @@ class ClientContext:
         scored: FLOPs of each call of `score` in this round.
         levels: Ratios from which the run draws capabilities.
         capability_of: What a ratio is a share of.
+        deploy: Which of the models that a method keeps is to be deployed.
+        trained: Whether the global state of round 0 was trained before.
         purpose: That of `rng`, from which batches are drawn: "local" while training, "personal" while deploying.
     """
 
@@ -73,6 +75,8 @@ class ClientContext:
     scored: list[int] = field(default_factory=list, repr=False)
     levels: tuple[float, ...] = CAPABILITY_LEVELS
     capability_of: CapabilityOf = "flops"
+    deploy: Deploy = "last"
+    trained: bool = False
     purpose: Purpose = "local"
     _read: dict[str, Examples] = field(default_factory=dict, repr=False)
 

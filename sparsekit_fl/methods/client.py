@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -188,13 +188,6 @@ def local_step(masked: LearnableMask, forward: Step, update: LocalStep, adjusts:
     return step
 
 
-Keep = Literal["last", "best"]
-"""Which of its trained models a client keeps.
-
-"last": that of its last participation. "best": the one of highest accuracy on the client's own validation data; of equal ones,
-that of lowest loss on its validation and training data together, since a few validation examples tie often.
-"""
-
 _SCORING = 0.05  # largest share of the work of a training that is spent on deciding whether to keep its model
 
 
@@ -212,14 +205,17 @@ def _quality(validation: Scores, training: Scores) -> list[float]:
     return [*found, -math.inf if math.isnan(loss) else -loss]
 
 
-def keep_model(client: ClientContext, result: Result, keep: Keep) -> None:
-    """Put a model that was just trained, which the narrow model still holds, into the client's memory, unless one was better.
+def keep_model(client: ClientContext, result: Result) -> None:
+    """Put a model that was just trained, which the narrow model still holds, into the client's memory, to be deployed.
 
-    Of the training data a sample counts, drawn once for each client: as many examples as, with everything else that is scored
-    in the first participation, take a twentieth of the FLOPs of the training.
+    If the run deploys the best model, one that was better stays: that of highest accuracy on the client's own validation data;
+    of equal ones, that of lowest loss on validation and training data together, since a few validation examples tie often. Of
+    the training data a sample counts, drawn once for each client: as many examples as, with everything else that is scored in
+    the first participation, take a twentieth of the FLOPs of the training.
     """
     memory = client.memory.setdefault("kept", {})
-    if keep != "last":
+    memory["round"] = client.round
+    if client.deploy == "best":
         validation = client.score("val")
         sample = _sample(client, memory, result.log)
         training = client.score("train", positions=sample) if len(sample) else {}

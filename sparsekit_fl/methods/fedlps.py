@@ -1,17 +1,12 @@
-"""FedLPS: learnable personalised sparsification, with a bandit per client that decides the ratio.
+"""FedLPS: personal submodels, as large as a device affords.
 
-Two variants fill the paper's gaps: `fedlps` is our reading, `fedlps-paper` is literal where the paper speaks and plain where it
+`fedlps` is our version, made of what pays in measurements. `fedlps-paper` is literal where the paper speaks and plain where it
 is silent. The authors' released code learns no pattern (no task gradient reaches its importance, which stays sorted); that is
-not copied.
-
-In the ablations of the paper's Table II and of its comparison of sparse patterns, one part is replaced and everything else is
-FedLPS. In the paper's comparison of patterns all clients have one ratio, and heuristic patterns are scored with the global
-model while the learned one is scored with the personal model; here every variant reports both, and `ratios=0.5` gives all
-clients the same.
+not copied. In the ablations of the paper's Table II, one part of the paper's method is replaced, and regularizers are means.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, make_dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -19,21 +14,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import sparsekit as sk
+from sparsekit.allocation import mask_from_scores, ratio_counts
 from sparsekit.bandit import PUCBV, Interval, Pull
-from sparsekit.criteria import Criterion, Magnitude, Ordered, Random
-from sparsekit.graph import StateDict, UnitGraph, UnitMask
+from sparsekit.criteria import Criterion, Fisher, Magnitude, Ordered, Random, ScoringContext
+from sparsekit.graph import StateDict, UnitGraph, UnitMask, head_entries
 from sparsekit.training import GradientImportance, ImportanceRegularizer, LearnableMask
 from sparsekit_fl.client.context import Memory
 from sparsekit_fl.client.fit import Adjust
 from sparsekit_fl.client.messages import require_metrics
+from sparsekit_fl.client.packing import Kept, recall_mask, remember_mask
 from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, ServerContext, Task, Update, mean, sgd
-from sparsekit_fl.methods.client import Keep, keep_model
-from sparsekit_fl.methods.submodels import units
+from sparsekit_fl.methods.client import keep_model, kept_model
+from sparsekit_fl.methods.server import learn_limits, offered
+from sparsekit_fl.methods.submodels import affordable, units
 from sparsekit_fl.options import Fraction, Hint, NonNegative, Ratio
 
 _CRITERIA: Mapping[str, Criterion] = {"ordered": Ordered(), "magnitude": Magnitude(), "random": Random()}
 _EXPLORATION = 0.5  # ρ of P-UCBV, in the released code
 _IMPORTANCE_LR, _REFRESH_EVERY = 0.02, 4  # ours
+_LEAST, _MOST = 32, 256  # examples that importance is computed from, and at most as many for a refit
 _NOISE = 0.01  # upper end of the noise on importance that starts at the absolute target; ours: targets that round to 1 tie
 
 
@@ -47,33 +47,44 @@ def utility(accuracy: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class FedLPS(Method):
-    """Our FedLPS: standardized importance target, summed regularizer, personal model chosen on validation data.
+    """Our FedLPS: each client trains a submodel that its device affords and keeps its own head; holders of an entry average it.
 
-    A client learns weights and the importance of its units together, on a physically small model. Its loss is the task loss
-    + μ‖θ − ω‖² + λ‖Q − σ(|θ|_J)‖². Its importance stays in its memory from round to round and starts at its target. The mask
-    follows it after every step. Entries that were trained and then dropped within the round are not uploaded.
+    If the network was trained before, a client chooses its units once, when it first takes part, and refits the layers that
+    read dropped units on its own examples. It adds its refit R to whatever it receives and subtracts it from what it sends, so
+    that others, who keep other units, get none of it. In round 1 it trains from ω + R under a fixed mask; later from the new
+    global weights + R. If the network is untrained, no unit is more important than another: all clients take the first units,
+    half of the FLOPs that their devices afford, and train twice as many epochs in the same time.
 
-    A bandit per client, P-UCBV, in the server's memory, chooses the ratio; the client executes min(capability, draw). The
-    reward of a participation is (U(a) − U(a⁻)) / T: training accuracy a, that of the participation before a⁻ (at first: of the
-    global state of round 0), and the simulated seconds T of computing and sending both ways. The arm of the drawn ratio gets
-    it, also if capability cut the draw; such a participation eliminates nothing, since its accuracy says nothing of the drawn
-    ratio.
-
-    ‖θ − ω‖² is a mean over the entries of the whole model, the sum over λ's units is one. The target of the importance is the
-    sigmoid of the absolute sums after each group's mean and deviation are removed; it, and the gradient from the regularizer,
-    are read again at every fourth step. Importance learns at a rate of 0.02. `fedlps-paper` has what the paper writes instead.
+    The head stays on the client. Every other entry is averaged over the clients that hold it. A client that fails by an
+    exception of its own code is offered half of the ratio next time, and twice as much after each success.
 
     Args:
-        ratios: What chooses the ratio of a client: its "bandit", its "capability", or a number, the same for everybody.
-        pattern: Which units a client trains: those that it has "learned", the first ones ("ordered"), those of largest
-            "magnitude" in the received model, or "random" ones, drawn again in each round.
-        low: Least ratio, the lower end of the arms.
-        threshold: Δ: if accuracy changed by less than this, smaller ratios are eliminated.
-        strength: λ.
-        mu: μ.
-        keep: Which of its models a client deploys: the "last", or the "best" on its own validation data.
+        ratios: What chooses the ratio of a client, a share of the FLOPs: its "capability", "half" of that, a "bandit",
+            "random", uniform up to the capability, or a number, the same for everybody. "auto": "capability" for a network
+            that was trained before, else "half".
+        pattern: Which units a client trains: those of largest "importance", the second moment of gates on its own examples;
+            the first ones ("ordered"), those of largest "magnitude" in the received model, "random" ones, or those "learned"
+            while it trains by the paper's rule. "auto": "magnitude" for a network that was trained before, else "ordered".
+        refit: Whether a client refits its submodel of a network that was trained before. The passes are counted.
+        head: Whether each client keeps its "own" head, or all have a "shared" one.
+        average: Whether an entry is averaged over the clients that hold it ("holders"), or over "all", as unchanged elsewhere.
+        fill: Whether a client whose ratio is below its capability trains as many more epochs as fit into the same time.
+        low: Least ratio, the lower end of the bandit's arms.
+        threshold: Δ: if accuracy changed by less than this, the bandit eliminates smaller ratios.
+        strength: λ, of the pattern "learned".
+        mu: μ, a pull towards the weights that training starts from.
 
-    Source: Algorithms 1 and 2 of the paper; ξ = R / (K · ε), and I₀, ρ, Δ are not in it.
+    The bandit is P-UCBV, one per client, in the server's memory, asked for a ratio within the capability. The reward of a
+    participation is (U(a) − U(a⁻)) / T: training accuracy a, that of the participation before a⁻ (at first: of the global state
+    of round 0), and the simulated seconds T of computing and sending both ways. The ratio that ran gets it.
+
+    The pattern "learned": the loss is the task loss + μ‖θ − ω‖² + λ‖Q − σ(|θ|_J)‖². Importance Q stays in the client's memory
+    and starts at its target; the mask follows it after every step. ‖θ − ω‖² is a mean over the entries of the whole model, the
+    sum over λ's units is one. The target is the sigmoid of the absolute sums after each group's mean and deviation are removed;
+    it, and the gradient from the regularizer, are read again at every fourth step. `fedlps-paper` has what the paper writes.
+
+    Source: Algorithms 1 and 2 of the paper for bandit and learned pattern; ξ = R / (K · ε), and I₀, ρ, Δ are not in it. All
+        else is ours.
     """
 
     source = "Xue et al., Learnable Sparse Customization in Heterogeneous Edge Computing, ICDE 2025, arXiv 2412.07216"
@@ -82,13 +93,16 @@ class FedLPS(Method):
     literal: ClassVar[bool] = False
     """Whether the paper's words decide where ours differ."""
 
-    ratios: Literal["bandit", "capability"] | Ratio = "bandit"
-    pattern: Literal["learned", "ordered", "magnitude", "random"] = "learned"
+    ratios: Literal["auto", "capability", "half", "bandit", "random"] | Ratio = "auto"
+    pattern: Literal["auto", "importance", "ordered", "magnitude", "random", "learned"] = "auto"
+    refit: bool = True
+    head: Literal["own", "shared"] = "own"
+    average: Literal["holders", "all"] = "holders"
+    fill: bool = True
     low: Annotated[Fraction, Hint("the arms cover [low, 1]")] = 1 / 16
     threshold: float = -0.05
     strength: NonNegative = 1.0
     mu: Annotated[NonNegative, Hint("0 switches it off")] = 1.0
-    keep: Keep = "best"
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise if the model has no units, or if the problem lacks the accuracy that bandits learn from."""
@@ -96,24 +110,37 @@ class FedLPS(Method):
         if self.ratios == "bandit":
             problem.require_accuracy(f"{type(self).__name__} learns from training accuracy")
 
+    def private(self, graph: UnitGraph) -> Collection[str]:
+        """Return the entries of the head, unless all share it or the model has nothing else."""
+        return head_entries(graph.layers) if self.head == "own" and len(graph.layers) > 1 else ()
+
     # On the server
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
-        """Send the whole model, with the ratio of this client, of a bandit never above its capability."""
+        """Send the whole model, with the ratio of this client."""
+        return Task(ratio=offered(server, client_id, self._ratio(server, client_id)))
+
+    def _ratio(self, server: ServerContext, client_id: int) -> float:
+        """Return what the rule of the ratios says, at most what the client may be offered."""
         capability = server.roster[client_id].capability.ratio
-        if self.ratios != "bandit":
-            return Task(ratio=capability if self.ratios == "capability" else float(self.ratios))
-        memory = server.client[client_id]
+        rule = self.ratios if self.ratios != "auto" else "capability" if server.trained else "half"
+        if isinstance(rule, float | int):
+            return float(rule)
         seed = int(server.rngs["ratio"].integers(2**63 - 1))
+        if rule == "random":
+            return capability if capability <= self.low else float(np.random.default_rng(seed).uniform(self.low, capability))
+        if rule != "bandit":
+            return capability / 2 if rule == "half" else capability
+        memory = server.client[client_id]
         if capability < self.low:
             # No arm is that small: the client does what it can, and no bandit learns from it.
             memory["pull"] = None
-            return Task(ratio=capability)
+            return capability
         if memory.get("pull") is None:  # a draw without an answer is proposed again
             bandit = self._bandit(server, memory, seed=seed)
-            pull = bandit.ask()
+            pull = bandit.ask() if self.literal else bandit.ask(upper=max(self.low, offered(server, client_id, capability)))
             memory.update(pull=[pull.id, pull.value], bandit=bandit.state_dict())
-        return Task(ratio=min(capability, float(memory["pull"][1])))
+        return min(capability, float(memory["pull"][1]))
 
     def _bandit(self, server: ServerContext, memory: Memory, *, seed: int) -> PUCBV:
         horizon, rng = server.rounds / server.cohort_size, np.random.default_rng(seed)
@@ -128,27 +155,32 @@ class FedLPS(Method):
             require_metrics(update, "accuracy")
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
-        """Return the mean over all clients, and credit the bandits."""
+        """Return the mean, and learn from what clients did and from who failed."""
+        learn_limits(server, updates)
         for update in updates if self.ratios == "bandit" else ():
             self._observe(server, update)
-        return mean(server, updates)
+        for client_id in server.failed if self.ratios == "bandit" else ():
+            memory = server.client[client_id]
+            if memory.get("pull") is not None:  # nothing is known of what did not run
+                bandit = self._bandit(server, memory, seed=0)
+                bandit.forget(Pull(*memory["pull"]))
+                memory.update(bandit=bandit.state_dict(), pull=None)
+        return mean(server, updates, over=self.average)
 
     def _observe(self, server: ServerContext, update: Update) -> None:
-        """Credit an arm with the utility gained per second."""
+        """Credit the ratio that ran with the utility gained per second."""
         memory = server.client[update.client_id]
         accuracy = update.metrics["accuracy"]
         before = memory.get("accuracy", update.metrics.get("initial_accuracy", accuracy))
         memory["accuracy"] = accuracy
         if memory.get("pull") is None:
             return
-        id, drawn = memory["pull"]
-        seconds, credited, cut = update.cost.seconds, drawn, update.ratio < drawn
+        seconds = update.cost.seconds
         if self.literal:
             seconds -= update.cost.downlink_bytes / server.roster[update.client_id].capability.downlink_bytes_per_second
-            credited, cut = max(update.ratio, self.low), False
         reward = (utility(accuracy) - utility(before)) / max(seconds, 1e-9)
-        bandit = self._bandit(server, memory, seed=0)
-        bandit.tell(Pull(id, credited), reward, eliminate="below" if accuracy - before < self.threshold and not cut else None)
+        bandit, ran = self._bandit(server, memory, seed=0), max(update.ratio, self.low)
+        bandit.tell(Pull(memory["pull"][0], ran), reward, eliminate="below" if accuracy - before < self.threshold else None)
         memory["bandit"], memory["pull"] = bandit.state_dict(), None
 
     # On a client
@@ -157,32 +189,106 @@ class FedLPS(Method):
         """Train, and keep the model if it is to be deployed.
 
         Returns:
-            The narrow state under the final mask. The first time, the metric `initial_accuracy` is that of the client's
-            submodel of the global state of round 0, on a few of its training examples, a⁻¹ in the paper.
+            The narrow state under the final mask. If a bandit learns from it, the first time the metric `initial_accuracy` is
+            that of the client's submodel of the global state of round 0, on a few of its training examples, a⁻¹ in the paper.
 
         Raises:
-            InvalidValueError: the importance diverged.
+            InvalidValueError: the learned importance diverged.
         """
-        learns, metrics = self.pattern == "learned", dict[str, float]()
-        mask = None if learns else units(client, _CRITERIA[self.pattern], task.ratio, task.state)
-        if "importance" not in client.memory:
-            self._load(client, client.initial_state(), task.ratio, mask)
-            metrics = _initial_accuracy(client)
-        masked = self._load(client, task.state, task.ratio, mask)
+        if self.pattern == "learned":
+            return self._train_learned(client, task)
+        memory = client.memory
+        mask = self._mask(client, task)
+        metrics = self._first(client, lambda: client.load(client.initial_state(), mask))
+        kept, start = Kept(client.graph, mask), dict(task.state)
+        private = set(self.private(client.graph))
+        for name, change in memory.get("refit", {}).items():
+            # The head is the client's own, and has the refit since it was chosen.
+            if name not in private or memory["chosen"] == client.round:
+                start[name] = task.state[name].clone()
+                kept.add(name, change.to(start[name]), start[name])
+        entries = sum(task.state[name].numel() for name in client.masked.named_weights())
+        more: dict[str, Any] = {"local_epochs": self._epochs(client, task.ratio)} if self.fill else {}
+        result = sgd(client, replace(task, state=start, mask=mask), pull=2.0 * self.mu / max(1, entries), **more)
+        keep_model(client, result)
+        sent = dict(result.state)
+        for name, change in memory.get("refit", {}).items():
+            if name not in private:
+                sent[name] = sent[name] - change.to(sent[name])
+        return replace(result, state=sent, metrics=metrics)
+
+    def _epochs(self, client: ClientContext, ratio: float) -> int:
+        """Return the number of local epochs that fit into the time of the largest submodel that the client affords."""
+        graph, costs = client.graph, client.costs
+        most, own = (
+            costs.costs(ratio_counts(graph, client.width(share)))["flops"] for share in (client.capability.ratio, ratio)
+        )
+        return client.training.local_epochs * max(1, int(most / own + 0.1))
+
+    def _mask(self, client: ClientContext, task: Task) -> UnitMask:
+        """Return the units to train: those of the client's last participation if it had refitted them at the same ratio."""
+        memory, refits = client.memory, self.refit and client.trained and task.ratio < 1.0
+        if refits and memory.get("ratio") == task.ratio:
+            mask = recall_mask(memory)
+            assert isinstance(mask, UnitMask)
+            return mask
+        pattern = self.pattern if self.pattern != "auto" else "magnitude" if client.trained else "ordered"
+        if pattern == "importance":
+            scores = self._importance(client, task)
+            mask = mask_from_scores(client.graph, scores, ratio_counts(client.graph, client.width(task.ratio)), source="Fisher")
+        else:
+            mask = units(client, _CRITERIA[pattern], task.ratio, task.state)
+        memory.pop("refit", None)
+        if refits:
+            memory.update(ratio=task.ratio, chosen=client.round, refit=_refitted(client, task, mask))
+            remember_mask(memory, mask)
+        return mask
+
+    def _importance(self, client: ClientContext, task: Task) -> Mapping[str, Tensor]:
+        """Return the second moment of gates on the client's own examples; computed once, and counted."""
+        memory, graph = client.memory, client.graph
+        if "importance" not in memory:
+            # Scores cost about as much as one participation at the client's ratio.
+            size = client.training.local_epochs * len(client.client.data.train)
+            count = min(_MOST, max(_LEAST, int(size * task.ratio)))
+            client.load(task.state, None)
+            context = ScoringContext(model=client.masked.compact(), weights=task.state)
+            found = Fisher(_sample(client, count), client.problem.loss).scores(graph, context)
+            client.scored.append(3 * count * client.costs.forward_flops(None))
+            memory["importance"] = {name: scores.float().cpu() for name, scores in found.items()}
+        found = memory["importance"]
+        return dict(found)
+
+    def _first(self, client: ClientContext, load: Callable[[], object]) -> dict[str, float]:
+        """Score what a client trains for the first time, in the state of round 0; nothing if no bandit learns from it.
+
+        A few of its training examples count: what is scored for a hundredth of the FLOPs of the training. They are drawn by the
+        generator of the ratio, so that batches are those of any other method.
+        """
+        if self.ratios != "bandit" or "began" in client.memory:
+            return {}
+        client.memory["began"] = True
+        load()
+        size = len(client.client.data.train)
+        count = max(1, 3 * client.training.local_epochs * size // 100)  # a backward pass costs two forward ones
+        sample = torch.from_numpy(client.rngs["ratio"].permutation(size))[:count].sort().values
+        score, weight = client.score("train", positions=sample).get("accuracy", (0.0, 0.0))
+        return {"initial_accuracy": score / weight} if weight else {}
+
+    def _train_learned(self, client: ClientContext, task: Task) -> Result:
+        """Train weights and importance together, under a mask that follows it."""
+        metrics = self._first(client, lambda: self._load(client, client.initial_state(), task.ratio))
+        masked = self._load(client, task.state, task.ratio)
         # ‖θ − ω‖² is a sum in the paper and a mean here; its gradient has a factor of 2.
         entries = 1 if self.literal else sum(task.state[name].numel() for name in masked.named_weights())
-        pull = 2.0 * self.mu / max(1, entries)
-        result = sgd(client, task, adjusts=lambda _: [learning(masked)] if learns else [], pull=pull, loaded=True)
+        result = sgd(client, task, adjusts=lambda _: [learning(masked)], pull=2.0 * self.mu / max(1, entries), loaded=True)
         client.memory["importance"] = masked.importance_vector().cpu()
-        keep_model(client, result, self.keep)
+        keep_model(client, result)
         return replace(result, metrics=metrics)
 
-    def _load(self, client: ClientContext, start: StateDict, ratio: float, mask: UnitMask | None) -> LearnableMask:
-        """Load a state under the mask that a criterion chose, or else under that of the client's importance."""
+    def _load(self, client: ClientContext, start: StateDict, ratio: float) -> LearnableMask:
+        """Load a state under the mask of the client's importance."""
         masked = client.masked
-        if mask is not None:
-            client.load(start, mask)
-            return masked
         rate, every = (client.training.lr, 1) if self.literal else (_IMPORTANCE_LR, _REFRESH_EVERY)
         term = ImportanceRegularizer(strength=self.strength, target="absolute" if self.literal else "standardized")
         importance = client.memory.get("importance")
@@ -194,6 +300,35 @@ class FedLPS(Method):
             masked.load(start, importance=targets + noise.to(targets))
         return masked
 
+    def deploy(self, client: ClientContext, state: StateDict) -> Task:
+        """Return the client's model; before its first participation, the first units that its device affords."""
+        return kept_model(client) or affordable(client, state)
+
+
+def _sample(client: ClientContext, count: int) -> list[tuple[Tensor, ...]]:
+    """Return batches of up to `count` of the client's training examples, drawn without replacement; targets come last."""
+    found, left = list[tuple[Tensor, ...]](), count
+    for batch in next(iter(client.batches(epochs=1))):
+        if left > 0:
+            found.append((*(one[:left] for one in batch.inputs), batch.targets[:left]))
+            left -= batch.size
+    return found
+
+
+def _refitted(client: ClientContext, task: Task, mask: UnitMask) -> dict[str, Tensor]:
+    """Return how a refit on the client's own examples changes the kept weights of its submodel; the passes are counted."""
+    client.load(task.state, None)
+    dense, graph = client.masked.compact().eval(), client.graph
+    small = sk.compact(dense, graph, mask)
+    batches = _sample(client, _MOST)
+    sk.reconstruct(dense, small, graph, mask, batches)
+    costs, count = client.costs, sum(len(batch[-1]) for batch in batches)
+    client.scored.append(count * (costs.forward_flops(None) + costs.forward_flops(mask)))
+    kept, after = Kept(graph, mask), small.state_dict()
+    names = [name for name in client.masked.named_weights() if name not in client.frozen]
+    changes = {name: after[name].cpu() - kept.gather(name, task.state[name]).cpu() for name in names}
+    return {name: change for name, change in changes.items() if change.any()}
+
 
 def learning(masked: LearnableMask) -> Adjust:
     """Step importance by the gradients of the weights, before they are clipped."""
@@ -203,19 +338,6 @@ def learning(masked: LearnableMask) -> Adjust:
         return gradients
 
     return adjust
-
-
-def _initial_accuracy(client: ClientContext) -> dict[str, float]:
-    """Score what a client trains for the first time, in the state of round 0; nothing if the problem has no accuracy.
-
-    A few of its training examples count: what is scored for a hundredth of the FLOPs of the training. They are drawn by the
-    generator of the ratio, whose bandits learn from the result, so that batches are those of any other method.
-    """
-    size = len(client.client.data.train)
-    count = max(1, 3 * client.training.local_epochs * size // 100)  # a backward pass costs two forward ones
-    sample = torch.from_numpy(client.rngs["ratio"].permutation(size))[:count].sort().values
-    score, weight = client.score("train", positions=sample).get("accuracy", (0.0, 0.0))
-    return {"initial_accuracy": score / weight} if weight else {}
 
 
 # The variants: FedLPS with other defaults, each a class of its own.
@@ -231,6 +353,11 @@ def _variant(name: str, about: str, more: Mapping[str, Any] | None = None, **opt
     return made
 
 
+# What the paper has in place of our parts.
+_PAPER: dict[str, Any] = {
+    "ratios": "bandit", "pattern": "learned", "refit": False, "head": "shared", "average": "all", "fill": False,
+}  # fmt: skip
+_RCR = {**_PAPER, "ratios": "capability"}
 _ONCE = {"redraw_capability": False, "note": "Capabilities are drawn once, whatever the run says."}
 _AGAIN = {"redraw_capability": True, "note": "Capabilities are drawn again in every round, whatever the run says."}
 _ONE = {"note": "All clients have one ratio, whatever they can do."}
@@ -245,15 +372,18 @@ fedlps_paper = _variant(
     capability that changes, its limits credit most rewards to small arms. The last personal model is deployed.
     """,
     {"literal": True},
-    keep="last",
+    **_PAPER,
 )
-flst = _variant("flst", "FLST: one ratio for all clients, 0.5 as in Table II; the pattern is learned.", _ONE, ratios=0.5)
-p_ucbv_fix = _variant("p-ucbv-fix", "P-UCBV-Fix: FedLPS whose capabilities are drawn once.", _ONCE)
-p_ucbv_dyn = _variant("p-ucbv-dyn", "P-UCBV-Dyn: FedLPS whose capabilities are drawn again in every round.", _AGAIN)
-rcr_fix = _variant("rcr-fix", "RCR-Fix: ratios are the clients' capabilities, drawn once.", _ONCE, ratios="capability")
-rcr_dyn = _variant("rcr-dyn", "RCR-Dyn: ratios are capabilities, drawn again in every round.", _AGAIN, ratios="capability")
-fedlps_random = _variant("fedlps-random", "FedLPS with random units, drawn for each client and round.", pattern="random")
-fedlps_ordered = _variant("fedlps-ordered", "FedLPS with the first units of every layer.", pattern="ordered")
-fedlps_magnitude = _variant(
-    "fedlps-magnitude", "FedLPS with the units of largest absolute weights in the received model.", pattern="magnitude"
+flst = _variant("flst", "FLST: one ratio for all clients, 0.5 as in Table II.", _ONE, **_PAPER | {"ratios": 0.5})
+p_ucbv_fix = _variant("p-ucbv-fix", "P-UCBV-Fix: the paper's parts, and capabilities that are drawn once.", _ONCE, **_PAPER)
+p_ucbv_dyn = _variant("p-ucbv-dyn", "P-UCBV-Dyn: the same, and capabilities drawn again in every round.", _AGAIN, **_PAPER)
+rcr_fix = _variant("rcr-fix", "RCR-Fix: ratios are the clients' capabilities, drawn once.", _ONCE, **_RCR)
+rcr_dyn = _variant("rcr-dyn", "RCR-Dyn: ratios are capabilities, drawn again in every round.", _AGAIN, **_RCR)
+fedlps_random, fedlps_ordered, fedlps_magnitude = (
+    _variant(f"fedlps-{pattern}", f"The paper's parts, and {what}.", **_PAPER | {"pattern": pattern})
+    for pattern, what in (
+        ("random", "random units, drawn for each client and round"),
+        ("ordered", "the first units of every layer"),
+        ("magnitude", "the units of largest absolute weights in the received model"),
+    )
 )

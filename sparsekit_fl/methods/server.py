@@ -25,6 +25,8 @@ from sparsekit_fl.config import CapabilityOf, RunConfig
 from sparsekit_fl.problem.data import Capability, Client
 from sparsekit_fl.streams import Streams
 
+_LEAST_OFFER = 1e-3
+
 
 @dataclass(frozen=True)
 class ClientInfo:
@@ -86,6 +88,8 @@ class ServerContext:
         costs: FLOPs of the model.
         parameters: State-dict keys of the shared entries that train; the others are buffers.
         capability_of: What a ratio is a share of.
+        trained: Whether the global state of round 0 was trained before.
+        failed: Client id → ratio, of the clients whose own code raised an exception in this round; complete in `aggregate`.
     """
 
     round: int
@@ -100,6 +104,8 @@ class ServerContext:
     costs: CostModel
     parameters: frozenset[str]
     capability_of: CapabilityOf = "flops"
+    trained: bool = False
+    failed: dict[int, float] = field(default_factory=dict)
 
     def width(self, ratio: float) -> float:
         """Return the share of the units of each group that a ratio of this run allows."""
@@ -109,6 +115,25 @@ class ServerContext:
 def drawn(ids: Sequence[int], count: int, rng: np.random.Generator, p: np.ndarray[Any, Any] | None = None) -> list[int]:
     """Draw `count` distinct ids, uniformly or with the probabilities `p`."""
     return [ids[int(place)] for place in rng.choice(len(ids), size=count, replace=False, p=p)]
+
+
+def offered(server: ServerContext, client_id: int, ratio: float) -> float:
+    """Return a ratio for a client, at most half of what it last failed with; twice as much after each success."""
+    return min(ratio, float(server.client[client_id].get("limit", 1.0)))
+
+
+def learn_limits(server: ServerContext, updates: Sequence[Update]) -> None:
+    """Offer less to the clients whose own code failed in this round, and more again to those that did not fail this time.
+
+    A message that was lost says nothing of a ratio, and changes nothing.
+    """
+    for client_id, ratio in server.failed.items():
+        server.client[client_id]["limit"] = max(_LEAST_OFFER, ratio / 2)
+    for update in updates:
+        memory = server.client[update.client_id]
+        limit = 2 * memory.pop("limit", 1.0)
+        if limit < 1.0:
+            memory["limit"] = limit
 
 
 Weights = Literal["examples", "uniform"]

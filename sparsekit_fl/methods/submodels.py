@@ -27,7 +27,7 @@ from sparsekit_fl.client.context import Memory, rowmask_flops
 from sparsekit_fl.client.fit import Batch
 from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.methods.base import ClientContext, Method, Result, ServerContext, StateDict, Task, Update, sgd
-from sparsekit_fl.methods.server import Over, Weights
+from sparsekit_fl.methods.server import Over, Weights, learn_limits, offered
 from sparsekit_fl.options import Fraction, Hint, Positive
 
 _LARGEST_BATCH = 256
@@ -49,6 +49,12 @@ def units(side: ServerContext | ClientContext, criterion: Criterion, ratio: floa
         state = side.state
     context = ScoringContext(weights=state, generator=torch_generator(side.rngs["mask"]))
     return make_mask(criterion, side.graph, side.width(ratio), context)
+
+
+def affordable(client: ClientContext, state: StateDict) -> Task:
+    """Return as much of the global model as the device of a client can run: its first units."""
+    ratio = client.capability.ratio
+    return Task(state=state, mask=None if ratio == 1.0 else units(client, Ordered(), ratio, state), ratio=ratio)
 
 
 def calibrate(client: ClientContext, module: nn.Module) -> bool:
@@ -230,8 +236,7 @@ class FjORD(Submodels):
 
     def deploy(self, client: ClientContext, state: StateDict) -> Task:
         """Return as much of the global model as the client can run."""
-        ratio = client.capability.ratio
-        return Task(state=state, mask=None if ratio == 1.0 else units(client, Ordered(), ratio, state), ratio=ratio)
+        return affordable(client, state)
 
 
 class _Width:
@@ -355,16 +360,19 @@ class FedMP(Submodels):
         seed = int(server.rngs["ratio"].integers(2**63 - 1))
         if memory.get("drawn") is None:
             memory["drawn"] = EUCB(memory, self.low, seed).draw()
-        return float(memory["drawn"])
+        return offered(server, client_id, float(memory["drawn"]))
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         """Return the mean, and credit each client's ratio."""
+        learn_limits(server, updates)
+        for client_id in server.failed:  # nothing is known of what did not run
+            server.client[client_id]["drawn"] = None
         mean = sum(update.cost.seconds for update in updates) / len(updates)
         for update in updates:
             memory = server.client[update.client_id]
             loss, before = update.metrics["loss"], memory.get("loss")
             if before is not None:
                 gap = abs(update.cost.seconds - mean) / max(mean, 1e-12)
-                EUCB(memory, self.low, 0).tell(memory["drawn"], (before - loss) / max(gap, _LEAST_GAP))
+                EUCB(memory, self.low, 0).tell(max(self.low, update.ratio), (before - loss) / max(gap, _LEAST_GAP))
             memory.update(drawn=None, loss=loss)
         return super().aggregate(server, updates)

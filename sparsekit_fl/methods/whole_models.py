@@ -20,7 +20,7 @@ from sparsekit_fl.client.fit import Adjust, Batch, Batches, LocalStep
 from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, ServerContext, StateDict, Task, UnitGraph, sgd
 from sparsekit_fl.methods.client import Leaves, keep_model, kept_model, load_leaves, trained_leaves
-from sparsekit_fl.methods.submodels import units
+from sparsekit_fl.methods.submodels import affordable, units
 from sparsekit_fl.methods.weight_masks import largest_weights
 from sparsekit_fl.options import Count, Hint, NonNegative, Ratio
 
@@ -146,7 +146,7 @@ class Ditto(Method):
         batches = client.batches()
         result = sgd(client, task, batches=batches)
         own = sgd(client, self.deploy(client, task.state), batches=batches, pull=self.lam, anchor=task.state)
-        keep_model(client, own, "last")
+        keep_model(client, own)
         return replace(result, work=client.work(None, result.log) + client.work(None, own.log))
 
     def deploy(self, client: ClientContext, state: StateDict) -> Task:
@@ -274,11 +274,15 @@ class FedP3(Method):
         mask = largest_weights(server.state, names, self.kept) if names and self.kept < 1.0 else None
         return Task(mask=mask, ratio=server.roster[client_id].capability.ratio)
 
+    def deploy(self, client: ClientContext, state: StateDict) -> Task:
+        """Return the client's last model; before its first participation, the first units that its device affords."""
+        return kept_model(client) or affordable(client, state)
+
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train the first units of every group, and upload those of the client's own layers."""
         graph, first = client.graph, units(client, Ordered(), task.ratio, task.state)
         result = sgd(client, replace(task, mask=first))
-        keep_model(client, result, "last")
+        keep_model(client, result)
         mine = {name for layer in self.own_layers(graph, client.client.id) for name in layer.entries}
         others = [name for name in graph.shapes if name not in mine and name not in self.private(graph)]
         upload = {name: keep for name, keep in to_weights(graph, first).items() if name in mine}

@@ -17,12 +17,10 @@ from sparsekit_fl.client.context import client_seconds, part_flops, rowmask_flop
 from sparsekit_fl.results import cost_dict, cost_of
 from sparsekit_fl.rounds import round_cost
 
-BEST = OwnModels(keep="best")
-
 
 @pytest.mark.parametrize("engine", [None, fl.Processes(workers=2)])
 def test_scoring_takes_simulated_seconds_and_the_number_without_stands_beside(engine):
-    result = tiny_run(BEST, rounds=1, engine=engine)
+    result = tiny_run(OwnModels(), rounds=1, engine=engine, deploy="best")
     plain, record = tiny_run(rounds=1), result.rounds[0]
     assert result.cost.seconds == pytest.approx(plain.cost.seconds, rel=0.01), "but for the bytes of the number itself"
     assert result.cost.scoring_seconds > 0

@@ -69,7 +69,11 @@ def test_a_run_calls_the_hooks_in_the_order_that_is_written_down():
     [
         ("fedprox muu=1", UnknownNameError, "method 'fedprox' has no option 'muu'; did you mean 'mu'"),
         ("fedprox mu=-1", InvalidValueError, "mu must be greater than or equal to 0, got '-1'; 0 is plain SGD"),
-        ("fedlps pattern=best", InvalidValueError, "pattern must be 'learned', 'ordered', 'magnitude' or 'random', got 'best'"),
+        (
+            "fedlps pattern=best",
+            InvalidValueError,
+            "pattern must be 'auto', 'importance', 'ordered', 'magnitude', 'random' or 'learned', got 'best'",
+        ),
         ("fedprx", UnknownNameError, "fedprox"),
         ("sparsekit_fl.testing:tiny_problem", InvalidValueError, "must be a subclass of sparsekit_fl.Method"),
     ],
@@ -100,7 +104,7 @@ BLIND = dataclasses.replace(tiny_problem(), metrics={"f1": accuracy})
 @pytest.mark.parametrize(
     ("method", "problem", "message"),
     [
-        ("fedlps", BLIND, "learns from training accuracy, and the problem has the metrics"),
+        ("fedlps-paper", BLIND, "learns from training accuracy, and the problem has the metrics"),
         ("lotteryfl", BLIND, "decides by accuracy"),
         ("fedper", TIED, "no entry of its own"),
         ("fedper", FLAT, "leaves nothing to share"),

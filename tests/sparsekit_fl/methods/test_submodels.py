@@ -43,14 +43,14 @@ PARTICIPATIONS = [(1.0, 0.30, 0.20), (0.9, 0.31, 0.01), (0.9, 0.35, 0.10), (0.0,
     ],
 )
 def test_the_last_or_the_best_stays(metric, select, number, monkeypatch) -> None:
-    _, _, ctx = client_context(fedavg())
+    _, _, ctx = client_context(fedavg(), config=replace(tiny_config(), deploy=select))
     for at, (accuracy, validation, learned) in enumerate(PARTICIPATIONS):
         scores = {
             "val": {metric: (accuracy * 10, 10), "loss": (validation * 10, 10)},
             "train": {metric: (90, 90), "loss": (learned * 90, 90)},
         }
         monkeypatch.setattr(fl.ClientContext, "score", lambda ctx, split, scores=scores, **_: scores[split])
-        keep_model(ctx, fl.Result(state={"number": torch.tensor(at)}, mask=None, log=TrainingLog(examples=450)), select)
+        keep_model(ctx, fl.Result(state={"number": torch.tensor(at)}, mask=None, log=TrainingLog(examples=450)))
     assert int(ctx.memory["kept"]["state"]["number"]) == number
 
 
@@ -64,7 +64,7 @@ def test_the_training_examples_that_decide_are_few_drawn_once_and_then_stay_the_
         return score(ctx, split, **options)
 
     monkeypatch.setattr(fl.ClientContext, "score", heard)
-    watched(OwnModels(keep="best"), clients=equals(40))
+    watched(OwnModels(), clients=equals(40), config=replace(tiny_config(), deploy="best"))
     assert any(len(samples) > 1 for samples in asked.values())
     for samples in asked.values():
         assert all(sample == samples[0] for sample in samples)

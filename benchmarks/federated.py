@@ -1,0 +1,250 @@
+"""Federated learning on devices that differ: personal submodels against nested prefixes, whole networks and clients alone.
+
+    python benchmarks/federated.py --out federated [--settings classes domain scratch] [--arms fedlps heterofl] [--seeds 0 1 2]
+
+Ten clients with capabilities from 1 to 1/16 of the FLOPs, two of each, all of them in every round. The settings are fine-tuning
+on clients of three classes, fine-tuning on grey, inverted images of five classes, and training from scratch. Every arm deploys
+the best of the models that a client trained, by its own validation images. A network for fine-tuning is trained first, once. A
+run that was measured is not repeated: its row is in OUT/federated.jsonl. `--show` prints tables and draws the picture.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import nets
+import numpy as np
+import torch
+import torch.nn.functional as F
+from common import add, read, show, spread
+from narrow_vgg import vgg11
+from torch import Tensor, nn
+
+import sparsekit as sk
+import sparsekit_fl as fl
+from sparsekit_fl.problem.images import cifar10
+
+TRAINED_ON = 20_000  # images of CIFAR-10 that the network for fine-tuning was trained on; clients have the others
+LEVELS = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
+
+
+def network() -> nn.Module:
+    """A residual network of seven convolutions, for images of 32 × 32."""
+    stem = [nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)]
+    return nets.resnet(stem, 32, (1, 1, 1), 32, 1, 10)
+
+
+@cache
+def images(data: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training images and labels of CIFAR-10, then those of the test set; images are uint8."""
+    source = cifar10(data)
+    return source.train.inputs[0], source.train.targets, source.test.inputs[0], source.test.targets
+
+
+def scaled(pixels: Tensor) -> Tensor:
+    """What networks read."""
+    return (pixels.float() / 255 - 0.47) / 0.25
+
+
+def grey(pixels: Tensor) -> Tensor:
+    """The images of another domain: without colours, and inverted."""
+    return -scaled(pixels).mean(1, keepdim=True).expand(-1, 3, -1, -1).contiguous()
+
+
+def trained(out: Path, data: Path, *, epochs: int = 6, batch: int = 128) -> dict[str, Tensor]:
+    """Return the weights of the network for fine-tuning, which are trained once and kept in `out`."""
+    path = out / "network.pt"
+    if not path.exists():
+        torch.manual_seed(0)
+        pixels, labels, others, truth = images(data)
+        model, steps = network(), TRAINED_ON // batch
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.15, total_steps=epochs * steps)
+        for _ in range(epochs):
+            order = torch.randperm(TRAINED_ON)
+            for places in order[: steps * batch].split(batch):
+                x = scaled(pixels[places])
+                x = torch.where(torch.rand(len(x), 1, 1, 1) < 0.5, x.flip(3), x)
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), labels[places]).backward()
+                optimizer.step()
+                schedule.step()
+        model.eval()
+        with torch.no_grad():
+            right = [(model(scaled(x)).argmax(1) == y).float().mean() for x, y in zip(others.split(500), truth.split(500))]
+        print(f"the network for fine-tuning: {float(torch.stack(right).mean()):.4f}", flush=True)
+        torch.save(model.state_dict(), path)
+    return torch.load(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Whose images a client has, how the network begins, and how it is trained.
+
+    `classes` of a client; `train`, `validation` and `test` are images of each class.
+    """
+
+    classes: int
+    train: int
+    validation: int
+    test: int
+    rounds: int
+    lr: float
+    model: Callable[[], nn.Module] = network
+    trained: bool = True
+    seen: Callable[[Tensor], Tensor] = scaled
+
+
+SETTINGS: dict[str, Setting] = {
+    "domain": Setting(classes=5, train=20, validation=20, test=40, rounds=5, lr=0.01, seen=grey),
+    "classes": Setting(classes=3, train=34, validation=34, test=66, rounds=5, lr=0.01),
+    "scratch": Setting(classes=3, train=50, validation=34, test=66, rounds=8, lr=0.05, model=vgg11, trained=False),
+}
+EPOCHS, CLIENTS = 2, 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alone(fl.methods.fedlps):
+    """FedLPS whose clients share nothing: what federation adds to a submodel."""
+
+    def private(self, graph: sk.UnitGraph) -> Any:
+        """Return every entry."""
+        return graph.shapes
+
+
+fedlps, plain = fl.methods.fedlps, {"scaler": False, "clip": None}
+# HeteroFL's scaler changes nothing before a batch norm, and its clipping would make its steps shorter than those of others.
+ARMS: dict[str, fl.Method] = {
+    "fedlps": fedlps(),
+    "heterofl": fl.methods.heterofl(**plain),
+    "rcr": fl.methods.rcr_fix(),
+    "importance": fedlps(pattern="importance"),
+    "random": fedlps(pattern="random"),
+    "ordered": fedlps(pattern="ordered"),
+    "magnitude": fedlps(pattern="magnitude"),
+    "no refit": fedlps(refit=False),
+    "shared head": fedlps(head="shared"),
+    "mean of all": fedlps(average="all"),
+    "capability": fedlps(ratios="capability"),
+    "half": fedlps(ratios="half"),
+    "half, not filled": fedlps(ratios="half", fill=False),
+    "bandit": fedlps(ratios="bandit"),
+    "random ratio": fedlps(ratios="random"),
+    "alone": Alone(),
+    "fedrolex": fl.methods.fedrolex(**plain),
+    "fjord": fl.methods.fjord(),
+    "local": fl.methods.local(),
+    "fedavg": fl.methods.fedavg(),
+    "fedper": fl.methods.fedper(),
+}
+SAME = {True: ("magnitude", "capability"), False: ("ordered", "half", "no refit")}
+"""Arms that are `fedlps` itself in settings with, and without, a trained network."""
+
+
+def clients(setting: Setting, data: Path, seed: int) -> list[fl.Client]:
+    """Return the clients of one seed: which classes and images each has, and how fast its device is."""
+    pixels, labels, others, truth = images(data)
+    rng = np.random.default_rng(seed)
+    rows = {label: [*rng.permutation(np.flatnonzero(labels[TRAINED_ON:].numpy() == label) + TRAINED_ON)] for label in range(10)}
+    tests = {label: rng.permutation(np.flatnonzero(truth.numpy() == label))[: setting.test] for label in range(10)}
+    owned = np.concatenate([rng.permutation(10) for _ in range(CLIENTS * setting.classes // 10)]).reshape(CLIENTS, -1)
+    while any(len({*own}) < setting.classes for own in owned):
+        owned = rng.permuted(owned.reshape(-1)).reshape(CLIENTS, -1)
+    levels = rng.permutation(np.repeat(LEVELS, CLIENTS // len(LEVELS)))
+    found = []
+    for id, own in enumerate(owned):
+        splits: tuple[list[int], list[int]] = ([], [])
+        for label in own:
+            for split, count in zip(splits, (setting.train, setting.validation), strict=True):
+                split += [rows[label].pop() for _ in range(count)]
+        scored = np.concatenate([tests[label] for label in own])
+        pools = [(pixels, labels, splits[0]), (pixels, labels, splits[1]), (others, truth, scored)]
+        parts = [fl.TensorData((setting.seen(x[part]),), y[part]) for x, y, part in pools]
+        found.append(fl.Client(id=id, data=fl.ClientData(*parts), capability=fl.Capability().at(float(levels[id]))))
+    return found
+
+
+def measure(name: str, arm: str, seed: int, out: Path, data: Path) -> dict[str, Any]:
+    """Run one arm, and return its row."""
+    setting = SETTINGS[name]
+    problem = fl.Problem(model=setting.model, example_inputs=(torch.zeros(2, 3, 32, 32),))
+    training = fl.TrainingConfig(local_epochs=EPOCHS, batch_size=32, lr=setting.lr, momentum=0.9)
+    config = fl.RunConfig(
+        rounds=setting.rounds, cohort=CLIENTS, seed=seed, eval_every=setting.rounds, deploy="best", training=training
+    )
+    everyone, began = clients(setting, data, seed), time.process_time()
+    init = trained(out, data) if setting.trained else None
+    result = fl.run(ARMS[arm], problem, everyone, config, init=init)
+    levels = {client.id: client.capability.ratio for client in everyone}
+    scores = {level: [] for level in LEVELS}  # type: dict[float, list[float]]
+    for one in result.final.per_client:
+        scores[levels[one.client_id]].append(one.personal["accuracy"])
+    cost = result.cost
+    return {
+        "setting": name, "arm": arm, "seed": seed,
+        "validation": result.final.validation["accuracy"], "test": result.final.personal["accuracy"],
+        "by level": [statistics.mean(scores[level]) for level in LEVELS],
+        "TFLOPs": cost.flops_training / 1e12, "scoring": cost.flops_scoring / 1e12, "seconds": cost.seconds,
+        "processor": time.process_time() - began,
+    }  # fmt: skip
+
+
+def tables(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the lines of the tables: means over seeds, in per cent."""
+    lines = []
+    for name in SETTINGS:
+        for arm in ARMS:
+            own = [row for row in rows if (row["setting"], row["arm"]) == (name, arm)]
+            if not own:
+                continue
+            best = {row["seed"]: row for row in rows if (row["setting"], row["arm"]) == (name, "fedlps")}
+            gaps = [100 * (row["test"] - best[row["seed"]]["test"]) for row in own if row["seed"] in best]
+            mean = {key: statistics.mean(row[key] for row in own) for key in ("TFLOPs", "scoring", "seconds")}
+            levels = [100 * statistics.mean(each) for each in zip(*(row["by level"] for row in own), strict=True)]
+            lines.append(
+                {
+                    "setting": name, "arm": arm, "n": len(own), "accuracy": spread([100 * row["test"] for row in own]),
+                    "against fedlps": spread(gaps), **{f"z = 1/{round(1 / z)}": f"{a:.0f}" for z, a in zip(LEVELS, levels)},
+                    "TFLOPs": mean["TFLOPs"], "scoring": mean["scoring"], "simulated s": mean["seconds"],
+                }
+            )  # fmt: skip
+    return lines
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("federated"))
+    parser.add_argument("--data-dir", type=Path, default=None)
+    parser.add_argument("--settings", nargs="*", choices=tuple(SETTINGS), default=tuple(SETTINGS))
+    parser.add_argument("--arms", nargs="*", choices=tuple(ARMS), default=tuple(ARMS))
+    parser.add_argument("--seeds", type=int, nargs="*", default=(0, 1, 2))
+    parser.add_argument("--validation", action="store_true", help="print validation accuracy alone, to choose an arm")
+    parser.add_argument("--show", action="store_true", help="print the tables of what was measured")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    options.out.mkdir(exist_ok=True)
+    path = options.out / "federated.jsonl"
+    if options.show:
+        show(tables(read(path)), False)
+        return
+    for seed in options.seeds:
+        for name in options.settings:
+            for arm in options.arms:
+                key = {"setting": name, "arm": arm, "seed": seed}
+                known = any(key == {each: row[each] for each in key} for row in read(path))
+                if known or arm in SAME[SETTINGS[name].trained]:
+                    continue
+                row = measure(name, arm, seed, options.out, options.data_dir)
+                add(path, row, quiet=True)
+                told = {k: v for k, v in row.items() if k not in ("test", "by level")} if options.validation else row
+                print(told, flush=True)
+
+
+if __name__ == "__main__":
+    main()
