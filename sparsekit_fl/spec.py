@@ -16,7 +16,7 @@ from torch import nn
 from sparsekit.errors import NoUnitsError
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit.measure import CostModel, cost_model
-from sparsekit.pruning.trained import signs_of_training
+from sparsekit.pruning import signs_of_training
 from sparsekit.rng import torch_scope
 from sparsekit.tracing import trace_layers, trace_units
 from sparsekit.training import GradientImportance, LearnableMask
