@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from sparsekit.training.importance import GradientImportance as GradientImportance
     from sparsekit.training.learnable import LearnableMask as LearnableMask
     from sparsekit.training.narrow_model import NarrowModel as NarrowModel
+    from sparsekit.training.narrowing import LearnedNarrowing as LearnedNarrowing
 
 _HOMES = {
     "sparsekit": "allocation bandit criteria errors finetuning graph layers measure surgery tracing training",
@@ -86,6 +87,7 @@ _HOMES = {
     "sparsekit.training.importance": "GradientImportance",
     "sparsekit.training.learnable": "LearnableMask",
     "sparsekit.training.narrow_model": "NarrowModel",
+    "sparsekit.training.narrowing": "LearnedNarrowing",
 }
 __all__, __getattr__ = lazy_names(__name__, _HOMES)
 

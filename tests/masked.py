@@ -23,7 +23,7 @@ from sparsekit.surgery.compaction import compact
 from sparsekit.surgery.optimizer_state import first_value
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.inputs import find_tensors, map_tensors
-from sparsekit.training import learnable
+from sparsekit.training import learnable, narrow_module
 
 Example = tuple[tuple[Any, ...], Tensor | None]
 """Inputs, and classes where the loss is a cross entropy; without them outputs are to be 1/2."""
@@ -112,6 +112,7 @@ def train_alike(
         own = {name: value() if isinstance(value, type) else value for name, value in options.items()}
         pair.append(learnable_mask(model, draw(generator)[0], execution=which, **own))
     optimizers = [make(masked.parameters()) for masked in pair]
+    pair[1].add_optimizer(optimizers[1])  # a mask that does not learn looks for no optimizer, and its oracle needs one
     seen, before, losses = 0, pair[0].unit_mask(), {}
     for at in range(steps):
         x, y = draw(generator)
@@ -142,16 +143,16 @@ def _itself(model: Any) -> Any:
 
 class _MaskedMask(LearnableMask):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with mock.patch.multiple(learnable, NarrowModel=MaskedModel, UnitVectors=_itself):
+        with mock.patch.object(learnable, "NarrowModel", MaskedModel), mock.patch.object(narrow_module, "UnitVectors", _itself):
             super().__init__(*args, **kwargs)
         self._restored: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def add_optimizer(self, optimizer: Any) -> None:
-        super().add_optimizer(optimizer)
         if isinstance(optimizer, Optimizer) and optimizer not in self._restored:
             self._restored.add(optimizer)
             optimizer.register_step_pre_hook(lambda *_: self.narrow_model.before_step())
-            optimizer.register_step_post_hook(lambda *_: self.narrow_model.after_step())
+            optimizer.register_step_post_hook(lambda *_: self.narrow_model.after_step())  # before the mask changes
+        super().add_optimizer(optimizer)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         state = super().state_dict(*args, **kwargs)
@@ -167,6 +168,7 @@ class MaskedModel:
         self.mask = UnitMask.full(graph)
         self._dense = DenseModel(self.module, graph)
         self._saved: dict[str, Tensor] = {}
+        self._stepped = self.mask
         self.version = 0
         self.group_sizes = tuple(group.size for group in graph.groups.values())
 
@@ -246,8 +248,6 @@ class MaskedModel:
                         value[entering] = first_value(optimizer, kind, parameter)
         self.mask = mask
         self.version += 1
-        for parameter in self.module.parameters():
-            parameter.grad = None
 
     def load(self, state: StateDict, mask: UnitMask) -> None:
         self.graph.check_state(state)
@@ -270,9 +270,10 @@ class MaskedModel:
     def before_step(self) -> None:
         """Save the weights: a step may call the model and so change which are dropped."""
         self._saved = {name: parameter.detach().clone() for name, parameter in self.module.named_parameters()}
+        self._stepped = self.mask
 
     def after_step(self) -> None:
         """Restore the weights of dropped entries."""
         parameters = dict(self.module.named_parameters())
-        for name, dropped in self._dropped_by_name(parameters):
+        for name, dropped in self._dropped_by_name(parameters, self._stepped):
             parameters[name].detach()[dropped] = self._saved[name][dropped]

@@ -3,5 +3,6 @@
 from sparsekit.training.importance import GradientImportance, ImportanceRegularizer
 from sparsekit.training.learnable import LearnableMask
 from sparsekit.training.narrow_model import NarrowModel
+from sparsekit.training.narrowing import LearnedNarrowing, NarrowingReport
 
-__all__ = ["GradientImportance", "ImportanceRegularizer", "LearnableMask", "NarrowModel"]
+__all__ = ["GradientImportance", "ImportanceRegularizer", "LearnableMask", "LearnedNarrowing", "NarrowModel", "NarrowingReport"]

@@ -117,12 +117,12 @@ class GradientImportance:
 class ImportanceSteps:
     """The steps of `GradientImportance` in one training."""
 
-    def __init__(self, settings: GradientImportance) -> None:
+    def __init__(self, settings: GradientImportance, units: int) -> None:
         self.settings = settings
-        self.due = True
+        self.due = False
         """Whether importance has yet to take the step that goes with the latest pass."""
-        self._target: Tensor | None = None
-        self._gates: Tensor | None = None
+        self._target = torch.zeros(units)
+        self._gates = torch.zeros(units)
         """∂L/∂gate of each unit, 0 of dropped ones, as it was last computed."""
         self._gates_of = -1
         """The version of the narrow model for which it was computed."""
@@ -130,49 +130,48 @@ class ImportanceSteps:
 
     @torch.no_grad()
     def take(
-        self, scores: Tensor, vectors: UnitVectors, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None
+        self,
+        scores: Tensor,
+        vectors: UnitVectors,
+        gradients: Mapping[Tensor, Tensor] | None,
+        scale: Tensor | None,
+        group: object = None,
     ) -> None:
-        """Change importance, float (J,), in place, once for each pass.
+        """Change importance, float (J,), in place.
 
         Args:
             scores: Importance.
             vectors: Of the model.
             gradients: Leaf → gradient; None takes `.grad` of the leaves.
             scale: The factor of a GradScaler that they still contain.
+            group: Not needed, as gradients of the weights are those of all ranks.
         """
-        if not self.due:
-            return
+        del group
         self.due = False
         term, now = self.settings.regularizer, self._age % self.settings.refresh_every == 0
         self._age += 1
-        if self._target is None or now:
+        if now:
             self._target = term.targets(vectors.magnitudes(), vectors.group_sizes).to(scores.dtype)
-        if self._gates is None or now or self._gates_of != vectors.narrow_model.version:
+        if now or self._gates_of != vectors.narrow_model.version:
             gates, self._gates_of = vectors.gate_gradient(gradients), vectors.narrow_model.version
             self._gates = (gates if scale is None else gates / scale).to(self._target)
         gradient = (scores - self._target).mul_(2.0 * term.strength).add_(self._gates)
         scores.sub_(gradient, alpha=self.settings.lr)
 
     def state(self) -> dict[str, Tensor]:
-        """Return what training continues from."""
-        read = {"target": self._target, "gates": self._gates}
-        return {"age": torch.tensor(self._age), **{name: each.clone() for name, each in read.items() if each is not None}}
+        """Return what training continues from, under keys and in shapes that never change."""
+        return {"age": torch.tensor(self._age), "target": self._target.clone(), "gates": self._gates.clone()}
 
     def load(self, state: Mapping[str, Tensor], scores: Tensor, version: int) -> None:
-        """Continue from what `state` returned; `version` is that of the narrow model now."""
-        self._age = int(state.get("age", 0))
-        self._target, self._gates = (
-            None if name not in state else state[name].to(scores, copy=True) for name in ("target", "gates")
-        )
+        """Continue from what `state` returned, or begin without it; `version` is that of the narrow model now."""
+        if state:
+            self._age = int(state["age"])
+            self._target, self._gates = (state[name].to(scores, copy=True) for name in ("target", "gates"))
         self._gates_of = version
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         """Move to the device to which `function` moves; dtypes stay."""
-
-        def moved(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(function(tensor).device)
-
-        self._target, self._gates = moved(self._target), moved(self._gates)
+        self._target, self._gates = (each.to(function(each).device) for each in (self._target, self._gates))
 
 
 def split_units(graph: UnitGraph, flat: Tensor) -> dict[str, Tensor]:

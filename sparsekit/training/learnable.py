@@ -1,20 +1,16 @@
-"""LearnableMask: wraps any module and trains it physically small; with `GradientImportance` it learns which units stay.
-
-Source: Xue et al., ICDE 2025 (arXiv 2412.07216), learnable sparse training; straight-through on kept units.
-"""
+"""LearnableMask: wraps any module and trains it physically small; on request, it learns which units stay."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import identity, in_transform, is_exporting, is_followed, outside_compiler
+from sparsekit._torch import in_transform, is_exporting, is_followed, outside_compiler
 from sparsekit.allocation.masks import mask_from_scores
 from sparsekit.allocation.shares import check_ratio, ratio_counts
 from sparsekit.criteria.batches import Batch, Loss
@@ -25,36 +21,41 @@ from sparsekit.graph.mask import UnitMask
 from sparsekit.measure.budget import Budget
 from sparsekit.pruning.result import Pruned
 from sparsekit.surgery.optimizer_state import HasState
+from sparsekit.training.checkpoint import Checkpoint
 from sparsekit.training.importance import (
     GradientImportance,
     ImportanceRegularizer,
     ImportanceSteps,
-    UnitVectors,
     set_importance,
     split_units,
 )
 from sparsekit.training.narrow_model import NarrowModel, Rules
-from sparsekit.training.optimizers import OptimizerSet, watch
+from sparsekit.training.narrow_module import NarrowModule
+from sparsekit.training.narrowing import LearnedNarrowing, NarrowingReport, NarrowingSteps
+from sparsekit.training.optimizers import OptimizerSet, find_holders, is_distributed, watch
 from sparsekit.training.start import (
     UNCOMPILED,
-    begin,
+    Learning,
     check_arguments,
+    costs_of,
+    dense_start,
     first_cut,
     graph_of,
-    load_entries,
+    importance_of,
+    narrows,
+    read_refits,
     refuse_export,
-    save_entries,
     warn_without_data,
 )
 
 
-class LearnableMask(nn.Module):
+class LearnableMask(NarrowModule):
     """Train a narrow copy of a model, under a mask that stays or that is learned.
 
     Use it in place of the model in your own training loop: steps run on a physically narrow network,
     so they are cheap, and `parameters()` are its weights, for any torch optimizer. By default the mask
-    stays as it begins: with `batches`, as the cut that `prune` would make. With `learning`, the mask
-    changes during training. The wrapped model is copied, and the weights of dropped units are remembered.
+    stays as it begins: with `batches`, as the cut that `prune` would make. With `learning`, the mask is
+    learned during training. The wrapped model is copied, and the weights of dropped units are remembered.
 
     ```python
     import torch
@@ -91,8 +92,9 @@ class LearnableMask(nn.Module):
             reconstructed and recalibrated. Pass them for every trained network. Without them, units
             of the largest weight magnitude stay.
         loss: `loss(outputs, target)`, the mean over the examples of a batch. None takes `outputs.loss`.
-        learning: `GradientImportance(…)` learns which units of each group stay, by the rule of FedLPS. It is
-            meant for personal submodels in federated learning. With None, the mask stays.
+        learning: None keeps the mask. `LearnedNarrowing(steps=…)` begins with all units and drops the least
+            important in a few cuts, each of which is refitted on `batches`; it needs no `loss`.
+            `GradientImportance(…)` is the rule of FedLPS, for federated learning.
 
     Raises:
         InvalidValueError: a ratio outside (0, 1], a ratio and a budget, or neither inputs nor graph.
@@ -116,39 +118,46 @@ class LearnableMask(nn.Module):
         budget: Budget | Mapping[str, str | float] | str | None = None,
         batches: Iterable[Batch] | None = None,
         loss: Loss | None = None,
-        learning: GradientImportance | None = None,
+        learning: Learning | None = None,
     ) -> None:
         ratio = check_arguments(model, ratio, budget, learning)
         graph = graph_of(model, example_inputs, graph, rules, prune_hidden_size=prune_hidden_size)
-        super().__init__()
-        self.graph = graph
+        super().__init__(NarrowModel(model, graph, rules=rules))
         self.learning = learning
         self.budget = None if budget is None else Budget.of(budget)
         """What the sparse model may cost; None if the ratio says what is kept."""
         self.optimizers = OptimizerSet()
-        self.narrow_model = NarrowModel(model, graph, rules=rules)
-        self.model = self.narrow_model.module
-        self._widths: float | Mapping[str, int] = ratio
+        self._costs = None if example_inputs is None or not narrows(learning) else costs_of(model, example_inputs, graph)
+        self._widths: float | Mapping[str, int] = 1.0 if narrows(learning) else ratio
         """Share of units kept in each group, or group name → units kept."""
+        self._chosen_for: object = None
+        """The widths for which the mask was last chosen."""
         self._mask_given = False
         """Whether the mask stays until the next `load`, whatever importance says."""
-        self._chosen_for: tuple[object, ...] = ()
-        """Widths and version of the importance for which the mask was last chosen."""
         self.mask_changed = False
         """Whether the mask has changed since an optimizer may have been loaded."""
-        self._steps = None if learning is None else ImportanceSteps(learning)
+        self._watched = False
+        """Whether optimizers and wrappers are met by hooks: only where the mask may change."""
+        self._rule: ImportanceSteps | NarrowingSteps | None = None
         # Float32 for models in bfloat16 or float16, also when the mask is moved to such a dtype.
-        self.scores: Tensor
-        self.register_buffer("scores", self._targets(self.vectors.magnitudes()) if graph.groups else torch.zeros(0))
-        if budget is not None or batches is not None:
+        self.scores: Tensor = torch.zeros(0)
+        if graph.groups:
+            self.scores = self._first_importance(self.vectors.magnitudes())
+        if narrows(learning):
+            self._rule = self._steps(ratio, () if batches is None else read_refits(batches, model))
+        elif budget is not None or batches is not None:
             options: Any = {"ratio": ratio, "budget": self.budget, "batches": batches, "loss": loss, "rules": rules}
-            begin(self, first_cut(model, example_inputs, graph, **options), model)
+            self._begin(first_cut(model, example_inputs, graph, **options), model)
         else:
             if learning is None and ratio < 1.0:
                 warn_without_data(model)
-            self._follow()
-        self.register_load_state_dict_pre_hook(load_entries)  # type: ignore[no-untyped-call]
-        watch(self)
+            self._rule = self._steps(ratio, ())
+            if graph.groups:
+                with torch.inference_mode(False), torch.no_grad():
+                    self.vectors.set_mask(self._largest())
+            self._chosen_for = self._widths
+        if learning is not None or is_distributed():
+            self._watch()
 
     @classmethod
     def from_pruned(
@@ -164,48 +173,68 @@ class LearnableMask(nn.Module):
         Args:
             pruned: The result; its model may have been trained since.
             dense: The model that was pruned. Dropped units have its weights when they enter the mask.
-            learning: As in `LearnableMask`; every group keeps its number of units.
+            learning: `GradientImportance(…)` as in `LearnableMask`; every group keeps its number of units.
             rules: Rules for layer types of your own, as in `trace_units`.
 
         Returns:
             A mask whose outputs are those of `pruned.model`.
 
         Raises:
-            InvalidValueError: the result of a dry run.
+            InvalidValueError: the result of a dry run, or `LearnedNarrowing`, which begins with all units.
             ForeignMaskError: `dense` is another model.
         """
         if pruned.model is dense:
             raise InvalidValueError("prune(dry_run=True) makes no small model to begin with; prune without dry_run")
+        if narrows(learning):
+            raise InvalidValueError("LearnedNarrowing begins with all units; pass the dense model to LearnableMask instead")
         masked = cls(dense, graph=pruned.graph, learning=learning, rules=rules)
-        begin(masked, pruned, dense)
+        masked._begin(pruned, dense)
         return masked
 
-    def _targets(self, magnitudes: Tensor) -> Tensor:
-        """Return the importance with which units of these magnitudes begin, float (J,)."""
-        term = ImportanceRegularizer() if self.learning is None else self.learning.regularizer
-        return term.targets(magnitudes, self.vectors.group_sizes)
+    def _begin(self, pruned: Pruned, dense: nn.Module) -> None:
+        """Load a pruned model, and the dense one, whose weights dropped units keep; after a dry run, the dense one alone."""
+        if (counts := pruned.mask.counts()) != self._counts():
+            self._widths = counts
+        term = None if self.learning is None else self._regularizer
+        self.load(dense_start(pruned, dense), importance=importance_of(pruned, term).to(self.scores))
 
-    @cached_property
-    def vectors(self) -> UnitVectors:
-        # Made when first asked for, as a graph without groups has none.
-        with torch.inference_mode(False):  # its tables outlive the call that asks
-            return UnitVectors(self.narrow_model)
+    @property
+    def _regularizer(self) -> ImportanceRegularizer:
+        return self.learning.regularizer if isinstance(self.learning, GradientImportance) else ImportanceRegularizer()
+
+    def _first_importance(self, magnitudes: Tensor) -> Tensor:
+        """Return the importance with which units of these magnitudes begin, float (J,)."""
+        targets = self._regularizer.targets(magnitudes, self.vectors.group_sizes)
+        return torch.zeros_like(targets) if narrows(self.learning) else targets
+
+    def _steps(self, ratio: float, batches: Sequence[Batch]) -> ImportanceSteps | NarrowingSteps | None:
+        """Return the rule by which importance is learned from now on, at its beginning."""
+        if isinstance(self.learning, LearnedNarrowing):
+            options: Any = {"ratio": ratio, "budget": self.budget, "costs": self._costs, "batches": batches}
+            return NarrowingSteps(self.learning, self.graph, **options)
+        return None if self.learning is None else ImportanceSteps(self.learning, self.graph.units)
 
     @property
     def ratio(self) -> float:
-        """Share of units kept in each group, in (0, 1]; with a budget, of all units.
+        """Share of units kept in each group, in (0, 1]; with a budget or after uneven cuts, of all units.
 
-        Assign to change it; the next call changes the mask.
+        Assign to change it; the mask changes at once.
 
         Raises:
-            InvalidValueError: assigned where a budget says what is kept.
+            InvalidValueError: assigned where a budget or `LearnedNarrowing` says what is kept.
         """
         return self._widths if isinstance(self._widths, float) else sum(self._widths.values()) / self.graph.units
 
     @ratio.setter
     def ratio(self, ratio: float) -> None:
+        self._set_ratio(ratio)
+        self.update_mask()
+
+    def _set_ratio(self, ratio: float) -> None:
         if self.budget is not None:
             raise InvalidValueError("this mask has a budget, which says how many units stay; make one with ratio= instead")
+        if narrows(self.learning):
+            raise InvalidValueError("LearnedNarrowing says how many units stay; pass ratio= to LearnableMask or to load")
         self._widths = check_ratio(ratio)
 
     def _counts(self) -> Mapping[str, int]:
@@ -218,26 +247,30 @@ class LearnableMask(nn.Module):
         kept = f"{sum(self.narrow_model.mask.counts().values())} of {self.graph.units} units kept"
         return f"{limit}, {kept}, learning={None if self.learning is None else type(self.learning).__name__}"
 
+    @property
+    def report(self) -> NarrowingReport | None:
+        """What `LearnedNarrowing` has done and cost so far; None for other masks."""
+        return self._rule.report() if isinstance(self._rule, NarrowingSteps) else None
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the sparse model: the arguments and the result are those of the wrapped model."""
         if not is_followed():
-            self._follow()
-            return self.narrow_model.run(args, kwargs)
+            return self._run(args, kwargs, compiling=False)
         if is_exporting():  # a strict exporter looks no further than this line
             refuse_export()
         compiling = torch.compiler.is_compiling()
-        if not compiling and in_transform():  # torch.func hands on tensors without values, by which no mask is chosen
+        if not compiling and in_transform():  # torch.func hands on tensors without values, from which nothing is learned
             return self.narrow_model.run(args, kwargs)
         return outside_compiler(LearnableMask._run)(self, args, kwargs, compiling)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiling: bool) -> Any:
         if compiling:
             warnings.warn(UNCOMPILED, stacklevel=2)
-        self._follow()
+        if isinstance(self._rule, NarrowingSteps) and torch.is_grad_enabled():
+            return self._rule.run(self.vectors, args, kwargs)
+        if self._rule is not None:
+            self._rule.due = torch.is_grad_enabled() or self._rule.due
         return self.narrow_model.run(args, kwargs)
-
-    def __prepare_scriptable__(self) -> nn.Module:
-        refuse_export()
 
     def importance(self) -> dict[str, Tensor]:
         """Group name → float (units,): copies of the present importance."""
@@ -248,35 +281,58 @@ class LearnableMask(nn.Module):
         return self.scores.clone()
 
     def load_importance(self, importance: Mapping[str, Tensor]) -> None:
-        """Set the importance of some or all groups; the next call keeps the units of the largest importance.
+        """Set the importance of some or all groups, and keep the units of the largest importance from now on.
 
         Raises:
             ForeignMaskError: an unknown group or another number of units.
             InvalidValueError: a value is NaN or infinite.
         """
         set_importance(self.graph, self.scores, importance)
+        self.update_mask()
 
-    def _choice(self) -> tuple[object, ...]:
-        return self._widths, *identity(self.scores)
+    def update_mask(self) -> None:
+        """Let the mask follow importance: keep the most important units, at the present widths or those of a cut that is due.
 
-    def _follow(self) -> None:
-        """Give the mask the units of the largest importance, if importance or widths have changed."""
-        if self._steps is not None:
-            self._steps.due = True
-        choice = self._choice()
-        if choice == self._chosen_for or self._mask_given or self.optimizers.frozen:  # or in the middle of a step
+        The step of a torch optimizer does this by itself. Call it after a step of your own. Only here does a mask change, and
+        not while an optimizer is in the middle of a step.
+        """
+        if self._mask_given or self.optimizers.frozen or not self.graph.groups:
             return
-        # Without sorting if the mask stays, as in most steps. What is made here outlives the call: tensors of inference mode
-        # could not be trained on later.
+        # What is made here outlives the call: tensors of inference mode could not be trained on later.
         with torch.inference_mode(False), torch.no_grad():
-            if self._chosen_for[:1] != choice[:1] or not self.vectors.mask_unchanged(self.scores):
-                mask = self._largest()
-                if mask != self.narrow_model.mask:
-                    self.change_mask(mask)
-            self._chosen_for = choice
+            rule = self._rule
+            if isinstance(rule, NarrowingSteps):
+                if not rule.cut_is_due:
+                    return
+                self._widths = rule.cut(split_units(self.graph, self.scores), self.narrow_model.mask)
+            elif self._chosen_for is self._widths and self.vectors.mask_unchanged(self.scores):
+                return  # without sorting, as after most steps
+            mask, self._chosen_for = self._largest(), self._widths
+            if mask != self.narrow_model.mask:
+                self._change(mask)
+
+    def _change(self, mask: UnitMask) -> None:
+        """Change the mask, let the state of optimizers follow it, and refit what a cut of learned narrowing has left."""
+        self._watch()
+        self.optimizers.check_change()
+        self.mask_changed = True
+        rule, old, before = self._rule, self.narrow_model.mask, None
+        if isinstance(rule, NarrowingSteps) and rule.batches:
+            before = self.narrow_model.compact()
+        self.vectors.set_mask(mask, list(self.optimizers))
+        self.optimizers.just_loaded.clear()
+        if isinstance(rule, NarrowingSteps) and before is not None:
+            rule.refit(before, self.model, old, mask)
 
     def _largest(self) -> UnitMask:
         return mask_from_scores(self.graph, split_units(self.graph, self.scores), self._counts(), source="importance")
+
+    def _watch(self) -> None:
+        """Meet every optimizer and every wrapper of this mask from now on, and those that hold it already."""
+        if not self._watched:
+            self._watched = True
+            find_holders(self)
+            watch(self)
 
     def load(
         self,
@@ -285,7 +341,8 @@ class LearnableMask(nn.Module):
         ratio: float | None = None,
         mask: UnitMask | None = None,
         importance: Tensor | None = None,
-        learning: GradientImportance | None = None,
+        learning: Learning | None = None,
+        batches: Iterable[Batch] | None = None,
     ) -> None:
         """Begin another training from a dense state, as a new mask would, without tracing or copying the model again.
 
@@ -308,7 +365,9 @@ class LearnableMask(nn.Module):
             mask: What is kept until the next load, whatever importance says.
             importance: Where importance starts, float (J,), as from `importance_vector`; None starts at its target under
                 `state`. The units of the largest importance are kept.
-            learning: How importance is learned from now on; None keeps the present settings.
+            learning: How importance is learned from now on; None keeps the present settings. `LearnedNarrowing` begins with
+                all units and needs `ratio`, unless the mask has a budget.
+            batches: What each cut of `LearnedNarrowing` is refitted on; None refits nothing.
 
         Raises:
             ForeignMaskError: the state, the mask or the importance belongs to another model.
@@ -316,21 +375,26 @@ class LearnableMask(nn.Module):
         """
         if learning is not None:
             self.learning = learning
-        if ratio is not None:
-            self.ratio = ratio
+            self._watch()
+        wanted = 1.0 if ratio is None else check_ratio(ratio)
+        if narrows(self.learning):
+            self._widths = 1.0
+        elif ratio is not None:
+            self._set_ratio(ratio)
         self.mask_changed = False
         for optimizer in self.optimizers:
             for leaf in self.weights():
                 optimizer.state.get(leaf, {}).clear()
         self._mask_given = mask is not None
-        self._steps = None if self.learning is None or mask is not None else ImportanceSteps(self.learning)
         if mask is not None:
+            self._rule = None
             self.narrow_model.load(state, mask)
             return
+        self._rule = self._steps(wanted, () if batches is None else read_refits(batches, self.model))
         self.graph.check_state(state)
         magnitudes = self.vectors.magnitudes_of(state)
         if importance is None:
-            importance = self._targets(magnitudes)
+            importance = self._first_importance(magnitudes)
         elif importance.shape != (self.graph.units,):
             raise ForeignMaskError(f"importance must have shape ({self.graph.units},), got {tuple(importance.shape)}")
         self.scores.copy_(importance)
@@ -340,48 +404,24 @@ class LearnableMask(nn.Module):
 
     def _resume(self, state: Mapping[str, Tensor]) -> None:
         """Continue from what a checkpoint holds of the rule, under the present mask."""
-        if self._steps is not None:
-            self._steps.load(state, self.scores, self.narrow_model.version)
-        self._chosen_for = self._choice()
+        if self._rule is not None:
+            self._rule.load(state, self.scores, self.narrow_model.version)
+        self._chosen_for = self._widths
 
-    def update_importance(self, gradients: Mapping[Tensor, Tensor] | None = None) -> None:
+    def update_importance(self, gradients: Mapping[Tensor, Tensor] | None = None, *, examples: int | None = None) -> None:
         """Learn importance from the gradients of the weights, where no optimizer does it in its step.
 
         The step of a torch optimizer does this by itself. Call it after `backward()` where there is none, or where gradients
-        are changed before that step, as by clipping.
+        are changed before that step, as by clipping. Where there is no torch optimizer, call `update_mask` after your step.
 
         Args:
             gradients: Weight → gradient; None reads `.grad` of the weights.
+            examples: Examples of the batch, for `LearnedNarrowing`; None takes those that this mask was called with.
         """
-        if self._steps is not None:
-            self._steps.take(self.scores, self.vectors, gradients, None)
-
-    def unit_mask(self) -> UnitMask:
-        """Return what is kept now: hard, no gradient."""
-        self._follow()
-        return self.narrow_model.mask
-
-    def compact(self) -> nn.Module:
-        """Return the sparse model as a plain, smaller module with the same outputs; a copy."""
-        self._follow()
-        return self.narrow_model.compact()
-
-    def dense_state(self) -> dict[str, Tensor]:
-        """Return the dense weights under the model's own keys: kept entries as trained, dropped ones as when last kept."""
-        return self.narrow_model.dense_state()
-
-    def narrow_state(self) -> dict[str, Tensor]:
-        """Copies of the kept entries under the model's own keys, units in ascending order, as `compact_state` has them."""
-        self._follow()
-        return self.narrow_model.narrow_state()
-
-    def named_weights(self) -> dict[str, nn.Parameter]:
-        """Return the narrow weights under the model's own keys, a shared one once."""
-        return self.narrow_model.named_parameters()
-
-    def weights(self) -> list[nn.Parameter]:
-        """Return the narrow weights, as a list: `parameters()`."""
-        return list(self.model.parameters())
+        if self._rule is not None:
+            if isinstance(self._rule, NarrowingSteps) and examples is not None:
+                self._rule.examples = examples
+            self._rule.take(self.scores, self.vectors, gradients, None)
 
     def add_optimizer(self, optimizer: HasState) -> None:
         """Let the state of `optimizer` follow the mask from now on.
@@ -402,8 +442,9 @@ class LearnableMask(nn.Module):
         """
         self.optimizers.add(optimizer, self)
 
-    def freeze_mask(self) -> AbstractContextManager[None]:
-        """Keep the mask as it is within a block, in which an optimizer steps in two parts.
+    @contextmanager
+    def freeze_mask(self) -> Iterator[None]:
+        """Keep the mask as it is within a block, in which an optimizer steps in two parts; it follows importance after it.
 
         ```python
         with masked.freeze_mask():
@@ -412,13 +453,16 @@ class LearnableMask(nn.Module):
             sam.second_step()
         ```
         """
-        return self.optimizers.freeze()
+        try:
+            with self.optimizers.freeze():
+                yield
+        finally:
+            self.update_mask()
 
-    def change_mask(self, mask: UnitMask) -> None:
-        self.optimizers.check_change()
-        self.mask_changed = True
-        self.vectors.set_mask(mask, list(self.optimizers))
-        self.optimizers.just_loaded.clear()
+    def _checkpoint(self) -> Checkpoint:
+        rule = {} if self._rule is None else self._rule.state()
+        sums, dense, budget = self.vectors.unchanging_sums(), self.narrow_model.dense_state(), str(self.budget or "")
+        return Checkpoint(dense, self.importance(), self.narrow_model.mask, sums, self.ratio, budget, rule)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the dense state under the model's own keys; all else that training continues from, under `sparsekit.` keys.
@@ -428,23 +472,50 @@ class LearnableMask(nn.Module):
         """
         destination: dict[str, Any] | None = args[0] if args else kwargs.get("destination")
         prefix: str = args[1] if len(args) > 1 else kwargs.get("prefix", "")
-        self._follow()
         destination = {} if destination is None else destination
-        destination.update({prefix + name: value for name, value in save_entries(self).items()})
+        destination.update({prefix + name: value for name, value in self._checkpoint().entries().items()})
         return destination
 
-    def _apply(self, fn: Any, recurse: bool = True) -> LearnableMask:
-        before = self.scores
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.scores.dtype.itemsize < 4:  # steps of importance are smaller than bfloat16 and float16 can tell apart
-            self.scores = before.to(self.scores.device, torch.float32)
-        if self._steps is not None:
-            self._steps.apply(fn)
-        self.narrow_model.apply_to_tensors(fn)
-        vars(self).pop("vectors", None)  # made again where the model is now, of weights that may have been rounded
+    def _load_from_state_dict(
+        self, state: dict[str, Any], prefix: str, _metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
+    ) -> None:
+        """Read a checkpoint, and apply it only if nothing is wrong with it; torch then finds the narrow entries in `state`."""
+        found = Checkpoint.parse(state, prefix, self._checkpoint())
+        missing += found.missing if strict else ()
+        unexpected += found.unexpected if strict else ()
+        errors += found.errors
+        if not found.errors and not (strict and (found.missing or found.unexpected)):
+            self._apply_checkpoint(found.checkpoint)
+        for name in [name for name in state if name.startswith(prefix)]:
+            del state[name]
+        # The tensors themselves: load_state_dict(assign=True) then puts each in its own place, and optimizers keep theirs.
+        state |= {prefix + name: tensor for name, tensor in self.model.state_dict(keep_vars=True).items()}
+
+    def _apply_checkpoint(self, found: Checkpoint) -> None:
+        # State that was just loaded comes from the same checkpoint and belongs to its units already.
+        following = [optimizer for optimizer in self.optimizers if optimizer not in self.optimizers.just_loaded]
+        self.narrow_model.set_mask(found.mask, following)
+        self.narrow_model.load(found.dense, found.mask)
+        self.vectors.reload()
+        self.vectors.restore_sums(found.magnitudes)
+        set_importance(self.graph, self.scores, found.importance)
+        counts = found.mask.counts()
+        by_ratio = self.budget is None and counts == ratio_counts(self.graph, found.ratio)
+        self._widths = found.ratio if by_ratio else counts
+        self._resume(found.rule)
+        self.mask_changed = False
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        moved = fn(self.scores)
+        # Steps of importance are smaller than bfloat16 and float16 can tell apart.
+        self.scores = moved if moved.dtype.itemsize >= 4 else self.scores.to(moved.device, torch.float32)
+        if self._rule is not None:
+            self._rule.apply(fn)
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.mask_changed = False
-        watch(self)
+        if self._watched:
+            watch(self)

@@ -174,7 +174,7 @@ class NarrowModel:
     def set_mask(self, mask: UnitMask, optimizers: Iterable[HasState] = ()) -> None:
         """Change the mask: save the weights of all units, and gather those that are kept from now on.
 
-        Gradients of the leaves that change are discarded, since they belong to the old mask.
+        Units that stay keep their gradients, so that a second optimizer can still step; entering units have none.
 
         Args:
             mask: What is kept from now on.
@@ -200,8 +200,10 @@ class NarrowModel:
         self.version += 1
         resized = False
         for entry, stay in changed:
-            shape = entry.tensor.shape
+            shape, gradient = entry.tensor.shape, None if entry.parameter is None else entry.parameter.grad
             resized = self._gather(entry, self._dense[entry.key]) or resized
+            if entry.parameter is not None and gradient is not None:
+                entry.parameter.grad = scatter_(gather(gradient, stay.old), gradient.new_zeros(stay.shape), stay.new)
             for owner in optimizers:
                 state = owner.state.get(entry.parameter)
                 if state:

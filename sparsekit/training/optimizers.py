@@ -1,10 +1,12 @@
 """What holds the leaves of a learnable mask from outside: optimizers, and wrappers of torch such as DistributedDataParallel.
 
-An optimizer is found at its first step, by the one hook for all optimizers of the process, and followed by hooks on it. What
-happens to it before (a checkpoint is loaded into it, and then the mask changes) is told to the mask by
-`masked.add_optimizer(optimizer)`. Wrappers are met by torch's global hook for a module that becomes a part of another one.
+Where a mask may change, an optimizer is found at its first step, by one hook for all optimizers of the process, and followed by
+hooks on it. What happens to it before (a checkpoint is loaded into it, and then the mask changes) is told to the mask by
+`masked.add_optimizer(optimizer)`. Wrappers are met by torch's global hook for a module that becomes a part of another one. A
+mask that stays needs no hook: if it is changed after all, those that hold it are searched for among the objects of the process.
 
-A mask does not change while an optimizer steps. Sharpness-aware optimizers climb, call the model, and step from the weights
+A mask changes after a step, and not while an optimizer steps.
+Sharpness-aware optimizers climb, call the model, and step from the weights
 before the climb. So the mask is frozen while a closure runs within a step; if such an optimizer is called in two parts,
 `masked.freeze_mask()` freezes it.
 """
@@ -12,6 +14,7 @@ before the climb. So the mask is frozen while a closure runs within a step; if s
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,12 +39,16 @@ class OptimizerSet:
         self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # ordered, where a WeakSet is not
         self.just_loaded: weakref.WeakSet[Any] = weakref.WeakSet()
         """Those whose state was loaded and that have neither stepped nor followed a change of the mask since."""
+        self.process_group: Any = None
+        """Of the DistributedDataParallel that averages gradients, if there is one."""
+        self.stepping: list[Any] = []
+        """Those in the middle of a step, the outermost first: one may step another."""
         self._freezes = 0
 
     @property
     def frozen(self) -> bool:
         """Whether one of them is in the middle of a step, in which the mask must not change."""
-        return self._freezes > 0
+        return self._freezes > 0 or bool(self.stepping)
 
     @contextmanager
     def freeze(self) -> Iterator[None]:
@@ -79,6 +86,7 @@ class OptimizerSet:
                 self.just_loaded.add(optimizer)
             reference = weakref.ref(masked)
             optimizer.register_step_pre_hook(functools.partial(_before_step, reference))
+            optimizer.register_step_post_hook(functools.partial(_after_step, reference))
             optimizer.register_load_state_dict_post_hook(functools.partial(_after_load, reference))
 
     def check_change(self) -> None:
@@ -97,10 +105,14 @@ def _before_step(reference: Callable[[], Any], optimizer: Optimizer, args: Any, 
     if masked is None:
         return None
     masked.optimizers.just_loaded.discard(optimizer)
+    stepping = masked.optimizers.stepping
+    del stepping[next((at for at, each in enumerate(stepping) if each is optimizer), len(stepping)) :]  # of a step that failed
+    stepping.append(optimizer)
     overflow: Tensor | None = getattr(optimizer, "found_inf", None)
     # If a fused optimizer steps, it divides by the scale of a GradScaler itself, and skips a step that overflowed.
-    if masked._steps is not None and (overflow is None or not bool(overflow)):
-        masked._steps.take(masked.scores, masked.vectors, None, getattr(optimizer, "grad_scale", None))
+    if masked._rule is not None and masked._rule.due and (overflow is None or not bool(overflow)):
+        scale = getattr(optimizer, "grad_scale", None)
+        masked._rule.take(masked.scores, masked.vectors, None, scale, masked.optimizers.process_group)
     # LBFGS calls its closure many times; a change of mask is refused at the first.
     if (len(args) == 1 and not kwargs) or isinstance(optimizer, torch.optim.LBFGS):
         return None
@@ -116,10 +128,23 @@ def _frozen(masked: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
 
     @functools.wraps(closure)
     def run() -> Any:
-        with masked.optimizers.freeze():
-            return closure()
+        try:
+            with masked.optimizers.freeze():
+                return closure()
+        except BaseException:  # the step is not finished, and no hook is called after it
+            masked.optimizers.stepping.clear()
+            masked.update_mask()
+            raise
 
     return run
+
+
+def _after_step(reference: Callable[[], Any], optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    masked = reference()
+    if masked is not None:
+        stepping = masked.optimizers.stepping
+        del stepping[next((at for at, each in enumerate(stepping) if each is optimizer), len(stepping)) :]
+        masked.update_mask()
 
 
 def _after_load(reference: Callable[[], Any], optimizer: Optimizer) -> None:
@@ -194,13 +219,31 @@ def watch(masked: Any) -> None:
     _masks.add(masked)
 
 
+def is_distributed() -> bool:
+    """Tell whether this process belongs to a group, in which a mask may be wrapped in DistributedDataParallel."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def find_holders(masked: Any) -> None:
+    """Add the optimizers that step leaves of a mask already, and watch over the wrappers that hold it."""
+    for each in gc.get_objects():
+        if issubclass(type(each), Optimizer) and each not in masked.optimizers and _holds(each, masked):
+            masked.add_optimizer(each)
+        elif issubclass(type(each), DistributedDataParallel) and masked in list(each.modules()):
+            _refuse_other_shapes(each, masked)
+
+
 def _join(wrapper: DistributedDataParallel, masked: Any) -> None:
     """Give every rank the state of the first one, and refuse to train on after a change of shape."""
     _broadcast(masked, wrapper.process_group)
+    masked.optimizers.process_group = wrapper.process_group
+    _refuse_other_shapes(wrapper, masked)
+
+
+def _refuse_other_shapes(wrapper: DistributedDataParallel, masked: Any) -> None:
     before = [weight.shape for weight in masked.weights()]
 
     def check(*_: Any) -> None:
-        masked.unit_mask()
         if [weight.shape for weight in masked.weights()] != before:
             raise UnsupportedModelError(
                 "the shapes of the learnable mask's parameters changed (another ratio?) after it was wrapped in"

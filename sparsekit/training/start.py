@@ -1,28 +1,34 @@
-"""How a learnable mask begins: what it accepts, the cut of a pruned model, and a checkpoint."""
+"""How a learnable mask begins: what it accepts, and the cut of a pruned model."""
 
 import warnings
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsekit.allocation.shares import by_ratio, check_ratio, ratio_counts
-from sparsekit.criteria.batches import Batch, Loss
+from sparsekit.allocation.shares import by_ratio, check_ratio
+from sparsekit.criteria.batches import Batch, Loss, read_batches
 from sparsekit.errors import InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.mask import UnitMask
 from sparsekit.measure.budget import Budget
+from sparsekit.measure.cost import CostModel, measure_costs
 from sparsekit.pruning.prune import CANDIDATES, prune
 from sparsekit.pruning.result import Pruned
 from sparsekit.pruning.trained import UncalibratedWarning, signs_of_training
 from sparsekit.surgery.compaction import expand
 from sparsekit.tracing.blocks import refuse_meta
+from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.tracing.trace import trace_units
-from sparsekit.training.importance import GradientImportance, split_units
+from sparsekit.training.importance import GradientImportance, ImportanceRegularizer, split_units
 from sparsekit.training.narrow_model import Rules
+from sparsekit.training.narrowing import LearnedNarrowing
+
+Learning: TypeAlias = GradientImportance | LearnedNarrowing
+"""How importance is learned."""
+_REFITS = 48  # batches, at most
 
 
 def check_arguments(model: nn.Module, ratio: float, budget: object, learning: object) -> float:
@@ -32,7 +38,7 @@ def check_arguments(model: nn.Module, ratio: float, budget: object, learning: ob
     Raises:
         UnsupportedModelError: it is not a model, is on the meta device, or has a DataParallel or DistributedDataParallel.
         InvalidValueError: a ratio outside (0, 1], a ratio and a budget, or learning by something else than
-            `GradientImportance(…)`, such as its class.
+            `GradientImportance(…)` or `LearnedNarrowing(…)`, such as their classes.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"expected a torch.nn.Module, got {model!r}; pass the model itself")
@@ -46,8 +52,8 @@ def check_arguments(model: nn.Module, ratio: float, budget: object, learning: ob
             )
     if budget is not None and ratio != 1.0:
         raise InvalidValueError(f"give ratio={ratio} or budget={budget!r}, not both")
-    if learning is not None and not isinstance(learning, GradientImportance):
-        raise InvalidValueError(f"learning must be GradientImportance(…) or None, got {learning!r}")
+    if learning is not None and not isinstance(learning, Learning):
+        raise InvalidValueError(f"learning must be GradientImportance(…), LearnedNarrowing(…) or None, got {learning!r}")
     return check_ratio(ratio)
 
 
@@ -107,23 +113,19 @@ def first_cut(
     return prune(model, example_inputs, batches=batches, loss=loss, graph=graph, rules=rules, **options)
 
 
-def begin(masked: Any, pruned: Pruned, dense: nn.Module) -> None:
-    """Load a pruned model, and the dense one, whose weights dropped units keep; after a dry run, the dense one alone."""
-    state = dense.state_dict()
-    if pruned.model is not dense:
-        state = expand(pruned.model.state_dict(), pruned.graph, pruned.mask, into=state)
-    if (counts := pruned.mask.counts()) != masked._counts():
-        masked._widths = counts
-    masked.load(state, importance=_importance(pruned, masked.learning).to(masked.scores))
+def dense_start(pruned: Pruned, dense: nn.Module) -> dict[str, Tensor]:
+    """Return a dense state: kept units as in a pruned model, dropped ones as in the dense one; after a dry run, the latter."""
+    state: dict[str, Tensor] = dense.state_dict()
+    return state if pruned.model is dense else expand(pruned.model.state_dict(), pruned.graph, pruned.mask, into=state)
 
 
-def _importance(pruned: Pruned, learning: GradientImportance | None) -> Tensor:
-    """Return the scores of the criterion that was chosen, float (J,), on the scale of `learning`; kept units that dropped ones
-    exceed, as after several steps, are raised above them."""
+def importance_of(pruned: Pruned, regularizer: ImportanceRegularizer | None) -> Tensor:
+    """Return the scores of the criterion that was chosen, float (J,), on the scale of a regularizer if there is one; kept
+    units that dropped ones exceed, as after several steps, are raised above them."""
     scores = pruned.scores[pruned.report.criterion].values
     flat = torch.cat([scores[name].float() for name in pruned.graph.groups])
-    if learning is not None:
-        flat = learning.regularizer.targets(flat, [group.size for group in pruned.graph.groups.values()])
+    if regularizer is not None:
+        flat = regularizer.targets(flat, [group.size for group in pruned.graph.groups.values()])
     found = []
     for name, own in split_units(pruned.graph, flat).items():
         keep = pruned.mask[name].to(own.device)
@@ -131,6 +133,26 @@ def _importance(pruned: Pruned, learning: GradientImportance | None) -> Tensor:
             own = torch.where(keep, own + missing + 1e-4 * own.abs().max() + 1e-12, own)
         found.append(own)
     return torch.cat(found)
+
+
+def narrows(learning: Learning | None) -> bool:
+    """Tell whether training begins with all units and drops some."""
+    return isinstance(learning, LearnedNarrowing)
+
+
+def costs_of(model: nn.Module, example_inputs: Any, graph: UnitGraph) -> CostModel:
+    """Return what numbers of units cost on the first of the example inputs."""
+    call, *_ = ModelInputs.several(example_inputs)
+    return measure_costs(model, call.args, call.kwargs, graph)
+
+
+def read_refits(batches: Iterable[Batch], model: nn.Module) -> list[Batch]:
+    """Return the first batches, on which cuts are refitted.
+
+    Raises:
+        DataError: an empty loader, or a batch on another device than the model.
+    """
+    return list(read_batches(batches, model, "Refits", limit=_REFITS))
 
 
 def warn_without_data(model: nn.Module) -> None:
@@ -147,65 +169,3 @@ def warn_without_data(model: nn.Module) -> None:
             UncalibratedWarning,
             stacklevel=3,
         )
-
-
-OWN = "sparsekit."
-RULE = f"{OWN}rule."
-"""What the keys of a checkpoint begin with that are not the model's own."""
-
-
-def save_entries(masked: Any) -> dict[str, Tensor]:
-    """Return the entries of a checkpoint."""
-    entries: dict[str, Tensor] = dict(masked.narrow_model.dense_state())
-    entries |= {f"{OWN}importance.{name}": scores for name, scores in masked.importance().items()}
-    entries |= {f"{OWN}mask.{name}": keep.clone() for name, keep in masked.narrow_model.mask.items()}
-    entries[f"{OWN}magnitudes"] = masked.vectors.unchanging_sums()
-    entries[f"{OWN}ratio"] = torch.tensor(masked.ratio, dtype=torch.float64)
-    if masked._steps is not None:
-        entries |= {f"{RULE}{name}": value for name, value in masked._steps.state().items()}
-    return entries
-
-
-def load_entries(
-    masked: Any, state: dict[str, Any], prefix: str, _metadata: Any, strict: bool, missing: list[str], *_rest: Any
-) -> None:
-    """Take what `save_entries` made out of `state`, and leave there what torch expects of the narrow module.
-
-    A hook of a learnable mask, called before torch loads. Dense entries that the state lacks keep their present values, and
-    their keys go to `missing` if loading is strict. All keys begin with `prefix`.
-    """
-    own = prefix + OWN
-    dense = {}
-    for name in masked.graph.shapes:
-        if prefix + name in state:
-            dense[name] = state.pop(prefix + name)
-        elif strict:
-            missing.append(prefix + name)
-    present = masked.narrow_model.dense_state()
-    scores, entries = masked.importance(), dict(masked.narrow_model.mask)
-    for name in masked.graph.groups:
-        scores[name] = state.pop(f"{own}importance.{name}", scores[name])
-        entries[name] = state.pop(f"{own}mask.{name}", entries[name]).cpu()
-    ratio = check_ratio(float(state.pop(f"{own}ratio", masked.ratio)))
-    remembered = {name: state.pop(name) for name in [name for name in state if name.startswith(prefix + RULE)]}
-    remembered = {name.removeprefix(prefix + RULE): value for name, value in remembered.items()}
-    # State that was just loaded comes from the same checkpoint and belongs to its units already.
-    following = [optimizer for optimizer in masked.optimizers if optimizer not in masked.optimizers.just_loaded]
-    mask = UnitMask(entries)
-    masked.narrow_model.set_mask(mask, following)
-    masked.narrow_model.load({**present, **dense}, mask)
-    masked.vectors.reload()
-    sums = state.pop(f"{own}magnitudes", None)
-    if sums is not None:
-        masked.vectors.restore_sums(sums)
-    masked.load_importance(scores)
-    if masked.budget is None and mask.counts() == ratio_counts(masked.graph, ratio):
-        masked.ratio = ratio
-    else:
-        masked._widths = mask.counts()
-    masked._resume(remembered)
-    masked.mask_changed = False
-    # The tensors themselves: load_state_dict(assign=True) then puts each in its own place, and optimizers keep theirs.
-    state[prefix + "scores"] = masked.scores
-    for name, tensor in masked.model.state_dict(keep_vars=True).items():
-        state[f"{prefix}model.{name}"] = tensor

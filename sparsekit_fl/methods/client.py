@@ -175,14 +175,14 @@ def pull_towards(
 
 
 def local_step(masked: LearnableMask, forward: Step, update: LocalStep, adjusts: Sequence[Adjust] = ()) -> Step:
-    """Return the step that every method takes: first the mask changes, then the weights. `forward` gives outputs and loss."""
+    """Return the step that every method takes: first the weights change, then the mask. `forward` gives outputs and loss."""
     if update.optimizer is not None:
         masked.add_optimizer(update.optimizer)
 
     def step(batch: Batch) -> tuple[Any, Tensor]:
-        masked.unit_mask()
         outputs, loss = forward(batch)
         update(loss, adjusts)
+        masked.update_mask()
         return outputs, loss
 
     return step

@@ -410,6 +410,10 @@ llama = LlamaForCausalLM(LlamaConfig(vocab_size=9, hidden_size=8, intermediate_s
 sk.save_pretrained(llama, "small")  # or what `prune` made of it, with layers of any widths
 again = sk.load_pretrained("small")  # generates as before
 
+# sparsekit.LearnedNarrowing
+learning = sk.LearnedNarrowing(steps=500)
+masked = sk.LearnableMask(model, (x[:2],), budget="flops=50%", learning=learning)
+
 # sparsekit.GradientImportance
 masked = sk.LearnableMask(model, (x[:2],), ratio=0.5, learning=sk.GradientImportance(lr=0.02))
 
@@ -468,6 +472,10 @@ except sk.errors.MissingDependencyError as error:
 # sparsekit.tracing.trace_layers
 layers = sk.tracing.trace_layers(model, x[:2])
 print([layer.name for layer in layers])  # ['0', '4']
+
+# sparsekit.training.NarrowingReport
+narrowing = sk.LearnableMask(model, (x[:2],), ratio=0.5, learning=sk.LearnedNarrowing(steps=500))
+print(narrowing.report)  # steps, FLOPs and cuts so far
 
 # sparsekit.training.ImportanceRegularizer
 regularizer = sk.training.ImportanceRegularizer(strength=0.5)

@@ -1,0 +1,290 @@
+"""Does a learned mask beat a fixed one at equal training FLOPs? Personal clients of a trained network, many arms.
+
+    python benchmarks/learning.py pretrain --out learning    the CIFAR-10 network (hours on one core; continue with --epochs)
+    python benchmarks/learning.py run --out learning --shares 0.016 --budgets 15 --seeds 0 1 2
+    python benchmarks/learning.py table --out learning
+
+A budget is a number of dense training steps of 64 images, and an arm may spend it as it likes: passes that score units, wide
+steps, refits and recalibration count, at three forward passes a step, two for Fisher and one for the others. All arms see the
+same examples in the same order. A cell that is in OUT/learning.jsonl is not run again. Choices were made on `val`.
+"""
+
+import argparse
+import copy
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import add, read
+from learning_nets import Data, Task, tasks
+from torch import Tensor, nn
+
+import sparsekit as sk
+from sparsekit.allocation import Schedule, allocate, by_cost, ratio_counts, uniform
+from sparsekit.criteria import Fisher, ScoringContext
+from sparsekit.training import ImportanceRegularizer
+
+WIDE = partial(by_cost, scale="none", width_penalty=2.0)  # widths for those who train on
+Scores = dict[str, Tensor]
+
+
+@dataclass
+class Run:
+    """One arm on one client: what it has spent, and where its examples come from."""
+
+    task: Task
+    share: float
+    budget: float
+    seed: int
+    lr: float
+    spent: float = 0.0
+    """Dense steps of 64 images."""
+    steps: int = 0
+    flops: float = 0.0
+    """FLOPs of an example through the model that is trained now."""
+    calibration: list[Data] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)
+        self.calibrate(self.task.calibration)
+        self.masked = self.task.masked
+        self.limit, self.flops = sk.Budget(flops=self.share * self.dense()), self.dense()
+
+    def dense(self) -> float:
+        """FLOPs of an example through the dense model."""
+        return self.task.costs.dense_costs()["flops"]
+
+    def pay(self, images: float, passes: float, flops: float | None = None) -> None:
+        """Count forward passes of some images, each of so many FLOPs; by default those of the dense model."""
+        self.spent += images * passes / 3 / 64 * (1.0 if flops is None else flops / self.dense())
+
+    def batches(self) -> Iterator[Data]:
+        """Training batches for ever, half of the images flipped."""
+        x, y = self.task.train
+        while True:
+            chosen = torch.randint(len(x), (self.task.batch,), generator=self.generator)
+            flipped = torch.rand(self.task.batch, generator=self.generator) < 0.5
+            images = x[chosen]
+            yield torch.where(flipped[:, None, None, None], images.flip(3), images), y[chosen]
+
+    def fisher(self) -> Scores:
+        """Fisher scores on the calibration images, by a pass through the dense model."""
+        self.pay(self.calibrating, 2)
+        return Fisher(self.calibration, F.cross_entropy).scores(self.task.graph, ScoringContext(model=self.task.model))
+
+    def calibrate(self, images: int) -> "Run":
+        """Score and refit on so many images."""
+        x, y = self.task.train
+        chosen = torch.randperm(len(x), generator=torch.Generator().manual_seed(self.seed))[:images]
+        self.calibration = list(zip(x[chosen].split(32), y[chosen].split(32)))
+        return self
+
+    @property
+    def calibrating(self) -> int:
+        return sum(len(y) for _, y in self.calibration)
+
+    def mask(self, scores: Scores, rule: Any = WIDE, order: Scores | None = None) -> sk.UnitMask:
+        """The mask of a share of the FLOPs, of the best units by `order` where the widths come from other scores."""
+        counts = allocate(rule, self.task.graph, scores, self.task.costs, budget=self.limit)
+        return sk.mask_from_scores(self.task.graph, order or scores, counts)
+
+    def fixed(self, mask: sk.UnitMask, *, refit: bool = True) -> nn.Module:
+        """Refit the dense network under a mask, and train with all that is left."""
+        self.masked.load(self.task.model.state_dict(), mask=mask)
+        if refit:
+            sk.reconstruct(self.task.model, self.masked.model, self.task.graph, mask, self.calibration)
+            self.pay(self.calibrating, 1)
+        return self.train()
+
+    def learned(self, until: float, cuts: int, *, half_life: float = 20.0, first: Scores | None = None) -> nn.Module:
+        """Narrow the dense network while it trains; `first` is importance to begin with."""
+        shares = [self.share ** (at / cuts) for at in range(cuts + 1)]
+        left = self.budget - self.spent - sum(self.calibrating / 3 / 64 * share for share in shares[:-1])
+        wide = [until / cuts / share for share in shares[:-1]]
+        steps = left * (sum(wide) + (1 - until) / shares[-1]) * 64 / self.task.batch
+        rule = sk.LearnedNarrowing(steps=int(steps), until=until, cuts=cuts, half_life=half_life, least_steps=1)
+        given = None if first is None else torch.cat([first[name].float() for name in self.task.graph.groups])
+        self.masked.budget = self.limit
+        self.masked.load(self.task.model.state_dict(), learning=rule, importance=given, batches=self.calibration)
+        return self.train()
+
+    def train(self, end: float = math.inf, model: nn.Module | None = None) -> nn.Module:
+        """Train the mask, or a plain model of its widths, until `end` or until the budget is spent."""
+        module = self.masked if model is None else model
+        optimizer = torch.optim.SGD(module.parameters(), lr=self.lr, momentum=0.9, nesterov=True)
+        self.task.mode(module)
+        for x, y in self.batches():
+            mask = self.masked.unit_mask()
+            if model is None:
+                self.flops = float(self.task.costs.forward_flops(mask))
+            if self.spent + len(x) / 64 * self.flops / self.dense() > min(end, self.budget):
+                return module
+            self.pay(len(x), 3, self.flops)
+            for group in optimizer.param_groups:
+                group["lr"] = self.lr * 0.5 * (1 + math.cos(math.pi * self.spent / self.budget))
+            loss = F.cross_entropy(module(x.contiguous(memory_format=torch.channels_last)), y)
+            optimizer.zero_grad()
+            loss.backward()
+            if self.task.clip:
+                nn.utils.clip_grad_norm_(module.parameters(), self.task.clip)
+            optimizer.step()
+            self.steps += 1
+            if model is None and self.masked.unit_mask() is not mask:
+                self.pay(self.calibrating, 1, self.flops)  # a refit
+        raise AssertionError("batches do not end")
+
+
+def _random(run: Run) -> Scores:
+    generator = torch.Generator().manual_seed(1000 + run.seed)
+    return {name: torch.rand(group.size, generator=generator) for name, group in run.task.graph.groups.items()}
+
+
+def _iterative(run: Run) -> nn.Module:
+    """`prune` in three steps of Fisher, with half of the training between them."""
+
+    def between(small: nn.Module, step: int) -> nn.Module:
+        run.pay(run.calibrating, 3, run.flops)  # scores and a refit, at the width before
+        run.flops = float(sk.count_cost(small, run.task.example).flops)
+        return run.train(run.budget * (step / 6 if step < 3 else 1.0), small)
+
+    options: dict[str, Any] = {"batches": run.calibration, "loss": F.cross_entropy, "criterion": "fisher", "multiple_of": 1}
+    options |= {"allocation": WIDE, "reconstruct": "layers", "graph": run.task.graph, "budget": run.limit}
+    return sk.prune(run.task.model, run.task.example, schedule=Schedule("linear", 3), finetune=between, **options).model
+
+
+def _scratch(run: Run) -> nn.Module:
+    """The widths of the best fixed mask, from random weights; its scores are charged to nobody."""
+    mask = run.mask(run.fisher())
+    run.spent = 0.0
+    run.masked.load(run.task.model.state_dict(), mask=mask)
+    with torch.random.fork_rng():
+        torch.manual_seed(run.seed)
+        for module in run.masked.model.modules():
+            if isinstance(module, nn.Conv2d | nn.Linear | nn.BatchNorm2d):
+                module.reset_parameters()
+    return run.train()
+
+
+def _paper(run: Run) -> nn.Module:
+    """The rule of FedLPS from the largest weights, at the equal widths of the share."""
+    ratio = next(r / 1000 for r in range(1000, 0, -1) if _flops(run, r / 1000) <= run.share or r == 1)
+    rule = sk.GradientImportance(regularizer=ImportanceRegularizer(target="absolute"), lr=run.lr, refresh_every=1)
+    run.masked.budget = None
+    run.masked.load(run.task.model.state_dict(), ratio=ratio, learning=rule)
+    return run.train()
+
+
+def _flops(run: Run, ratio: float) -> float:
+    return run.task.costs.costs(ratio_counts(run.task.graph, ratio))["flops"] / run.dense()
+
+
+def _transplant(run: Run) -> nn.Module:
+    """The mask that L4 learned, given to the fixed arm, which pays nothing for it."""
+    donor = Run(run.task, run.share, run.budget, run.seed, run.lr)
+    donor.learned(0.7, 4)
+    return run.fixed(donor.masked.unit_mask())
+
+
+ARMS: dict[str, Callable[[Run], nn.Module]] = {
+    "fixed n2": lambda run: run.fixed(run.mask(run.fisher())),
+    "L4 .7": lambda run: run.learned(0.7, 4),
+    "O4 .7": lambda run: run.learned(0.7, 4, half_life=1e9, first=run.fisher()),
+    "fixed n2, 256": lambda run: run.fixed(run.mask(run.calibrate(256).fisher())),
+    "L4 .7, 256": lambda run: run.calibrate(256).learned(0.7, 4),
+    "fixed": lambda run: run.fixed(run.mask(run.fisher(), by_cost)),
+    "fixed uniform": lambda run: run.fixed(run.mask(run.fisher(), uniform)),
+    "transplant": _transplant,
+    "random": lambda run: run.fixed(run.mask(run.fisher(), order=_random(run))),
+    "scratch": _scratch,
+    "paper": _paper,
+    "iterative": _iterative,
+    "L3 .5": lambda run: run.learned(0.5, 3),
+    "L2 .5": lambda run: run.learned(0.5, 2),
+    "L6 .7": lambda run: run.learned(0.7, 6),
+    "L4 .7 from Fisher": lambda run: run.learned(0.7, 4, first=run.fisher()),
+    "L4 .7 half-life 5": lambda run: run.learned(0.7, 4, half_life=5.0),
+    "L4 .7 half-life 80": lambda run: run.learned(0.7, 4, half_life=80.0),
+}
+
+
+def accuracy(model: nn.Module, data: Data) -> float:
+    """Percent."""
+    model.eval()
+    with torch.no_grad():
+        parts = zip(data[0].split(250), data[1].split(250))
+        right = sum(int((model(x.contiguous(memory_format=torch.channels_last)).argmax(1) == y).sum()) for x, y in parts)
+    return 100 * right / len(data[1])
+
+
+def run_cells(out: Path, options: argparse.Namespace) -> None:
+    """Run what is not there yet, in the order of the options."""
+    path = out / "learning.jsonl"
+    done = {tuple(row[key] for key in ("task", "seed", "share", "budget", "arm", "lr")) for row in read(path)}
+    for seed in options.seeds:
+        for name in options.tasks:
+            task: Task | None = None
+            for share in options.shares:
+                for budget in options.budgets:
+                    for arm in options.arms:
+                        if (name, seed, share, budget, arm, options.lr) in done:
+                            continue
+                        task = task or tasks(name, seed, out)
+                        run = Run(task, share, budget, seed, options.lr)
+                        model = copy.deepcopy(task.model) if arm == "dense" else ARMS[arm](run)
+                        row = {"task": name, "seed": seed, "share": share, "budget": budget, "arm": arm, "lr": options.lr}
+                        row |= {"val": accuracy(model, task.val), "test": accuracy(model, task.test)}
+                        row |= {"spent": run.spent, "steps": run.steps, "units": list(run.masked.unit_mask().counts().values())}
+                        add(path, row)
+
+
+def table(out: Path, against: str = "fixed n2") -> None:
+    """Mean of each arm, and mean paired difference ± standard error, by share and budget."""
+    rows = read(out / "learning.jsonl")
+    cells = sorted({(row["share"], row["budget"]) for row in rows}, reverse=True)
+    for share, budget in cells:
+        here = [row for row in rows if (row["share"], row["budget"]) == (share, budget)]
+        print(f"\n{share:.1%} of the FLOPs, {budget:g} dense steps\n")
+        print("| arm | n | validation | test | difference on test |\n|---|---|---|---|---|")
+        base = {(row["task"], row["seed"]): row for row in here if row["arm"] == against}
+        for arm in dict.fromkeys(row["arm"] for row in here):
+            own = [row for row in here if row["arm"] == arm]
+            apart = [row["test"] - base[row["task"], row["seed"]]["test"] for row in own if (row["task"], row["seed"]) in base]
+            told = (
+                "" if len(apart) < 2 else f"{statistics.mean(apart):+.1f} ± {statistics.stdev(apart) / len(apart) ** 0.5:.1f}"
+            )
+            means = [statistics.mean(row[split] for row in own) for split in ("val", "test")]
+            print(f"| {arm} | {len(own)} | {means[0]:.1f} | {means[1]:.1f} | {told} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["pretrain", "run", "table"])
+    parser.add_argument("--out", type=Path, default=Path("learning"))
+    parser.add_argument("--tasks", nargs="+", default=["cat dog", "car ship truck", "bird deer frog", "turned"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--shares", nargs="+", type=float, default=[0.016, 0.06])
+    parser.add_argument("--budgets", nargs="+", type=float, default=[15.0])
+    parser.add_argument("--arms", nargs="+", default=list(ARMS)[:12], choices=list(ARMS))
+    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--epochs", type=int, default=9)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.command == "pretrain":
+        from learning_nets import pretrain
+
+        pretrain(options.out, options.epochs)
+    elif options.command == "run":
+        run_cells(options.out, options)
+    else:
+        table(options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""The networks and clients of `benchmarks/learning.py`: a small residual network of CIFAR-10, and EfficientNet-Lite0."""
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sparsekit as sk
+from sparsekit.measure.cost import CostModel
+from sparsekit_fl.problem.images import read_images
+
+Data = tuple[Tensor, Tensor]
+"""Images, float32 (n, 3, H, W), and classes, int64 (n,)."""
+CLASSES = ("plane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+_PRETRAINED, _CLIENTS = 40_000, 47_000
+"""Training images before the first were trained on, those up to the second belong to clients, the rest validates."""
+
+
+class _Block(nn.Module):
+    """A convolution with pooling, and a residual one."""
+
+    def __init__(self, entering: int, leaving: int) -> None:
+        super().__init__()
+        self.c1, self.b1 = nn.Conv2d(entering, leaving, 3, padding=1, bias=False), nn.BatchNorm2d(leaving)
+        self.c2, self.b2 = nn.Conv2d(leaving, leaving, 3, padding=1, bias=False), nn.BatchNorm2d(leaving)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.b1(F.max_pool2d(self.c1(x), 2)))
+        return F.relu(x + self.b2(self.c2(x)))
+
+
+class ConvNet(nn.Module):
+    """Whitened patches, three blocks of 32, 96 and 128 channels, and a linear layer; 52 MFLOPs an image.
+
+    Source: after airbench, Jordan, 94 % on CIFAR-10 in 3.29 seconds (arXiv 2404.00498).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 24, 2)
+        self.l1, self.l2, self.l3 = _Block(24, 32), _Block(32, 96), _Block(96, 128)
+        self.fc = nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.l3(self.l2(self.l1(F.relu(self.stem(x))))).amax((2, 3)))
+
+
+@cache
+def cifar10(out: Path) -> tuple[Data, Data]:
+    """Training and test images, standardised; decoded once, into OUT/images.pt."""
+    cache = out / "images.pt"
+    if not cache.exists():
+        folder = Path(os.environ.get("SPARSEKIT_DATA", "data")) / "cifar10"
+        torch.save([read_images([folder / f"{split}.parquet"], (3, 32, 32)) for split in ("train", "test")], cache)
+    train, test = (((each["images"].float() / 255 - 0.47) / 0.25, each["labels"]) for each in torch.load(cache))
+    return train, test
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """A trained network and a client that adapts it.
+
+    Args:
+        model: The network, in eval mode.
+        train: The client's images.
+        val: Images that choices are made on.
+        test: Images that are read once.
+        masked: Of the network, loaded again for each arm.
+        costs: What numbers of units cost.
+        batch: Images of a step.
+        calibration: Images that score units and refit layers.
+        clip: Largest norm of gradients; 0 for none.
+        frozen: Whether batch norms keep their statistics.
+    """
+
+    model: nn.Module
+    train: Data
+    val: Data
+    test: Data
+    masked: sk.LearnableMask
+    costs: CostModel
+    batch: int = 32
+    calibration: int = 64
+    clip: float = 0.0
+    frozen: bool = False
+
+    @property
+    def graph(self) -> sk.UnitGraph:
+        return self.masked.graph
+
+    @property
+    def example(self) -> tuple[Tensor, ...]:
+        return (self.val[0][:1],)
+
+    def mode(self, module: nn.Module) -> None:
+        """Set training mode; frozen batch norms stay in eval mode."""
+        module.train()
+        for each in module.modules() if self.frozen else ():
+            if isinstance(each, nn.BatchNorm2d):
+                each.eval()
+
+
+@cache
+def _wrapped(build: Callable[..., nn.Module], *options: Any) -> tuple[nn.Module, sk.LearnableMask, CostModel]:
+    model, example = build(*options)
+    model = model.to(memory_format=torch.channels_last).eval()
+    rule = sk.LearnedNarrowing(steps=100)
+    masked = sk.LearnableMask(model, (example,), budget="flops=50%", learning=rule)
+    return model, masked, sk.cost_model(model, example, graph=masked.graph)
+
+
+def _convnet(out: Path) -> tuple[nn.Module, Tensor]:
+    model = ConvNet()
+    model.load_state_dict(torch.load(out / "cifar10.pt", weights_only=True))
+    return model, torch.zeros(1, 3, 32, 32)
+
+
+def _of_classes(data: Data, classes: list[int], each: int | None, generator: torch.Generator) -> Data:
+    chosen = []
+    for number in classes:
+        own = (data[1] == number).nonzero().reshape(-1)
+        chosen.append(own if each is None else own[torch.randperm(len(own), generator=generator)[:each]])
+    return data[0][torch.cat(chosen)], data[1][torch.cat(chosen)]
+
+
+def tasks(name: str, seed: int, out: Path) -> Task:
+    """A client: names of classes of CIFAR-10, "turned" for all ten with images turned by a quarter, or "tiny" for 20 classes of
+    Tiny ImageNet and EfficientNet-Lite0."""
+    generator = torch.Generator().manual_seed(seed)
+    if name == "tiny":
+        return _tiny(seed)
+    (x, y), test = cifar10(out)
+    pool, held = (x[_PRETRAINED:_CLIENTS], y[_PRETRAINED:_CLIENTS]), (x[_CLIENTS:], y[_CLIENTS:])
+    turned = name == "turned"
+    classes = list(range(10)) if turned else [CLASSES.index(each) for each in name.split()]
+    train = _of_classes(pool, classes, 75 if turned else 250, generator)
+    val, test = (_of_classes(each, classes, 300 if turned else None, generator) for each in (held, test))
+    if turned:
+        train, val, test = ((images.rot90(1, (2, 3)), labels) for images, labels in (train, val, test))
+    return Task(*_wrapped(_convnet, out)[:1], train, val, test, *_wrapped(_convnet, out)[1:])
+
+
+def _lite0(pixels: int) -> tuple[nn.Module, Tensor]:
+    from real_nets import efficientnet_lite0
+
+    network = efficientnet_lite0(pixels)
+    return network.model, network.example[0]
+
+
+def _tiny(seed: int, pixels: int = 64, classes: int = 20) -> Task:
+    import numpy as np
+    import pyarrow.parquet as parquet
+    from real_nets import DATA, images
+
+    wanted = np.random.default_rng(seed).permutation(200)[:classes]
+
+    def part(split: str, first: int, last: int) -> Data:
+        labels = np.array(parquet.read_table(DATA / "tiny_imagenet" / f"{split}.parquet", columns=["label"])["label"])
+        places = np.concatenate([np.flatnonzero(labels == each)[first:last] for each in wanted])
+        return images(split, sorted(places.tolist()), pixels)
+
+    model, masked, costs = _wrapped(_lite0, pixels)
+    parts = part("train", 0, 80), part("train", 80, 100), part("valid", 0, 25)
+    return Task(model, *parts, masked, costs, clip=1.0, frozen=True)
+
+
+def pretrain(out: Path, epochs: int, batch: int = 500, lr: float = 0.15) -> None:
+    """Train `ConvNet` on the first 40,000 images, in bfloat16, into OUT/cifar10.pt.
+
+    Source: Muon for convolutions, Jordan et al. (2024), and the recipe of airbench.
+    """
+    (x, y), _ = cifar10(out)
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    model = ConvNet()
+    with torch.no_grad():
+        patches = x[:5000].unfold(2, 2, 1).unfold(3, 2, 1).permute(0, 2, 3, 1, 4, 5).reshape(-1, 12)
+        values, vectors = torch.linalg.eigh(patches.T @ patches / len(patches))
+        filters = (vectors.T / (values[:, None] + 5e-4).sqrt()).reshape(12, 3, 2, 2)
+        model.stem.weight.copy_(torch.cat([filters, -filters]))
+        model.stem.bias.zero_()
+    model.to(memory_format=torch.channels_last)
+    model.stem.weight.requires_grad_(False)
+    convolutions = [p for p in model.parameters() if p.dim() == 4 and p.requires_grad]
+    momenta = [torch.zeros_like(p) for p in convolutions]
+    others = [p for p in model.parameters() if p.dim() < 4 and p is not model.fc.weight]
+    groups = [{"params": others, "lr": 0.05}, {"params": [model.fc.weight], "lr": 0.3}]
+    sgd = torch.optim.SGD(groups, momentum=0.85, nesterov=True, weight_decay=1e-4)
+    first = [group["lr"] for group in sgd.param_groups]
+    padded = F.pad(x[:_PRETRAINED], (2, 2, 2, 2), "reflect")
+    steps, flipped, begin = 0, torch.rand(_PRETRAINED, generator=generator) < 0.5, time.time()
+    total = epochs * _PRETRAINED // batch
+    for epoch in range(epochs):
+        model.train()
+        for chosen in torch.randperm(_PRETRAINED, generator=generator).split(batch):
+            corners = torch.randint(0, 5, (len(chosen), 2), generator=generator).tolist()
+            images = torch.stack([padded[k, :, a : a + 32, b : b + 32] for k, (a, b) in zip(chosen.tolist(), corners)])
+            images = torch.where(flipped[chosen][:, None, None, None], images.flip(3), images)
+            left = 1 - steps / total
+            for group, rate in zip(sgd.param_groups, first):
+                group["lr"] = rate * min(1.0, (steps + 1) / 50) * left
+            with torch.autocast("cpu", torch.bfloat16):
+                outputs = model(images.contiguous(memory_format=torch.channels_last))
+            model.zero_grad()
+            F.cross_entropy(outputs.float(), y[chosen], label_smoothing=0.1).backward()
+            sgd.step()
+            with torch.no_grad():
+                for p, momentum in zip(convolutions, momenta):
+                    momentum.mul_(0.6).add_(p.grad)
+                    p.mul_(math.sqrt(len(p)) / p.norm()).add_(_orthogonal(p.grad + 0.6 * momentum), alpha=-lr * left)
+            steps += 1
+        flipped = ~flipped
+        torch.save(model.state_dict(), out / "cifar10.pt")
+        print(f"epoch {epoch + 1} of {epochs}, {time.time() - begin:.0f} s", flush=True)
+
+
+def _orthogonal(gradient: Tensor) -> Tensor:
+    """The nearest matrix with singular values of about 1, by three steps of Newton and Schulz."""
+    matrix = gradient.reshape(len(gradient), -1)
+    matrix = matrix / (matrix.norm() + 1e-7)
+    flip = matrix.shape[0] > matrix.shape[1]
+    matrix = matrix.T if flip else matrix
+    for _ in range(3):
+        square = matrix @ matrix.T
+        matrix = 3.4445 * matrix + (-4.775 * square + 2.0315 * square @ square) @ matrix
+    return (matrix.T if flip else matrix).reshape(gradient.shape)

@@ -1,0 +1,87 @@
+"""GateSquares: Σ (∂L/∂gate)² over the examples of a training step, read in its own backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsekit.criteria.gate_gradients import inputs_of, unit_readers
+from sparsekit.graph.edit import narrow
+from sparsekit.graph.index import wide
+from sparsekit.runtime.narrow_attention import NarrowMultiheadAttention
+from sparsekit.training.importance import UnitVectors, split_units
+
+
+class GateSquares:
+    """Measures the units that are present in a narrow model while it trains.
+
+    Where units are read by linear layers and convolutions with the examples on the first axis, the square is that of each
+    example: ∂L/∂gate = Σ x·∂L/∂x at the inputs of these layers, which also exists where they are frozen. Elsewhere it is B
+    times the square for the batch of B examples, from the gradients of the weights.
+
+    Args:
+        vectors: Of the narrow model.
+    """
+
+    def __init__(self, vectors: UnitVectors) -> None:
+        self._vectors = vectors
+        model = vectors.narrow_model.module
+        for module in model.modules():
+            if type(module) is nn.MultiheadAttention:  # a fused kernel would not call the layer that reads the heads
+                module.__class__ = NarrowMultiheadAttention
+        compiled = any(hasattr(module, "_orig_mod") for module in model.modules())  # its hooks would compile it again
+        self._readers = {} if compiled else unit_readers(model, narrow(vectors.narrow_model.graph, vectors.narrow_model.mask))
+        self.version = vectors.narrow_model.version
+        """That of the narrow model for whose mask this was made."""
+        self._passes: list[dict[str, Tensor]] = []
+        """Group name → Σ x·∂L/∂x, float (examples, units), of each pass since the last step."""
+        self._examples = 0
+
+    def run(self, call: Callable[[], Any], examples: int) -> Any:
+        """Run a forward pass whose backward pass is to be read."""
+        if all(leaf.grad is None for leaf in self._vectors.narrow_model.parameters()):
+            self._passes, self._examples = [], 0  # passes before were of a step that was not taken
+        self._examples += examples
+        layers = {layer for found in self._readers.values() for layer, _, _ in found or ()}
+        with inputs_of(layers, differentiable=True) as calls:
+            outputs = call()
+        sums: dict[str, Tensor] = {}
+        for name, found in self._readers.items():
+            inputs = [(x, piece, axis) for layer, piece, axis in found or () for x in calls.get(layer, ())]
+            if inputs and all(x.dim() >= 1 - axis and x.shape[0] == examples for x, _, axis in inputs):
+                for x, piece, axis in inputs:
+                    x.register_hook(partial(_add, sums, name, x.detach(), piece.index, axis))
+        self._passes.append(sums)
+        return outputs
+
+    def take(self, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None, group: Any) -> Tensor:
+        """Return ½·B·g² of every unit, float (J,), 0 for those that are not there, and begin again.
+
+        Args:
+            gradients: Weight → gradient; None takes `.grad` of the weights.
+            scale: The factor of a GradScaler that gradients still contain.
+            group: The process group that gradients of the weights were averaged over, if any.
+        """
+        ranks = 1 if group is None else torch.distributed.get_world_size(group)
+        graph = self._vectors.narrow_model.graph
+        found = 0.5 * max(self._examples, 1) * self._vectors.gate_gradient(gradients).square()
+        for name, part in split_units(graph, found).items():
+            rows = [each[name] for each in self._passes if name in each]
+            if rows:
+                own = torch.stack([0.5 * len(each) / ranks * each.square().sum(0) for each in rows]).sum(0)
+                kept = split_units(graph, self._vectors.kept)[name]
+                part[kept] = torch.nan_to_num(own.to(part), nan=0.0, posinf=0.0)
+        if group is not None:
+            torch.distributed.all_reduce(found, group=group)
+        self._passes, self._examples = [], 0
+        return found if scale is None else found / scale**2
+
+
+def _add(sums: dict[str, Tensor], name: str, x: Tensor, index: Tensor, axis: int, gradient: Tensor) -> None:
+    product = (wide(x) * wide(gradient)).movedim(axis, -1)
+    rows = product.reshape(x.shape[0], -1, product.shape[-1]).sum(1)[:, index.to(x.device)].sum(-1)
+    sums[name] = sums[name] + rows if name in sums else rows

@@ -1,0 +1,138 @@
+"""A mask moves in one place, and its checkpoint is parsed before anything is changed."""
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from masked import convolutions, train_step
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
+
+import sparsekit as sk
+from sparsekit.errors import InvalidValueError
+from sparsekit.training import learnable
+
+RULES: dict[str, Any] = {
+    "fixed": {"ratio": 0.5},
+    "budget": {"budget": "flops=40%"},
+    "gradients": {"ratio": 0.5, "learning": sk.GradientImportance(lr=0.01)},
+    "narrowing": {"budget": "flops=40%", "learning": sk.LearnedNarrowing(steps=12, least_steps=1)},
+}
+
+
+def _trained(rule: str, steps: int = 2) -> tuple[sk.LearnableMask, torch.optim.Optimizer, Any]:
+    model, x, y = convolutions()
+    masked = sk.LearnableMask(model, (x,), **RULES[rule])
+    optimizer = torch.optim.AdamW(masked.parameters(), lr=0.01)
+    for _ in range(steps):
+        train_step(masked, optimizer, x, y)
+    return masked, optimizer, (x, y)
+
+
+FAULTS: dict[str, Any] = {
+    "a shape": lambda state: {**state, "3.weight": torch.zeros(5, 8, 3, 3)},
+    "a missing entry": lambda state: {name: value for name, value in state.items() if name != "3.bias"},
+    "an entry too many": lambda state: {**state, "3.other": torch.zeros(2)},
+    "a value": lambda state: {**state, "3.weight": 5.0},
+    "importance": lambda state: {**state, "sparsekit.importance.3": torch.full((6,), torch.nan)},
+    "a mask of numbers": lambda state: {**state, "sparsekit.mask.3": torch.ones(6)},
+    "an empty mask": lambda state: {**state, "sparsekit.mask.3": torch.zeros(6, dtype=torch.bool)},
+    "a ratio": lambda state: {**state, "sparsekit.ratio": torch.tensor(1.5)},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.same_bits
+def test_a_checkpoint_that_is_refused_leaves_a_mask_as_its_copy_from_before(rule: str, fault: str) -> None:
+    masked, optimizer, _ = _trained(rule)
+    other = _trained(rule, steps=12)[0]
+    before, moments = copy.deepcopy(masked), copy.deepcopy(optimizer.state_dict())
+    with pytest.raises((RuntimeError, InvalidValueError)):
+        masked.load_state_dict(FAULTS[fault](other.state_dict()))
+    left, right = masked.state_dict(), before.state_dict()
+    assert all(torch.equal(left[name], right[name]) for name in right)
+    assert (repr(masked), masked.ratio) == (repr(before), before.ratio)
+    assert masked.unit_mask() == before.unit_mask()
+    after = optimizer.state_dict()["state"]
+    assert all(torch.equal(after[at][key], value) for at, each in moments["state"].items() for key, value in each.items())
+
+
+def test_a_checkpoint_of_another_budget_is_refused() -> None:
+    model, x, _ = convolutions()
+    state = sk.LearnableMask(model, (x,), budget="flops=60%").state_dict()
+    masked = sk.LearnableMask(model, (x,), budget="flops=40%")
+    with pytest.raises(InvalidValueError, match="made with a budget of flops ≤ 60%"):
+        masked.load_state_dict(state)
+    with pytest.raises(InvalidValueError, match="made with a ratio"):
+        masked.load_state_dict(sk.LearnableMask(model, (x,), ratio=0.5).state_dict())
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_keys_never_change_and_names_of_parameters_are_among_them_also_for_distributed_checkpoints(rule: str) -> None:
+    masked, optimizer, _ = _trained(rule)
+    state = masked.state_dict()
+    assert state.keys() == _trained(rule, steps=0)[0].state_dict().keys()
+    assert {name for name, _ in masked.named_parameters()} <= state.keys()
+    assert {name for name, _ in masked.named_buffers()} <= state.keys()
+    found = get_model_state_dict(masked)
+    assert found.keys() == state.keys()
+    moments = get_optimizer_state_dict(masked, optimizer)
+    assert moments["state"].keys() == dict(masked.named_parameters()).keys()
+    twin = _trained(rule, steps=0)[0]
+    set_model_state_dict(twin, found)
+    assert all(torch.equal(value, state[name]) for name, value in twin.state_dict().items())
+
+
+@pytest.mark.parametrize("rule", ["fixed", "budget"])
+def test_a_mask_that_stays_installs_no_hooks_and_its_optimizer_is_found_when_its_ratio_changes(rule: str) -> None:
+    with mock.patch.object(learnable, "watch") as watch:
+        masked, optimizer, (x, y) = _trained(rule)
+        assert not watch.called
+        assert not optimizer._optimizer_step_pre_hooks
+        assert not masked._forward_pre_hooks
+    if rule == "fixed":
+        before = optimizer.state[masked.model[0].weight]["exp_avg"].clone()
+        stay = masked.unit_mask()["0"].nonzero().reshape(-1)
+        masked.ratio = 0.25
+        after = masked.unit_mask()["0"].nonzero().reshape(-1)
+        kept = before[torch.isin(stay, after)]
+        assert torch.equal(optimizer.state[masked.model[0].weight]["exp_avg"], kept)
+        train_step(masked, optimizer, x, y)
+
+
+def test_neither_a_pass_nor_a_look_moves_a_mask_but_the_step_after_them() -> None:
+    masked, optimizer, (x, y) = _trained("gradients", steps=0)
+    before = masked.unit_mask()
+    masked.scores.neg_()
+    loss = F.cross_entropy(masked(x), y)
+    assert masked.unit_mask() == before
+    masked.compact()
+    masked.state_dict()
+    masked.eval()(x)
+    assert masked.unit_mask() == before
+    loss.backward()
+    optimizer.step()
+    assert masked.unit_mask() != before
+
+
+def test_a_second_optimizer_still_steps_after_the_first_has_moved_the_mask() -> None:
+    model, x, y = convolutions()
+    masked = sk.LearnableMask(model, (x,), ratio=0.5, learning=sk.LearnedNarrowing(steps=20, least_steps=1))
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (masked.model[:6], masked.model[7:]))
+    moved = 0
+    for _ in range(12):
+        mask = masked.unit_mask()
+        loss = F.cross_entropy(masked(x), y)
+        first.zero_grad()
+        second.zero_grad()
+        loss.backward()
+        first.step()
+        bias = masked.model[9].bias.detach().clone()
+        moved += masked.unit_mask() != mask
+        second.step()
+        assert not torch.equal(masked.model[9].bias, bias)
+        assert all(leaf.grad is None or leaf.grad.shape == leaf.shape for leaf in masked.parameters())
+    assert moved

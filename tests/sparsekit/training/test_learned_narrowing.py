@@ -1,0 +1,218 @@
+"""Learned narrowing: what it measures, when it cuts, what it costs; it works with whatever trains, and it can be resumed."""
+
+import copy
+import io
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from masked import convolutions, train_step
+from torch import Tensor, nn
+
+import sparsekit as sk
+from sparsekit.errors import InvalidValueError
+from sparsekit.training import LearnedNarrowing
+
+STEPS = 24
+
+
+def _masked(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[sk.LearnableMask, Tensor, Tensor]:
+    model, x, y = convolutions(dtype)
+    settings = {"ratio": 0.3} if not options.keys() & {"ratio", "budget"} else {}
+    rule = LearnedNarrowing(steps=STEPS, least_steps=3)
+    return sk.LearnableMask(model, (x,), **{"learning": rule, **settings, **options}), x, y
+
+
+def test_importance_is_half_the_mean_square_of_the_gates_gradient_of_single_examples() -> None:
+    """Against autograd through gates, example by example; a running mean with a half-life, corrected for its start."""
+    masked, x, y = _masked(torch.float64, learning=LearnedNarrowing(steps=100, least_steps=10, half_life=2.0))
+    masked.eval()
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.05)
+    expected, weight = {name: torch.zeros(group.size) for name, group in masked.graph.groups.items()}, 0.0
+    for _ in range(3):
+        gates = {name: torch.ones(group.size, dtype=torch.float64) for name, group in masked.graph.groups.items()}
+        parameters, buffers = dict(masked.model.named_parameters()), dict(masked.model.named_buffers())
+
+        def loss(gates: dict[str, Tensor], image: Tensor, label: Tensor, entries: Any = (parameters, buffers)) -> Tensor:
+            gated = masked.graph.gate({name: value.detach() for name, value in entries[0].items()}, gates)
+            return F.cross_entropy(
+                torch.func.functional_call(masked.model, {**entries[1], **gated}, (image[None],)), label[None]
+            )
+
+        weight = weight * 0.5**0.5 + 1 - 0.5**0.5
+        for image, label in zip(x, y, strict=True):
+            for name, each in torch.func.grad(loss)(gates, image, label).items():
+                expected[name] = expected[name] + 0.5 / len(x) * (1 - 0.5**0.5) * each.square()
+        train_step(masked, optimizer, x, y)
+        for name, found in masked.importance().items():
+            torch.testing.assert_close(found, expected[name] / weight, rtol=1e-8, atol=1e-20)
+        expected = {name: value * 0.5**0.5 for name, value in expected.items()}
+
+
+@pytest.mark.parametrize("options", [{"ratio": 0.3}, {"budget": "flops=20%"}, {"budget": "flops=30%,params=25%"}])
+def test_the_width_falls_in_cuts_to_what_was_asked_for_units_never_return_and_the_cost_is_reported(options: Any) -> None:
+    masked, x, y = _masked(**options)
+    costs = sk.cost_model(convolutions()[0], x, graph=masked.graph)
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.05, momentum=0.9)
+    seen, flops = [masked.unit_mask()], 0.0
+    for _ in range(STEPS):
+        flops += 3 * len(x) * costs.forward_flops(seen[-1])
+        masked(x)
+        masked.unit_mask()
+        assert masked.unit_mask() == seen[-1]  # a pass or a look changes nothing
+        train_step(masked, optimizer, x, y)
+        now = masked.unit_mask()
+        assert all(bool((seen[-1][name] | ~keep).all()) for name, keep in now.items())
+        seen.append(now)
+    report = masked.report
+    assert report is not None
+    assert (report.steps, len(report.cuts)) == (STEPS, 3)
+    assert [step for step in range(1, STEPS + 1) if seen[step] != seen[step - 1]] == list(report.cuts)
+    assert max(report.cuts) <= STEPS // 2
+    counts = masked.unit_mask().counts()
+    if "ratio" in options:
+        assert counts == {"0": 3, "3": 2, "7": 3}
+    else:
+        limits, dense = sk.Budget.of(options["budget"]), costs.dense_costs()
+        assert all(costs.costs(counts)[name] <= limit for name, limit in limits.limits(dense).items())
+        assert len({count / masked.graph.groups[name].size for name, count in counts.items()}) > 1
+    assert "It pays" in str(report)
+    assert report.flops is not None
+    assert report.flops >= flops  # the passes of this test that no step followed count too
+
+
+def test_each_cut_is_refitted_on_the_batches() -> None:
+    """Right after a cut, the loss on them is far lower than without a refit; what was read for it counts."""
+    losses, spent = [], []
+    for batches in (None, [convolutions(seed=0)[1:]]):
+        masked, x, y = _masked(batches=batches)
+        optimizer = torch.optim.SGD(masked.parameters(), lr=0.0)
+        for _ in range(3):
+            train_step(masked, optimizer, x, y)
+        dense = convolutions()[0].eval()(x).detach()
+        losses.append(float((masked.eval()(x) - dense).detach().square().mean()))
+        assert masked.report is not None
+        assert len(masked.report.cuts) == 1
+        spent.append(masked.report.flops or 0.0)
+    assert losses[1] < 0.5 * losses[0]
+    assert spent[1] > spent[0]
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, nesterov=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "fused AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.002),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.001),
+}
+
+
+@pytest.mark.parametrize("at", [1, 5])
+@pytest.mark.parametrize("how", ["state", "pickle", "copy"])
+@pytest.mark.parametrize(("name", "options"), [("AdamW", {}), ("SGD", {"budget": "flops=20%"}), ("Adafactor", {})])
+@pytest.mark.same_bits
+def test_a_training_resumed_between_two_cuts_has_the_bits_of_one_that_never_stopped(
+    name: str, options: Any, how: str, at: int
+) -> None:
+    def begin() -> tuple[sk.LearnableMask, torch.optim.Optimizer, Any]:
+        masked, _, _ = _masked(batches=[(x, y)], **options)
+        optimizer = OPTIMIZERS[name](masked.parameters())
+        return masked, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+
+    _, x, y = _masked()
+    run = begin()
+    keys = run[0].state_dict().keys()
+    twin: Any = None
+    for step in range(STEPS):
+        if step == at:
+            assert len(run[0].report.cuts) == (0 if at == 1 else 1)
+            if how == "state":
+                buffer = io.BytesIO()
+                torch.save([part.state_dict() for part in run], buffer)
+                buffer.seek(0)
+                twin = begin()
+                for part, state in zip(twin, torch.load(buffer, weights_only=True), strict=True):
+                    part.load_state_dict(state)
+            else:
+                twin = copy.deepcopy(run) if how == "copy" else pickle.loads(pickle.dumps(run))
+        for masked, optimizer, scheduler in (run,) if twin is None else (run, twin):
+            generator = torch.Generator().manual_seed(step)
+            train_step(masked, optimizer, x + 0.1 * torch.randn(x.shape, generator=generator), y)
+            scheduler.step()
+    left, right = run[0].state_dict(), twin[0].state_dict()
+    assert left.keys() == right.keys() == keys
+    assert all(torch.equal(left[key], right[key]) for key in left)
+    assert run[0].unit_mask().counts() == twin[0].unit_mask().counts() != {"0": 8, "3": 6, "7": 10}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast", "scaled"])
+def test_any_optimizer_and_precision_trains_through_the_cuts(name: str, precision: str) -> None:
+    if precision == "bfloat16" and name in ("Rprop", "Adafactor"):
+        pytest.skip("they are not made for weights of two bytes")
+    masked, x, y = _masked(torch.bfloat16 if precision == "bfloat16" else torch.float32)
+    optimizer, losses = OPTIMIZERS[name](masked.parameters()), []
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "scaled", init_scale=2.0**10)
+    dtype = torch.float16 if precision == "scaled" else torch.bfloat16
+    for _ in range(STEPS):
+        with torch.autocast("cpu", dtype, enabled=precision in ("autocast", "scaled")):
+            loss = F.cross_entropy(masked(x).float(), y)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(float(loss))
+    assert masked.unit_mask().counts() == {"0": 3, "3": 2, "7": 3}
+    assert losses[-1] < losses[0]
+    assert all(leaf.dtype == (torch.bfloat16 if precision == "bfloat16" else torch.float32) for leaf in masked.parameters())
+
+
+def test_readers_that_are_frozen_are_measured_and_units_that_nothing_measures_are_told_of() -> None:
+    masked, x, y = _masked()
+    for name, leaf in masked.named_weights().items():
+        leaf.requires_grad_(name.startswith("9."))  # the last layer alone trains
+    optimizer = torch.optim.SGD(masked.model[9].parameters(), lr=0.05)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            train_step(masked, optimizer, x, y)
+    assert all(bool((values > 1e-12).any()) for values in masked.importance().values())
+    model = nn.Sequential(nn.LSTM(3, 8, batch_first=True), _Last(), nn.Linear(8, 2)).requires_grad_(False)
+    model.append(nn.Linear(2, 2))
+    x = torch.randn(4, 5, 3)
+    other = sk.LearnableMask(model, (x,), ratio=0.5, learning=LearnedNarrowing(steps=8, least_steps=1, cuts=1))
+    optimizer = torch.optim.SGD([p for p in other.parameters() if p.requires_grad], lr=0.1)
+    train_step(other, optimizer, x, torch.tensor([0, 1, 0, 1]))
+    with pytest.warns(UserWarning, match="no gradient reached the units of"):  # at the cut
+        train_step(other, optimizer, x, torch.tensor([0, 1, 0, 1]))
+
+
+class _Last(nn.Module):
+    def forward(self, outputs: Any) -> Tensor:
+        return outputs[0][:, -1]
+
+
+@pytest.mark.parametrize(
+    ("told", "options"),
+    [
+        ("a ratio below 1 or a budget", {"ratio": 1.0}),
+        ("follow from the widths", {"budget": sk.Budget(latency_ms=5.0)}),
+        ("cannot be met", {"budget": "flops=0.01%"}),
+    ],
+)
+def test_what_it_cannot_narrow_to_is_refused(told: str, options: Any) -> None:
+    with pytest.raises(InvalidValueError, match=told):
+        _masked(**options)
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"steps": 6}, {"steps": 50, "until": 1.0}, {"steps": 50, "half_life": 0.0}])
+def test_settings_out_of_range_are_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidValueError):
+        LearnedNarrowing(**wrong)
+    masked, _, _ = _masked()
+    with pytest.raises(InvalidValueError, match="says how many units stay"):
+        masked.ratio = 0.5
