@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import in_transform, is_exporting, is_followed, outside_compiler
-from sparsekit.allocation.masks import mask_from_scores
 from sparsekit.allocation.shares import check_ratio, ratio_counts
 from sparsekit.criteria.batches import Batch, Loss
 from sparsekit.errors import ForeignMaskError, InvalidValueError
@@ -20,19 +18,17 @@ from sparsekit.graph.index import StateDict
 from sparsekit.graph.mask import UnitMask
 from sparsekit.measure.budget import Budget
 from sparsekit.pruning.result import Pruned
-from sparsekit.surgery.optimizer_state import HasState
 from sparsekit.training.checkpoint import Checkpoint
 from sparsekit.training.importance import (
     GradientImportance,
     ImportanceRegularizer,
     ImportanceSteps,
     set_importance,
-    split_units,
 )
+from sparsekit.training.moving_mask import MovingMask
 from sparsekit.training.narrow_model import NarrowModel, Rules
-from sparsekit.training.narrow_module import NarrowModule
-from sparsekit.training.narrowing import LearnedNarrowing, NarrowingReport, NarrowingSteps
-from sparsekit.training.optimizers import OptimizerSet, find_holders, is_distributed, watch
+from sparsekit.training.narrowing import LearnedNarrowing, NarrowingSteps
+from sparsekit.training.optimizers import is_distributed, watch
 from sparsekit.training.start import (
     UNCOMPILED,
     Learning,
@@ -49,7 +45,7 @@ from sparsekit.training.start import (
 )
 
 
-class LearnableMask(NarrowModule):
+class LearnableMask(MovingMask):
     """Train a narrow copy of a model, under a mask that stays or that is learned.
 
     Use it in place of the model in your own training loop: steps run on a physically narrow network,
@@ -122,25 +118,11 @@ class LearnableMask(NarrowModule):
     ) -> None:
         ratio = check_arguments(model, ratio, budget, learning)
         graph = graph_of(model, example_inputs, graph, rules, prune_hidden_size=prune_hidden_size)
-        super().__init__(NarrowModel(model, graph, rules=rules))
-        self.learning = learning
+        super().__init__(NarrowModel(model, graph, rules=rules), learning)
         self.budget = None if budget is None else Budget.of(budget)
         """What the sparse model may cost; None if the ratio says what is kept."""
-        self.optimizers = OptimizerSet()
         self._costs = None if example_inputs is None or not narrows(learning) else costs_of(model, example_inputs, graph)
-        self._widths: float | Mapping[str, int] = 1.0 if narrows(learning) else ratio
-        """Share of units kept in each group, or group name → units kept."""
-        self._chosen_for: object = None
-        """The widths for which the mask was last chosen."""
-        self._mask_given = False
-        """Whether the mask stays until the next `load`, whatever importance says."""
-        self.mask_changed = False
-        """Whether the mask has changed since an optimizer may have been loaded."""
-        self._watched = False
-        """Whether optimizers and wrappers are met by hooks: only where the mask may change."""
-        self._rule: ImportanceSteps | NarrowingSteps | None = None
-        # Float32 for models in bfloat16 or float16, also when the mask is moved to such a dtype.
-        self.scores: Tensor = torch.zeros(0)
+        self._widths = 1.0 if narrows(learning) else ratio
         if graph.groups:
             self.scores = self._first_importance(self.vectors.magnitudes())
         if narrows(learning):
@@ -237,20 +219,11 @@ class LearnableMask(NarrowModule):
             raise InvalidValueError("LearnedNarrowing says how many units stay; pass ratio= to LearnableMask or to load")
         self._widths = check_ratio(ratio)
 
-    def _counts(self) -> Mapping[str, int]:
-        """Group name → units kept."""
-        return ratio_counts(self.graph, self._widths) if isinstance(self._widths, float) else self._widths
-
     def extra_repr(self) -> str:
         """Return what is kept, and by which rule it changes; for `print`."""
         limit = f"ratio={self.ratio:g}" if self.budget is None else f"budget={self.budget}"
         kept = f"{sum(self.narrow_model.mask.counts().values())} of {self.graph.units} units kept"
         return f"{limit}, {kept}, learning={None if self.learning is None else type(self.learning).__name__}"
-
-    @property
-    def report(self) -> NarrowingReport | None:
-        """What `LearnedNarrowing` has done and cost so far; None for other masks."""
-        return self._rule.report() if isinstance(self._rule, NarrowingSteps) else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the sparse model: the arguments and the result are those of the wrapped model."""
@@ -271,68 +244,6 @@ class LearnableMask(NarrowModule):
         if self._rule is not None:
             self._rule.due = torch.is_grad_enabled() or self._rule.due
         return self.narrow_model.run(args, kwargs)
-
-    def importance(self) -> dict[str, Tensor]:
-        """Group name → float (units,): copies of the present importance."""
-        return {name: part.clone() for name, part in split_units(self.graph, self.scores).items()}
-
-    def importance_vector(self) -> Tensor:
-        """Return the present importance of all units, float (J,), in the order of the graph's groups; a copy."""
-        return self.scores.clone()
-
-    def load_importance(self, importance: Mapping[str, Tensor]) -> None:
-        """Set the importance of some or all groups, and keep the units of the largest importance from now on.
-
-        Raises:
-            ForeignMaskError: an unknown group or another number of units.
-            InvalidValueError: a value is NaN or infinite.
-        """
-        set_importance(self.graph, self.scores, importance)
-        self.update_mask()
-
-    def update_mask(self) -> None:
-        """Let the mask follow importance: keep the most important units, at the present widths or those of a cut that is due.
-
-        The step of a torch optimizer does this by itself. Call it after a step of your own. Only here does a mask change, and
-        not while an optimizer is in the middle of a step.
-        """
-        if self._mask_given or self.optimizers.frozen or not self.graph.groups:
-            return
-        # What is made here outlives the call: tensors of inference mode could not be trained on later.
-        with torch.inference_mode(False), torch.no_grad():
-            rule = self._rule
-            if isinstance(rule, NarrowingSteps):
-                if not rule.cut_is_due:
-                    return
-                self._widths = rule.cut(split_units(self.graph, self.scores), self.narrow_model.mask)
-            elif self._chosen_for is self._widths and self.vectors.mask_unchanged(self.scores):
-                return  # without sorting, as after most steps
-            mask, self._chosen_for = self._largest(), self._widths
-            if mask != self.narrow_model.mask:
-                self._change(mask)
-
-    def _change(self, mask: UnitMask) -> None:
-        """Change the mask, let the state of optimizers follow it, and refit what a cut of learned narrowing has left."""
-        self._watch()
-        self.optimizers.check_change()
-        self.mask_changed = True
-        rule, old, before = self._rule, self.narrow_model.mask, None
-        if isinstance(rule, NarrowingSteps) and rule.batches:
-            before = self.narrow_model.compact()
-        self.vectors.set_mask(mask, list(self.optimizers))
-        self.optimizers.just_loaded.clear()
-        if isinstance(rule, NarrowingSteps) and before is not None:
-            rule.refit(before, self.model, old, mask)
-
-    def _largest(self) -> UnitMask:
-        return mask_from_scores(self.graph, split_units(self.graph, self.scores), self._counts(), source="importance")
-
-    def _watch(self) -> None:
-        """Meet every optimizer and every wrapper of this mask from now on, and those that hold it already."""
-        if not self._watched:
-            self._watched = True
-            find_holders(self)
-            watch(self)
 
     def load(
         self,
@@ -407,57 +318,6 @@ class LearnableMask(NarrowModule):
         if self._rule is not None:
             self._rule.load(state, self.scores, self.narrow_model.version)
         self._chosen_for = self._widths
-
-    def update_importance(self, gradients: Mapping[Tensor, Tensor] | None = None, *, examples: int | None = None) -> None:
-        """Learn importance from the gradients of the weights, where no optimizer does it in its step.
-
-        The step of a torch optimizer does this by itself. Call it after `backward()` where there is none, or where gradients
-        are changed before that step, as by clipping. Where there is no torch optimizer, call `update_mask` after your step.
-
-        Args:
-            gradients: Weight → gradient; None reads `.grad` of the weights.
-            examples: Examples of the batch, for `LearnedNarrowing`; None takes those that this mask was called with.
-        """
-        if self._rule is not None:
-            if isinstance(self._rule, NarrowingSteps) and examples is not None:
-                self._rule.examples = examples
-            self._rule.take(self.scores, self.vectors, gradients, None)
-
-    def add_optimizer(self, optimizer: HasState) -> None:
-        """Let the state of `optimizer` follow the mask from now on.
-
-        A torch optimizer is met at its first step and needs no such call, unless it has state before that, as one that was
-        loaded or copied: then call this before the mask or the ratio changes. Any other object may keep tensors that follow the
-        units: `state[leaf][name]`, each of the leaf's shape.
-
-        When the mask changes, units that stay keep their state; units that enter start with fresh state. Optimizers that are
-        not torch's own, or whose state is not one value for each weight (`Adafactor`, `AdamW8bit`), start with fresh state at
-        every weight whose units change. `LBFGS` is refused when the mask changes.
-
-        Args:
-            optimizer: Steps some of `parameters()`, or has state for them; held weakly.
-
-        Raises:
-            InvalidValueError: `optimizer` steps none of them.
-        """
-        self.optimizers.add(optimizer, self)
-
-    @contextmanager
-    def freeze_mask(self) -> Iterator[None]:
-        """Keep the mask as it is within a block, in which an optimizer steps in two parts; it follows importance after it.
-
-        ```python
-        with masked.freeze_mask():
-            sam.first_step()
-            F.cross_entropy(masked(x), y).backward()
-            sam.second_step()
-        ```
-        """
-        try:
-            with self.optimizers.freeze():
-                yield
-        finally:
-            self.update_mask()
 
     def _checkpoint(self) -> Checkpoint:
         rule = {} if self._rule is None else self._rule.state()

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 import sparsekit as sk
 from sparsekit.errors import InvalidValueError
-from sparsekit.training import learnable
+from sparsekit.training import moving_mask
 
 RULES: dict[str, Any] = {
     "fixed": {"ratio": 0.5},
@@ -88,7 +88,7 @@ def test_keys_never_change_and_names_of_parameters_are_among_them_also_for_distr
 
 @pytest.mark.parametrize("rule", ["fixed", "budget"])
 def test_a_mask_that_stays_installs_no_hooks_and_its_optimizer_is_found_when_its_ratio_changes(rule: str) -> None:
-    with mock.patch.object(learnable, "watch") as watch:
+    with mock.patch.object(moving_mask, "watch") as watch:
         masked, optimizer, (x, y) = _trained(rule)
         assert not watch.called
         assert not optimizer._optimizer_step_pre_hooks
