@@ -124,6 +124,7 @@ ARMS: dict[str, fl.Method] = {
     "heterofl": fl.methods.heterofl(**plain),
     "rcr": fl.methods.rcr_fix(),
     "importance": fedlps(pattern="importance"),
+    "importance, no refit": fedlps(pattern="importance", refit=False),
     "random": fedlps(pattern="random"),
     "ordered": fedlps(pattern="ordered"),
     "magnitude": fedlps(pattern="magnitude"),

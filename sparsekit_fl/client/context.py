@@ -6,7 +6,7 @@ import bisect
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -130,8 +130,13 @@ class ClientContext:
         return fit(module, batches, step, metrics=metrics, rng=self.rng, amp=amp, device=self.device)
 
     def work(self, mask: UnitMask | WeightMask | None, log: TrainingLog) -> WorkCost:
-        """Return the FLOPs of a fit under one mask; the paper's convention counts every batch as full."""
-        return self.work_on(log.examples, mask, padded_examples=log.padded_examples)
+        """Return the FLOPs of a fit under one mask, with those of further passes that a method made.
+
+        The paper's convention counts every batch as full, and once.
+        """
+        work = self.work_on(max(log.examples, log.passes), mask, padded_examples=log.padded_examples)
+        forward = self.costs.forward_flops(mask if isinstance(mask, UnitMask) else None)
+        return replace(work, flops=work.flops + log.forward_only * forward)
 
     def work_on(
         self, examples: int, mask: UnitMask | WeightMask | None = None, *, padded_examples: int | None = None

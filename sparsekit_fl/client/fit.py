@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.rng import torch_scope
@@ -232,12 +233,16 @@ class TrainingLog:
         accuracy: Mean training accuracy, one value per epoch; empty where the problem has no metric of that name.
         examples: Examples processed, over all epochs.
         padded_examples: The same with every last batch counted as full.
+        passes: Examples that went forward and backward through modules of the problem's architecture, whoever called them.
+        forward_only: Examples that went forward through such modules without gradients.
     """
 
     loss: tuple[float, ...] = ()
     accuracy: tuple[float, ...] = ()
     examples: int = 0
     padded_examples: int = 0
+    passes: int = 0
+    forward_only: int = 0
 
     def __add__(self, other: TrainingLog) -> TrainingLog:
         return TrainingLog(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -246,6 +251,25 @@ class TrainingLog:
         """Return `loss` and `accuracy`, each the mean over the epochs."""
         found = {"loss": self.loss, "accuracy": self.accuracy}
         return {name: sum(values) / len(values) for name, values in found.items() if values}
+
+
+class _Passes:
+    """Count the examples that go through a module, its copies and others of its architecture, until `close` is called."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.counts = [0, 0]  # without gradients, with gradients
+        self._kind, self._parts, self._known = type(module), _parts(module), dict[nn.Module, bool]()
+        self.close = register_module_forward_hook(self._count).remove
+
+    def _count(self, module: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:  # noqa: ARG002 - torch's signature
+        if type(module) is self._kind and inputs and isinstance(inputs[0], Tensor):
+            if module not in self._known:
+                self._known[module] = _parts(module) == self._parts
+            self.counts[torch.is_grad_enabled()] += len(inputs[0]) * self._known[module]
+
+
+def _parts(module: nn.Module) -> list[tuple[str, type]]:
+    return [(name, type(part)) for name, part in module.named_modules()]
 
 
 def _precision(amp: Amp, device: str) -> AbstractContextManager[Any]:
@@ -273,7 +297,7 @@ def fit(
     accuracy = metrics.get("accuracy")
     losses, accuracies = list[float](), list[float]()
     module.train()
-    with torch_scope(rng):
+    with torch_scope(rng), closing(_Passes(module)) as seen:
         for epoch in batches:
             # Summed as tensors: reading a number from a device at every step would wait for it.
             loss_sum: Any = 0.0
@@ -296,6 +320,8 @@ def fit(
         accuracy=tuple(accuracies),
         examples=batches.size * len(losses),
         padded_examples=batches.padded_examples * len(losses),
+        passes=seen.counts[True],
+        forward_only=seen.counts[False],
     )
 
 

@@ -82,13 +82,10 @@ class PerFedAvg(Method):
         module, loss_of = client.masked.model, client.problem.loss
         others = (batch for _ in count() for epoch in client.batches(epochs=1) for batch in epoch)
         before: list[Tensor] = []
-        adapted = 0  # examples of the adaptation steps
 
         def forward(batch: Batch) -> tuple[Any, Tensor]:
-            nonlocal adapted
             other, leaves = next(others), trained_leaves(client.masked)
             before[:] = [leaf.detach().clone() for leaf in leaves.values()]
-            adapted += other.size
             self._adaptation(client, leaves)(loss_of(module(*other.inputs), other.targets))
             outputs = module(*batch.inputs)
             return outputs, loss_of(outputs, batch.targets)
@@ -101,8 +98,8 @@ class PerFedAvg(Method):
             return [adjust]
 
         result = sgd(client, task, forward=forward, adjusts=back)
-        work = client.work(None, result.log) + client.work_on(adapted, padded_examples=result.log.padded_examples)
-        return replace(result, work=work)
+        work = client.work(None, result.log)
+        return replace(result, work=replace(work, flops_paper=2 * work.flops_paper))
 
     def deploy(self, client: ClientContext, state: StateDict) -> Task:
         """Return the global model after one step of gradient descent on the client's training data, at most 256 of them."""

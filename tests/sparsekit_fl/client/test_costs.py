@@ -1,12 +1,12 @@
 """Costs: simulated time, row-mask FLOPs, and the passes by which a method decides while it trains."""
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from own_models import OwnModels
-from personal import equals, tiny_config, tiny_run, watched
+from personal import deep_problem, equals, tiny_config, tiny_run, watched
 from torch import nn
 
 import sparsekit as sk
@@ -52,6 +52,31 @@ def test_the_width_of_a_share_is_the_largest_whose_step_costs_no_more(sizes) -> 
         assert flops(width) <= share
         assert share == 1.0 or flops(width + 1 / max(sizes)) > share
     assert width_of(costs, 1e-9) == 1 / max(sizes), "one unit of each group, whatever it costs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contrastive(fl.Method):
+    """As MOON: the received model and a copy of another one look at each batch too; one more pass has gradients."""
+
+    def train(self, client: fl.ClientContext, task: fl.Task) -> fl.Result:
+        received, own = client.problem.model(), client.masked.model
+        other = client.masked.compact()
+
+        def forward(batch):
+            outputs = own(*batch.inputs)
+            with torch.no_grad():
+                received(*batch.inputs)
+                other(*batch.inputs)
+            return outputs, client.problem.loss(outputs, batch.targets) + 0.0 * own(*batch.inputs).sum()
+
+        return fl.sgd(client, task, forward=forward)
+
+
+def test_every_pass_through_a_module_of_the_problem_is_counted_whoever_made_it() -> None:
+    """A step is three passes; this one has another step's three, and two forward."""
+    plain, more = (tiny_run(method, rounds=1, problem=deep_problem()).cost for method in (fl.Method(), Contrastive()))
+    assert more.flops_training * 3 == plain.flops_training * (3 + 3 + 2)
+    assert more.flops_paper == plain.flops_paper
 
 
 def _wide() -> nn.Module:
