@@ -1,5 +1,6 @@
 """Registry: a name finds an object, from a table or from an installed entry point, imported when asked for."""
 
+import contextlib
 import importlib
 import importlib.util
 import sys
@@ -12,7 +13,10 @@ from typing import Any
 
 from sparsekit.errors import InvalidValueError, SparsekitError, UnknownNameError, nearest
 
-__all__ = ["Registry", "load_object", "ran"]
+__all__ = ["CALLED", "Registry", "calling", "load_object", "ran"]
+
+CALLED = "raised while sparsekit called "
+"""What a note on an exception of a user's code begins with."""
 
 
 def load_object(path: str) -> Any:
@@ -93,6 +97,23 @@ def ran(name: str, code: Callable[[], Any], *, how: str = "", advice: str = "fix
         else:
             told, file, line = str(error), frames[-1].filename, frames[-1].lineno
         raise InvalidValueError(f"{name!r} failed with {type(error).__name__}: {told} ({file}, line {line})") from error
+
+
+@contextlib.contextmanager
+def calling(what: str | Callable[[], str]) -> Iterator[None]:
+    """Note on an exception of a user's code what was called. A traceback has the note, and so has the command line.
+
+    Args:
+        what: For example "the loss"; a function is called for the text if there is an exception.
+    """
+    try:
+        yield
+    except SparsekitError:  # which says what to do
+        raise
+    except Exception as error:
+        if not any(note.startswith(CALLED) for note in getattr(error, "__notes__", ())):
+            error.add_note(CALLED + (what if isinstance(what, str) else what()))
+        raise
 
 
 class Registry(Mapping[str, Any]):

@@ -33,7 +33,6 @@ registry = Registry(
     {
         "by_cost": "sparsekit.allocation.by_cost:by_cost",
         "by_loss": "sparsekit.allocation.by_cost:by_loss",
-        "by_ratio": "sparsekit.allocation.shares:by_ratio",
         "global": "sparsekit.allocation.by_cost:global_ranking",
         "uniform": "sparsekit.allocation.shares:uniform",
     },

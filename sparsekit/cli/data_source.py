@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparsekit.cli.model_options import PruneOptions
 from sparsekit.cli.table import DATA
-from sparsekit.errors import DataError, InvalidValueError
+from sparsekit.errors import DataError, InvalidValueError, UnknownNameError, nearest
 from sparsekit.registry import Registry, load_object, ran
 
 if TYPE_CHECKING:
@@ -69,6 +69,12 @@ def find_loss(text: str) -> Callable[..., Any] | None:
     """
     if text == "outputs":
         return None
+    from torch.nn import functional
+
+    if ":" not in text:
+        known = [name for name in vars(functional) if name.endswith(("_loss", "_entropy", "_entropy_with_logits", "kl_div"))]
+        if text not in known:
+            raise UnknownNameError(f"unknown loss {text!r}; {nearest(text, known)}; or package.module:loss")
     found = load_object(text if ":" in text else f"torch.nn.functional:{text}")
     if not callable(found):
         raise InvalidValueError(f"--loss {text} must be a function of outputs and target, got {type(found).__name__}")
@@ -93,13 +99,12 @@ def metric_of(batches: Iterable[Any] | None, loss: Callable[..., Any] | None) ->
 
 
 def _mean(model: nn.Module, batches: Iterable[Any], score: Callable[[nn.Module, Any], tuple[float, int]]) -> float:
-    """Return the mean over batches of a score, in eval mode; a score is a sum and the number of what it sums."""
-    import torch
-
-    from sparsekit.criteria.batches import read_batches, scoring
+    """Return the mean over batches of a score; a score is a sum and the number of what it sums."""
+    from sparsekit.criteria.batches import read_batches
+    from sparsekit.measure.clock import measured
 
     total, count = 0.0, 0
-    with scoring(model), torch.no_grad():
+    with measured(model):
         for batch in read_batches(batches, model, "Validation"):
             more, number = score(model, batch)
             total, count = total + more, count + number
@@ -108,12 +113,11 @@ def _mean(model: nn.Module, batches: Iterable[Any], score: Callable[[nn.Module, 
 
 def _right(model: nn.Module, batch: Any) -> tuple[float, int]:
     """Return the number of targets that are the largest output along axis 1, and that of all."""
-    from sparsekit.criteria.batches import split_batch
+    from sparsekit.criteria.batches import run_model
 
-    args, kwargs, target = split_batch(batch, keep_target=False)
+    outputs, target = run_model(model, batch)
     if target is None:
         raise DataError("accuracy needs targets: batches (input, …, target), or mappings with 'labels'")
-    outputs = model(*args, **kwargs)
     found = getattr(outputs, "logits", outputs).argmax(1)
     if found.shape != target.shape:  # which would broadcast
         raise DataError(

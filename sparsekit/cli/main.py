@@ -11,7 +11,10 @@ import contextlib
 import functools
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import click
@@ -21,7 +24,7 @@ from typer.core import TyperGroup
 from sparsekit.cli.output import TYPED, log_to
 from sparsekit.cli.table import COMMANDS
 from sparsekit.errors import InvalidValueError, SparsekitError, install_hint, nearest
-from sparsekit.registry import Registry, load_object
+from sparsekit.registry import CALLED, Registry, load_object
 from sparsekit.version import __version__
 
 commands = Registry("command", {name: listed.path for name, listed in COMMANDS.items()}, group="sparsekit.commands")
@@ -148,6 +151,28 @@ def execute(arguments: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         typer.echo("interrupted", err=True)
         return INTERRUPTED
+    except Exception as error:  # of the user's code, or a mistake of ours
+        if os.environ.get("SPARSEKIT_DEBUG"):
+            raise
+        told, code = _blamed(error)
+        typer.echo(f"error: {told}", err=True)
+        return code
+
+
+def _blamed(error: Exception) -> tuple[str, int]:
+    """Say in one sentence what failed: code of the user, with its innermost line and exit code 2, or ours, with 1."""
+    frames = traceback.extract_tb(error.__traceback__)
+    package = Path(__file__).parents[1]
+    ours = [package, package.with_name("sparsekit_fl"), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))]
+    theirs = [frame for frame in frames if not frame.filename.startswith(("<", *(f"{place}{os.sep}" for place in ours)))]
+    called = next((note.removeprefix(CALLED) for note in getattr(error, "__notes__", ()) if note.startswith(CALLED)), None)
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:600]
+    debug = "SPARSEKIT_DEBUG=1 shows the traceback"
+    if not theirs and called is None:
+        place = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "no traceback"
+        return f"sparsekit failed with {reason} ({place}). This is a mistake of ours: please report it; {debug}", 1
+    where = f" ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else ""
+    return f"{called or theirs[-1].name} failed with {reason}{where}; {debug}", 2
 
 
 def _in_words(error: OSError) -> str:

@@ -201,11 +201,11 @@ def _read_file(path: Path) -> Any:
         raise
     except Exception as error:  # readers raise errors of many kinds for a damaged file
         # Torch's own words advise to run whatever code the file holds.
-        pickled = type(error).__name__ == "UnpicklingError" and "Unsupported" in str(error)
+        pickled = type(error).__name__ == "UnpicklingError" and path.read_bytes()[:2] in (b"PK", b"\x80\x02")
         told = (
             "it holds more than tensors, and to load that could run code"
             if pickled
-            else f"{type(error).__name__}, it may be damaged"
+            else f"it is damaged, or no file of weights ({type(error).__name__})"
         )
         raise InvalidValueError(
             f"{path} cannot be read as weights: {told}; save model.state_dict() with torch.save, or as safetensors"

@@ -21,6 +21,7 @@ from sparsekit.bandit.optuna import BanditSampler
 from sparsekit.bandit.search_space import Axis, rounded, text_of
 from sparsekit.cli.commands import Commands, filled
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
+from sparsekit.registry import calling
 
 _JOURNAL = "study.journal"
 
@@ -83,8 +84,9 @@ class Search:
         if name == "random":
             return RandomSampler(seed=seed + started)
         if name in registry or ":" in name:
-            return BanditSampler(name, seed=seed, space=self.axes, horizon=self.horizon,
-                                 deterministic=self.settings["deterministic"])  # fmt: skip
+            with calling(f"the sampler {name}"):
+                return BanditSampler(name, seed=seed, space=self.axes, horizon=self.horizon,
+                                     deterministic=self.settings["deterministic"])  # fmt: skip
         raise UnknownNameError(
             f"unknown sampler {name!r}; {nearest(name, ['tpe', 'random', *registry])}, or package.module:object"
         )

@@ -29,16 +29,13 @@ __all__ = [
 registry = Registry(
     "criterion",
     {
-        "wanda": "sparsekit.criteria.wanda:Wanda",
         "fisher": "sparsekit.criteria.taylor:Fisher",
-        "learned": "sparsekit.criteria.orders:Learned",
         "magnitude": "sparsekit.criteria.weights:Magnitude",
         "ordered": "sparsekit.criteria.orders:Ordered",
         "position_fisher": "sparsekit.criteria.taylor:PositionFisher",
         "random": "sparsekit.criteria.orders:Random",
-        "scored": "sparsekit.criteria.orders:Scored",
         "taylor": "sparsekit.criteria.taylor:Taylor",
-        "torch_pruning": "sparsekit.criteria.torch_pruning:TorchPruning",
+        "wanda": "sparsekit.criteria.wanda:Wanda",
     },
     group="sparsekit.criteria",
 )

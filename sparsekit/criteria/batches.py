@@ -4,16 +4,20 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
 
 from sparsekit._torch import tree_leaves, without_fast_path
 from sparsekit.criteria.base import ScoringContext
 from sparsekit.errors import DataError, InvalidValueError, MissingImportanceError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.progress import track
+from sparsekit.registry import calling
 from sparsekit.runtime.narrow_attention import NarrowMultiheadAttention
 
 Batch = Any
@@ -58,8 +62,25 @@ def example_count(batch: Batch) -> int:
 
 def call_model(model: nn.Module, batch: Batch, loss: Loss | None) -> Tensor:
     """Run a model on a batch and return its loss, a scalar, as `loss_of` reads it."""
-    args, kwargs, target = split_batch(batch, keep_target=loss is None)
-    return loss_of(model(*args, **kwargs), target, loss)
+    outputs, target = run_model(model, batch, keep_target=loss is None)
+    return loss_of(outputs, target, loss)
+
+
+def run_model(model: nn.Module, batch: Batch, *, keep_target: bool = False) -> tuple[Any, Any]:
+    """Run a model on a batch: its outputs, and the target or None.
+
+    Args:
+        model: The model.
+        batch: As for `split_batch`.
+        keep_target: Whether a mapping's target stays among the inputs.
+    """
+    args, kwargs, target = split_batch(batch, keep_target=keep_target)
+    with calling(lambda: f"the model on a batch of {', '.join(map(_told, _tensors([args, kwargs]))) or 'no tensors'}"):
+        return model(*args, **kwargs), target
+
+
+def _told(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def loss_of(outputs: Any, target: Any, loss: Loss | None) -> Tensor:
@@ -84,7 +105,8 @@ def loss_of(outputs: Any, target: Any, loss: Loss | None) -> Tensor:
             )
     else:
         outputs = getattr(outputs, "logits", outputs)
-        value = loss(outputs) if target is None else loss(outputs, target)
+        with calling("the loss" if target is not None else "the loss with outputs alone, since the batches have no targets"):
+            value = loss(outputs) if target is None else loss(outputs, target)
     if not isinstance(value, Tensor) or value.numel() != 1:
         given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise InvalidValueError(f"the loss must be a scalar tensor, the mean over the examples of the batch, got {given}")
@@ -114,13 +136,16 @@ def read_batches(
     """Yield batches that are on the device of the model, `limit` at most; `what` names the work in messages.
 
     Raises:
-        DataError: there is no batch, or one is on another device than the model.
+        DataError: this is no loader, there is no batch, or one is on another device than the model.
     """
+    _refuse_what_is_no_loader(batches)
     devices = {entry.device for entry in itertools.chain(model.parameters(), model.buffers())}
     known = _length(batches)
     total = known if limit is None else min(limit, known or limit)
     place = -1
     for place, batch in enumerate(track(itertools.islice(batches, limit), what, show=progress, total=total)):
+        if any(isinstance(leaf, np.ndarray) for leaf in tree_leaves(split_batch(batch, keep_target=True)[:2])):
+            raise DataError(f"batch {place} has arrays of numpy as inputs; yield tensors, such as torch.from_numpy(array)")
         for tensor in _tensors(batch):
             if devices and tensor.device not in devices:
                 home = ", ".join(sorted(map(str, devices)))
@@ -133,6 +158,28 @@ def read_batches(
         raise DataError(
             f"{what}: got no batch, the loader is empty. A generator can be read only once; pass a list or a DataLoader"
         )
+
+
+def _refuse_what_is_no_loader(batches: Any) -> None:
+    """Say what was found, and what to pass: data that were not divided into batches would be read example by example."""
+    advice = "pass a loader or a list of batches, such as [(images, labels), …] or torch.utils.data.DataLoader(data_set, 32)"
+    found = None
+    if isinstance(batches, Tensor | np.ndarray):
+        found = f"one {type(batches).__name__.lower()} of shape {tuple(batches.shape)}"
+    elif isinstance(batches, Mapping):
+        found = f"one mapping with {', '.join(map(repr, list(batches)[:3]))}, which is one batch"
+    elif isinstance(batches, Dataset) and not isinstance(batches, IterableDataset):
+        found = f"a data set ({type(batches).__name__}), which gives single examples"
+    elif isinstance(batches, str | bytes | type) or (not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__")):
+        found = f"a function ({batches.__qualname__}); call it" if isinstance(batches, FunctionType) else repr(batches)
+    elif isinstance(batches, tuple | list) and len(batches) > 1 and all(isinstance(each, Tensor) for each in batches):
+        # Batches of inputs alone may have several sizes, but the examples of one batch have one number.
+        widths = {each.shape[1:] for each in batches if each.dim() == 2 and each.is_floating_point()}
+        unlike = len({(each.dtype, each.dim()) for each in batches}) > 1 or len(widths) > 1
+        if unlike and len({each.shape[:1] for each in batches}) == 1:
+            found = f"one batch, tensors of shapes {' and '.join(str(tuple(each.shape)) for each in batches)}"
+    if found is not None:
+        raise DataError(f"batches must be batches, got {found}; {advice}")
 
 
 def _length(batches: Iterable[Batch]) -> int | None:

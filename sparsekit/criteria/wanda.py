@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from sparsekit.criteria.base import ScoringContext
-from sparsekit.criteria.batches import DataDriven, check_finite, split_batch
+from sparsekit.criteria.batches import DataDriven, check_finite, run_model
 from sparsekit.criteria.experts import routed_outputs
 from sparsekit.criteria.gate_gradients import inputs_of, sum_up, unit_readers
 from sparsekit.criteria.weights import along_axis
@@ -36,9 +36,8 @@ class Wanda(DataDriven):
         axes = {layer: axis for found in readers.values() for layer, _, axis in found or ()}
         with self._passes(model) as passes, routed_outputs(model, graph) as routed:
             for batch in passes:
-                args, kwargs, _ = split_batch(batch, keep_target=False)
                 with inputs_of(axes) as calls:
-                    model(*args, **kwargs)
+                    run_model(model, batch)
                 for layer, inputs in calls.items():
                     for x in inputs:
                         values = wide(x).movedim(axes[layer], -1).reshape(-1, x.shape[axes[layer]])

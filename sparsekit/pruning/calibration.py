@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsekit.criteria.batches import Batch, Loss, call_model, example_count, read_batches, scoring, split_batch
+from sparsekit.criteria.batches import Batch, Loss, call_model, example_count, read_batches, run_model, scoring, split_batch
 from sparsekit.pruning.distillation import Distillation
 from sparsekit.rng import torch_generator
 
@@ -77,7 +77,7 @@ class Calibration:
         wanted = []
         if distils:
             with scoring(model), torch.no_grad():
-                wanted = [Distillation.outputs(_run(model, batch)).clone() for batch in judge]
+                wanted = [Distillation.outputs(run_model(model, batch)[0]).clone() for batch in judge]
         return cls(fit, judge, loss, distils, wanted)
 
     @property
@@ -91,7 +91,7 @@ class Calibration:
         with scoring(model), torch.no_grad():
             for batch, wanted in itertools.zip_longest(self.judge, self.wanted):
                 if self.distils:
-                    own = Distillation.outputs(_run(model, batch))
+                    own = Distillation.outputs(run_model(model, batch)[0])
                     value = float(F.mse_loss(own.float(), wanted.float()) / wanted.float().var().clamp_min(1e-30))
                 else:
                     value = float(call_model(model, batch, self.loss))
@@ -99,17 +99,11 @@ class Calibration:
         return total / max(1, count)
 
 
-def _run(model: nn.Module, batch: Batch) -> Any:
-    args, kwargs, _ = split_batch(batch, keep_target=False)
-    return model(*args, **kwargs)
-
-
 def _has_loss(model: nn.Module, batch: Batch) -> bool:
     """Tell whether a batch has a target, or the model computes a loss of it."""
-    args, kwargs, target = split_batch(batch, keep_target=True)
-    if target is not None:
+    if split_batch(batch, keep_target=True)[2] is not None:
         return True
     with scoring(model), torch.no_grad():
-        outputs = model(*args, **kwargs)
+        outputs, _ = run_model(model, batch)
     value = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     return isinstance(value, Tensor)

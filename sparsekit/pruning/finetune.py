@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsekit.criteria.batches import Batch, Loss, loss_of, read_batches, split_batch
+from sparsekit.criteria.batches import Batch, Loss, loss_of, read_batches, run_model, split_batch
 from sparsekit.errors import InvalidValueError
 from sparsekit.measure.clock import evaluated, measured
 from sparsekit.pruning.distillation import Distillation
 from sparsekit.pruning.regularizers import GroupSL
+from sparsekit.registry import calling
 from sparsekit.rng import torch_scope
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -149,10 +150,10 @@ def finetune(
     frozen = [module for module in model.modules() if model.training and not module.training]
 
     def compute(batch: Batch, teacher: Distillation | None = None) -> Tensor:
-        args, kwargs, target = split_batch(batch, keep_target=loss is None)
+        args, kwargs, _ = split_batch(batch, keep_target=loss is None)
         with torch.autocast(kind, dtype=amp) if amp is not None else contextlib.nullcontext():
             taught = None if teacher is None else teacher.teach(args, kwargs)
-            outputs = model(*args, **kwargs)
+            outputs, target = run_model(model, batch, keep_target=loss is None)
             value = loss_of(outputs, target, loss)
             return value if teacher is None or taught is None else teacher.combine(value, outputs, taught)
 
@@ -189,7 +190,8 @@ def finetune(
             return None
         with measured(model):  # what validation draws must not move the draws of training
             if callable(validation):
-                found: Any = validation(model)
+                with calling("validation"):
+                    found: Any = validation(model)
             else:
                 losses = [float(compute(batch)) for batch in read_batches(validation, model, "Validation")]
                 found = -sum(losses) / len(losses)

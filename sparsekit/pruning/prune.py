@@ -39,6 +39,7 @@ from sparsekit.pruning.report import CandidateReport, PruneReport, describe
 from sparsekit.pruning.result import Pruned
 from sparsekit.pruning.selection import Selector, read_limits
 from sparsekit.pruning.trained import UncalibratedWarning, signs_of_training
+from sparsekit.registry import calling
 from sparsekit.rng import torch_generator
 from sparsekit.tracing.blocks import refuse_meta
 from sparsekit.tracing.inputs import ModelInputs, find_tensors
@@ -233,7 +234,7 @@ def prune(
 
     def judge(when: str) -> None:
         if metric is not None and not dry_run:
-            with measured(small):
+            with measured(small), calling("metric"):
                 found[f"{_identifier(metric)}_{when}"] = metric(small)
 
     judge("dense")
@@ -260,7 +261,8 @@ def prune(
         if changed:
             judge(f"pruned{when}")
         if finetune is not None and not dry_run:
-            trained = finetune(small, step)
+            with calling("finetune"):
+                trained = finetune(small, step)
             small = trained if isinstance(trained, nn.Module) else small
             judge(f"finetuned{when}")
     assert cut is not None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import ConvNd, InstanceNorm, NormBase
-from sparsekit.criteria.batches import Batch, example_count, read_batches, scoring, split_batch
+from sparsekit.criteria.batches import Batch, example_count, read_batches, run_model, scoring
 from sparsekit.criteria.gate_gradients import owners_of
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
@@ -142,8 +142,7 @@ def refit(
             for batch in read_batches(batches, model, "Reconstructing", progress=progress):
                 for fit in fits:
                     fit.first = seen
-                args, kwargs, _ = split_batch(batch, keep_target=False)
-                model(*args, **kwargs)
+                run_model(model, batch)
                 seen += example_count(batch)
             for fit in fits:
                 if fit.seen.count:
@@ -260,8 +259,7 @@ def recalibrate_batchnorm(
             hooks.callback(norm.register_forward_pre_hook(enter, with_kwargs=True).remove)
         try:
             for batch in read_batches(batches, model, "Recalibrating batch norms", progress=progress):
-                args, kwargs, _ = split_batch(batch, keep_target=False)
-                model(*args, **kwargs)
+                run_model(model, batch)
             for name, norm in norms.items():
                 mean, variance = norm.get_buffer("running_mean"), norm.get_buffer("running_var")
                 if norm not in measured and len(rows.get(norm, ())) > 1:  # batches of one example, together

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import tree_leaves
-from sparsekit.criteria.batches import Batch, example_count, scoring, split_batch
+from sparsekit.criteria.batches import Batch, example_count, run_model, scoring
 from sparsekit.progress import track
 from sparsekit.pruning.least_squares import Fit, Reader
 from sparsekit.pruning.undo import Undo
@@ -152,8 +152,7 @@ def _note_calls(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence
         with ExitStack() as stack, _without_cache(model):
             for block in blocks:
                 stack.callback(block.register_forward_hook(note, with_kwargs=True).remove)
-            args, kwargs, _ = split_batch(batch, keep_target=False)
-            model(*args, **kwargs)
+            run_model(model, batch)
         entering: Any = noted[0][1][0] if noted and noted[0][1] else None
         if [module for module, *_ in noted] != list(blocks) or not isinstance(entering, Tensor):
             return None

@@ -61,6 +61,16 @@ def soft():
 
 def nan():
     return [(torch.full((4, 1, 8, 8), float("nan")), torch.zeros(4, dtype=torch.long))]
+
+def wide():
+    return [(torch.randn(4, 5, 8, 8), torch.zeros(4, dtype=torch.long))] * 4
+
+def bare():
+    return [torch.randn(4, 1, 8, 8)] * 4
+
+def strict(outputs, target):
+    assert target.max() > 9, "ten classes"
+    return outputs.mean()
 """
 
 

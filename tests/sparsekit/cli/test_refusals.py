@@ -1,5 +1,7 @@
 """What the commands say of bad input and of a user's code that fails: what is wrong, where, and no traceback."""
 
+import functools
+import operator
 import shlex
 import shutil
 from pathlib import Path
@@ -37,7 +39,7 @@ LINES = {
         ),
         ("nets.py:make --init nowhere.pt", "--init 'nowhere.pt' does not exist"),
         ("nets.py:make --init weights", "such as weights/last.pt"),
-        ("nets.py:make --init bad.pt", "bad.pt cannot be read as weights: "),
+        ("nets.py:make --init bad.pt", "bad.pt cannot be read as weights: it is damaged, or no file of weights"),
     ],
     "prune nets.py:make": [
         ("--budget flops=150%", "(0, 100] %"),
@@ -59,11 +61,22 @@ LINES = {
         ("--dataset nets.py:soft --criterion magnitude", "the index of a class for each of (3,) outputs, got targets (3, 3)"),
         ("--dataset imagenet", "unknown data set"),
         ("--dataset nets.py:batches --loss crossentropy", "did you mean 'cross_entropy'"),
+        # Code of a user that is called later than at loading.
+        ("--allocation by_ratio", "unknown allocation 'by_ratio'; known: by_cost"),
+        ("--criterion scored", "unknown criterion 'scored'"),
+        ("--dataset nets.py:wide", "the model on a batch of float32 (4, 5, 8, 8) failed with RuntimeError"),
+        ("--dataset nets.py:bare", "since the batches have no targets failed with TypeError"),
+        ("--dataset nets.py:batches --loss relu", "unknown loss 'relu'; known: binary_cross_entropy"),
+        (
+            "--dataset nets.py:batches --loss nets.py:strict",
+            "the loss failed with AssertionError: ten classes (nets.py, line 66)",
+        ),
     ],
     "tune 'echo {x}' --space x=0:1 --trials 1 -q --metric 'm (.)'": [
         ("--space y=0:1", "is not in the command"),
         ("--timeout -1", "--timeout must be a number of seconds above 0"),
         ("--sampler pucbv", "did you mean 'p-ucbv'"),
+        ("--sampler nets.py:make", "the sampler nets.py:make failed with TypeError"),
         ("--metric m", "--metric must have one group"),
     ],
 }
@@ -93,3 +106,17 @@ def test_a_line_says_what_is_wrong(line: str, wanted: str, capsys: pytest.Captur
     if not told.lstrip().startswith("Usage"):
         assert told.startswith("error: ")
         assert told.count("\n") == 1
+
+
+def test_a_mistake_of_ours_asks_for_a_report_and_shows_the_traceback_on_demand(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sparsekit.cli.prune.find_loss", functools.partial(operator.getitem, {}))  # no line of this file
+    line = shlex.split("prune nets.py:make --budget flops=50%")
+    assert execute(line) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("error: sparsekit failed with KeyError: 'cross_entropy' (")
+    assert "please report it" in told
+    monkeypatch.setenv("SPARSEKIT_DEBUG", "1")
+    with pytest.raises(KeyError):
+        execute(line)

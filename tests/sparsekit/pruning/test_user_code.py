@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import sparsekit as sk
 
@@ -68,3 +69,43 @@ def test_a_metric_is_called_in_eval_mode_and_moves_neither_modes_nor_draws(
     assert torch.equal(torch.random.get_rng_state(), draws)
     if call is _prune:
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+X, Y = (torch.cat(part) for part in zip(*BATCHES))
+WRONG: list[tuple[Any, str]] = [
+    (X, r"got one tensor of shape \(96, 6\)"),
+    ((X, Y), r"got one batch, tensors of shapes \(96, 6\) and \(96,\)"),
+    ([X, torch.randn(96, 3)], "got one batch, tensors of shapes"),
+    ({"input": X, "labels": Y}, "got one mapping with 'input', 'labels', which is one batch"),
+    (TensorDataset(X, Y), r"got a data set \(TensorDataset\), which gives single examples"),
+    (X.numpy(), "got one ndarray of shape"),
+    ([(x.numpy(), y.numpy()) for x, y in BATCHES], "batch 0 has arrays of numpy as inputs"),
+    (make_batches, r"got a function \(make_batches\); call it"),
+    (5, "got 5"),
+    ("data", "got 'data'"),
+]
+
+
+@pytest.mark.parametrize(("batches", "told"), WRONG)
+@pytest.mark.parametrize("call", [0, 1, 2])
+def test_what_is_no_loader_is_named_with_what_to_pass(batches: Any, told: str, call: int) -> None:
+    model = make_model()
+    with pytest.raises(sk.errors.DataError, match=told):
+        [
+            lambda: sk.prune(model, X[:2], budget="flops=60%", batches=batches, loss=F.cross_entropy),
+            lambda: sk.finetune(model, batches, F.cross_entropy, epochs=1),
+            lambda: sk.recalibrate_batchnorm(model, batches),
+        ][call]()
+
+
+def test_batches_of_several_sizes_and_split_tensors_are_loaders() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
+    images = torch.randn(8, 3, 9, 9)
+    assert sk.recalibrate_batchnorm(model, [images, torch.randn(8, 3, 7, 6)]) == 1
+    assert sk.recalibrate_batchnorm(model, images.split(2)) == 1
+
+
+def test_an_exception_of_the_user_keeps_its_type_and_says_what_was_called() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        sk.finetune(make_model(), [(X[:, :4], Y)], F.cross_entropy, epochs=1)
+    assert caught.value.__notes__ == ["raised while sparsekit called the model on a batch of float32 (96, 4)"]
