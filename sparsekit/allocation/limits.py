@@ -66,9 +66,11 @@ def _is_share(value: object) -> bool:
 
 
 def check_multiples(multiple_of: Multiples) -> None:
-    """Raise InvalidValueError unless every number is a positive integer."""
+    """Raise InvalidValueError unless every number is a positive integer, and that of a preference a power of two."""
     if isinstance(multiple_of, PreferredMultiple):
         multiple_of = multiple_of.step
+        if isinstance(multiple_of, int) and multiple_of & (multiple_of - 1):
+            raise InvalidValueError(f"the step of a PreferredMultiple must be a power of two, such as 8, got {multiple_of}")
     for value in multiple_of.values() if isinstance(multiple_of, Mapping) else (multiple_of,):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InvalidValueError(f"multiple_of must be a positive integer, or kind → positive integer, got {multiple_of!r}")

@@ -52,7 +52,7 @@ def ratio_counts(graph: UnitGraph, ratios: float | Mapping[str, float], *, defau
         Group name → units kept.
 
     Raises:
-        InvalidValueError: a share outside (0, 1].
+        InvalidValueError: a share outside (0, 1], or an entry of `ratios` that is neither a group nor an expression.
         UnknownNameError: an entry of `ratios` names and matches no group.
     """
     return _ratio_counts(graph, free_counts(graph, {}, 1), ratios, default)
@@ -71,7 +71,7 @@ def by_ratio(problem: Problem, *, ratios: float | Mapping[str, float], default: 
         default: The share of groups that a mapping does not name.
 
     Raises:
-        InvalidValueError: a share outside (0, 1].
+        InvalidValueError: a share outside (0, 1], or an entry of `ratios` that is neither a group nor an expression.
         UnknownNameError: an entry of `ratios` names and matches no group.
     """
     return _ratio_counts(problem.graph, problem.free, ratios, default)
@@ -82,13 +82,19 @@ def _ratio_counts(graph: UnitGraph, free: Free, ratios: float | Mapping[str, flo
     default = check_ratio(default if isinstance(ratios, Mapping) else ratios)
     for name, share in shares.items():
         check_ratio(share)
-        if name not in graph.groups and not any(re.fullmatch(name, group) for group in graph.groups):
+        try:
+            matches = name in graph.groups or any(re.fullmatch(name, group) for group in graph.groups)
+        except re.error as error:
+            raise InvalidValueError(f"{name!r} is neither a group nor a regular expression: {error}") from None
+        if not matches:
             raise UnknownNameError(f"{name!r} names and matches no group; {nearest(name, graph.groups)}")
 
     def ratio(group: str) -> float:
         if group in shares:
             return shares[group]
-        return next((share for name, share in shares.items() if re.fullmatch(name, group)), default)
+        return next(
+            (share for name, share in shares.items() if name not in graph.groups and re.fullmatch(name, group)), default
+        )
 
     def pick(groups: tuple[str, ...], counts: tuple[int, ...]) -> int:
         wanted = min(keep_count(ratio(name), graph.groups[name].size) for name in groups)

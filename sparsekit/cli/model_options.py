@@ -109,7 +109,7 @@ class PruneOptions(ModelOptions):
         _data(
             metavar="N",
             min=1,
-            help="Number of batches for scoring and reconstruction; the last fifth selects among candidates.",
+            help="Number of batches for scoring and reconstruction; the last fifth of the examples selects among candidates.",
         ),
     ] = 20
     seed: Annotated[int, _run(help="Random seed.")] = 0

@@ -10,12 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sparsekit._torch import tree_leaves
 from sparsekit.criteria.batches import Batch, Loss, call_model, example_count, read_batches, run_model, scoring, split_batch
 from sparsekit.pruning.distillation import Distillation
 from sparsekit.rng import torch_generator
+from sparsekit.tracing.inputs import map_tensors
 
-_BATCHES, _BYTES, _JUDGES = 48, 2**30, 8
-"""Batches that are read at most, the bytes that they may take (at least two are read), and batches that judge at most."""
+_BATCHES, _BYTES = 48, 2**30
+"""Batches that are read at most, and the bytes that they may take; at least two are read."""
+_JUDGES = 64
+"""Examples that judge at least, or tokens where inputs are token ids."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +48,7 @@ class Calibration:
 
     Args:
         fit: Batches that score units, refit layers and renew statistics.
-        judge: Batches that do none of these; empty where only one batch was given.
+        judge: Batches that do none of these; empty where nothing can be held out.
         loss: As given; None takes `outputs.loss`, or where there is none the distance to the dense model's outputs.
         distils: Whether that distance is the loss.
         wanted: The dense model's outputs on `judge`, where it distils.
@@ -58,10 +62,10 @@ class Calibration:
 
     @classmethod
     def read(cls, model: nn.Module, batches: Iterable[Batch], loss: Loss | None) -> "Calibration":
-        """Read batches once, and set the last fifth of them aside to judge.
+        """Read batches once, and set the last of their examples aside to judge: a fifth, and 64 or half where that is less.
 
         Raises:
-            DataError: an empty loader, or a batch on another device than the model.
+            DataError: no loader, an empty one, or a batch on another device than the model.
         """
         found: list[Batch] = []
         held = 0
@@ -71,14 +75,25 @@ class Calibration:
             held += sum(value.nbytes for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
             if held > _BYTES and len(found) > 1:
                 break
-        judges = min(_JUDGES, max(1, len(found) // 5)) if len(found) > 1 else 0
-        fit, judge = found[: len(found) - judges], found[len(found) - judges :]
+        fit, judge = _held_out(found)
         distils = loss is None and not _has_loss(model, found[0])
         wanted = []
         if distils:
             with scoring(model), torch.no_grad():
                 wanted = [Distillation.outputs(run_model(model, batch)[0]).clone() for batch in judge]
         return cls(fit, judge, loss, distils, wanted)
+
+    def notes(self, criterion: str, allocation: str) -> list[str]:
+        """Say what is unsure in a comparison of candidates, of which the first has a criterion and an allocation."""
+        held = sum(map(_terms, self.judge))
+        if not held:
+            return [
+                f"No example could be held out, so candidates were not compared, and {criterion}, {allocation} was taken; pass"
+                " batches of two examples or more."
+            ]
+        if held < _JUDGES:
+            return [f"Candidates were compared on {held} held-out examples only; pass more batches for {_JUDGES} or more."]
+        return []
 
     @property
     def gradient_loss(self) -> Loss | None:
@@ -97,6 +112,39 @@ class Calibration:
                     value = float(call_model(model, batch, self.loss))
                 total, count = total + value * example_count(batch), count + example_count(batch)
         return total / max(1, count)
+
+
+def _terms(batch: Batch) -> int:
+    """Return the number of examples, or of tokens."""
+    args, kwargs, _ = split_batch(batch, keep_target=False)
+    first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+    tokens = first is not None and first.dim() == 2 and not first.is_floating_point()
+    return first.numel() if first is not None and tokens else example_count(batch)
+
+
+def _held_out(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
+    """Divide batches, by examples: the last judge, whole batches as far as they fit, then a part of one."""
+    total = sum(map(example_count, batches))
+    fit, judge, held = list(batches), list[Batch](), 0
+    while fit and (held < total / 5 or sum(map(_terms, judge)) < _JUDGES) and held < total // 2:
+        batch = fit.pop()
+        count, room = example_count(batch), total // 2 - held
+        if count > room:
+            first, batch, count = *_divided(batch, count, count - room), room
+            if batch is None:  # it cannot be divided
+                return [*fit, first], judge
+            fit.append(first)
+        judge.insert(0, batch)
+        held += count
+    return fit, judge
+
+
+def _divided(batch: Batch, examples: int, place: int) -> tuple[Batch, Batch | None]:
+    """Divide a batch before an example; the second is None where not all of its tensors have examples on the first axis."""
+    leaves = tree_leaves(list(batch.values()) if isinstance(batch, Mapping) else batch)
+    if not all(isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == examples for leaf in leaves):
+        return batch, None
+    return map_tensors(lambda leaf: leaf[:place], batch), map_tensors(lambda leaf: leaf[place:], batch)
 
 
 def _has_loss(model: nn.Module, batch: Batch) -> bool:

@@ -1,39 +1,30 @@
-"""Cutter: one cut of a model to a budget by each of some candidates, of which the best on unseen batches is kept."""
+"""best_cut(): one cut by each of some candidates, of which the best on held-out examples is kept."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from sparsekit.allocation.by_cost import global_ranking
-from sparsekit.allocation.limits import Counts, Limits, Multiples
+from sparsekit.allocation.limits import Counts
 from sparsekit.allocation.masks import mask_from_scores
-from sparsekit.allocation.problem import Allocation, allocate, name_of
-from sparsekit.criteria.base import Criterion, ScoringContext, is_comparable, score_units
+from sparsekit.allocation.problem import allocate
+from sparsekit.criteria.base import ScoringContext, is_comparable, score_units
 from sparsekit.criteria.orders import Scored
-from sparsekit.errors import InvalidValueError
+from sparsekit.errors import InvalidValueError, level_of_user
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
-from sparsekit.layers import LayerRule
 from sparsekit.measure.budget import Budget
 from sparsekit.measure.clock import device_of, evaluated, stopwatch
-from sparsekit.measure.cost import CostModel
 from sparsekit.measure.paired import prepare, time_turns
-from sparsekit.pruning.calibration import Calibration
 from sparsekit.pruning.latency import meet_latency
-from sparsekit.pruning.reconstruction import (
-    Reconstruct,
-    recalibrate_batchnorm,
-    refit,
-    refits_in_sequence,
-    statistics_prior,
-)
+from sparsekit.pruning.plan import Candidate, Plan
+from sparsekit.pruning.reconstruction import recalibrate_batchnorm, refit, refits_in_sequence, statistics_prior
 from sparsekit.pruning.report import CandidateReport
 from sparsekit.surgery.compaction import compact
-from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.tracing.trace import check_runs
 
 _STARVED = 0.15
@@ -41,19 +32,6 @@ _STARVED = 0.15
 
 class StarvedGroupsWarning(UserWarning):
     """A ranking of all units leaves some groups next to none."""
-
-
-class Candidate(NamedTuple):
-    """A way to cut: which units are important, and how many stay where."""
-
-    criterion: Criterion
-    allocation: Allocation
-
-    @property
-    def names(self) -> tuple[str, str]:
-        """Names of both, for messages and reports."""
-        own = self.criterion
-        return own.name if isinstance(own, Scored) else type(own).__name__, name_of(self.allocation)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,173 +43,165 @@ class Cut:
         mask: Units of the model that was cut.
         model: The narrow model.
         latency_ms: Measured, where the budget limits it; else None.
-        measured: What was measured on the way, for the report.
     """
 
     candidate: Candidate
     mask: UnitMask
     model: nn.Module
     latency_ms: float | None
+
+
+class Chosen(NamedTuple):
+    """The best cut, and how it was found.
+
+    Args:
+        cut: The best cut, reconstructed.
+        tried: All candidates.
+        scores: Label of a criterion → scores of all units.
+        measured: For the report.
+        notes: For the report: candidates that could not be made or compared.
+    """
+
+    cut: Cut
+    tried: Sequence[CandidateReport]
+    scores: Mapping[str, Scored]
     measured: Mapping[str, Any]
+    notes: Sequence[str]
 
 
-@dataclass(kw_only=True)
-class Cutter:
-    """What all cuts of one call of `prune` have in common."""
+def best_cut(
+    plan: Plan, candidates: Sequence[Candidate], model: nn.Module, graph: UnitGraph, target: Budget | None, *, dry: bool
+) -> Chosen:
+    """Cut by every candidate and keep the one of least loss on examples that neither scored nor reconstructed it.
 
-    dense: nn.Module
-    costs: CostModel
-    call: ModelInputs
-    budget: Budget | None
-    multiple_of: Multiples
-    calibration: Calibration | None
-    reconstruct: Reconstruct
-    rules: Mapping[type[nn.Module], LayerRule] | None
-    generator: torch.Generator
-    progress: bool
-    tried: Sequence[CandidateReport] = ()
-    scores: Mapping[str, Scored] = field(default_factory=dict)
-    dense_pass: Callable[[], object] | None = None
-    """A pass of the dense model in the runtime of the budget, where it limits milliseconds."""
-    dense_ms: float = 0.0
-    _prior: tuple[nn.Module | None, Mapping[str, Tensor]] = (None, {})
+    To be judged, each layer of a candidate is refitted by itself. Refitting in sequence takes twice the time and lowers the
+    loss of all candidates alike, so only the best one is refitted again in sequence.
 
-    def best(
-        self,
-        candidates: Sequence[Candidate],
-        model: nn.Module,
-        graph: UnitGraph,
-        limits: Limits,
-        target: Budget | None,
-        *,
-        dry: bool,
-    ) -> Cut:
-        """Cut by every candidate and keep the one of least loss on batches that neither scored nor reconstructed it.
+    Args:
+        plan: What was decided.
+        candidates: Of one, nothing is judged. Without examples to judge by, the first is taken.
+        model: What is cut.
+        graph: Its units.
+        target: Budget of this step, in absolute numbers.
+        dry: Whether a single candidate is only counted, and `model` itself returned.
 
-        To be judged, each layer of a candidate is refitted by itself. Refitting in sequence takes twice the time and lowers the
-        loss of all candidates alike, so only the best one is refitted again in sequence.
+    Raises:
+        BudgetError, InvalidValueError, MissingImportanceError: what the last candidate raised, where none can be made.
+    """
+    judge = plan.calibration if len(candidates) > 1 and plan.calibration is not None and plan.calibration.judge else None
+    prior = _prior(plan, model) if not dry or judge else {}
+    scores: dict[str, Scored] = {}
+    tried: list[CandidateReport] = []
+    best: tuple[float, Cut, dict[str, Any]] | None = None
+    refused = InvalidValueError("no candidate")
+    for candidate in candidates if judge else candidates[:1]:
+        try:
+            if candidate.label not in scores:
+                context = ScoringContext(weights=model.state_dict(), model=model, generator=plan.generator)
+                found = score_units(candidate.criterion, graph, context)
+                scores[candidate.label] = Scored(found, candidate.label, is_comparable(candidate.criterion))
+            cut = _make(plan, candidate, model, graph, scores[candidate.label], target, only_count=dry and not judge)
+            measured = _refit(plan, cut, model, graph, prior, sequential=not judge)
+        except InvalidValueError as error:
+            if not judge:
+                raise
+            refused = error
+            tried.append(CandidateReport(candidate.label, candidate.way, None, False, f"could not be made: {error}"))
+            continue
+        loss = judge.measure(cut.model) if judge else None
+        told = "" if loss is None or loss == loss else "its loss on held-out examples is NaN"
+        tried.append(CandidateReport(candidate.label, candidate.way, None if told else loss, False, told))
+        rank = float("inf") if told else loss or 0.0
+        if best is None or rank < best[0]:
+            best = rank, cut, measured
+    if best is None:
+        raise refused
+    _, cut, measured = best
+    if judge and not dry and plan.reconstruct in (True, "layers") and refits_in_sequence(model, graph, cut.mask):
+        cut = replace(cut, model=compact(model, graph, cut.mask, rules=plan.rules))
+        measured |= _refit(plan, cut, model, graph, prior, sequential=True)
+    chosen = (cut.candidate.label, cut.candidate.way)
+    rows = [replace(each, chosen=(each.criterion, each.allocation) == chosen) for each in tried]
+    notes = [f"Candidate {each.criterion}, {each.allocation}: {each.note}." for each in tried if each.note]
+    return Chosen(cut, rows, scores, measured, notes)
 
-        Args:
-            candidates: Of one, nothing is judged.
-            model: What is cut.
-            graph: Its units.
-            limits: Group name → (least, largest) share of its units that stays.
-            target: Budget of this step, in absolute numbers.
-            dry: Whether a single candidate is only counted, and `model` itself returned.
 
-        Raises:
-            BudgetError, InvalidValueError, MissingImportanceError: what the last candidate raised, where none can be made.
-        """
-        scores: dict[int, Scored] = {}
-        reports: list[CandidateReport] = []
-        chosen: Cut | None = None
-        least, refused = float("inf"), InvalidValueError("no candidate")
-        judge = self.calibration if len(candidates) > 1 and self.calibration is not None and self.calibration.judge else None
-        for candidate in candidates if judge else candidates[:1]:
-            try:
-                key = id(candidate.criterion)
-                if key not in scores:
-                    context = ScoringContext(weights=model.state_dict(), model=model, generator=self.generator)
-                    found = score_units(candidate.criterion, graph, context)
-                    scores[key] = Scored(found, candidate.names[0], is_comparable(candidate.criterion))
-                cut = self._cut(candidate, model, graph, scores[key], limits, target, dry=dry, judged=judge is not None)
-            except InvalidValueError as error:
-                if not judge:
-                    raise
-                refused = error
-                reports.append(CandidateReport(*candidate.names, None, False, str(error)))
-                continue
-            loss = judge.measure(cut.model) if judge else 0.0
-            loss = loss if loss == loss else float("inf")  # not a number: never the best
-            reports.append(CandidateReport(*candidate.names, loss if judge else None, False))
-            if chosen is None or loss < least:
-                chosen, least = cut, loss
-        if chosen is None:
-            raise refused
-        if judge and not dry and self.reconstruct in (True, "layers") and refits_in_sequence(model, graph, chosen.mask):
-            small = compact(model, graph, chosen.mask, rules=self.rules)
-            measured = {**chosen.measured, **self._reconstruct(model, small, graph, chosen.mask)}
-            chosen = replace(chosen, model=small, measured=measured)
-        self.scores = {each.name: each for each in scores.values()}
-        self.tried = [replace(each, chosen=(each.criterion, each.allocation) == chosen.candidate.names) for each in reports]
-        return chosen
+def _make(
+    plan: Plan,
+    candidate: Candidate,
+    model: nn.Module,
+    graph: UnitGraph,
+    scores: Scored,
+    target: Budget | None,
+    *,
+    only_count: bool,
+) -> Cut:
+    """Cut to a budget, of milliseconds too. Numbers of units mean the same in a narrow model, so costs are the plan's."""
 
-    def _cut(
-        self,
-        candidate: Candidate,
-        model: nn.Module,
-        graph: UnitGraph,
-        scores: Scored,
-        limits: Limits,
-        target: Budget | None,
-        *,
-        dry: bool,
-        judged: bool,
-    ) -> Cut:
-        allocation, costs = candidate.allocation, self.costs  # numbers of units mean the same in a narrow model
-        limit_ms = None if target is None or target.latency_ms is None else float(target.latency_ms)
+    def to(budget: Budget | None, *, only_count: bool) -> Cut:
+        counts = allocate(
+            candidate.allocation, graph, scores.values, plan.costs, budget=budget, limits=plan.limits_of(graph),
+            multiple_of=plan.multiple_of,
+        )  # fmt: skip
+        if getattr(candidate.allocation, "func", candidate.allocation) is global_ranking:
+            _warn_of_starved(graph, counts)
+        mask = mask_from_scores(graph, scores.values, counts, source=f"{scores.name} scores")
+        if only_count:  # who cuts by herself, perhaps in place, has no memory for a second model
+            return Cut(candidate, mask, model, None)
+        small = compact(model, graph, mask, rules=plan.rules)
+        check_runs(small, plan.call)
+        return Cut(candidate, mask, small, None)
 
-        def to(budget: Budget | None) -> tuple[UnitMask, nn.Module]:
-            counts = allocate(
-                allocation, graph, scores.values, costs, budget=budget, limits=limits, multiple_of=self.multiple_of
-            )
-            if getattr(allocation, "func", allocation) is global_ranking:
-                _warn_of_starved(graph, counts)
-            mask = mask_from_scores(graph, scores.values, counts, source=f"{scores.name} scores")
-            if (
-                dry and not judged and limit_ms is None
-            ):  # who cuts by herself, perhaps in place, has no memory for a second model
-                return mask, model
-            small = compact(model, graph, mask, rules=self.rules)
-            check_runs(small, self.call)
-            return mask, small
+    if target is None or target.latency_ms is None:
+        return to(target, only_count=only_count)
+    dense_ms = plan.dense_costs["latency_ms"]
 
-        def at(share: float) -> tuple[tuple[UnitMask, nn.Module], Callable[[], float]]:
-            """Cut to a share of the dense FLOPs."""
-            assert target is not None
-            limits: dict[str, Any] = {name: getattr(target, name) for name in target.metrics if name != "latency_ms"}
-            limits["flops"] = min(limits.get("flops", float("inf")), max(1.0, share * costs.dense_costs()["flops"]))
-            mask, small = to(Budget(**limits))
-            args, kwargs = self.call.args, self.call.kwargs
-            with torch.no_grad(), evaluated(small):
-                small_pass = prepare(small, target.runtime, args, kwargs)
+    def at(share: float) -> tuple[Cut, Callable[[], float]]:
+        """Cut to a share of the dense FLOPs."""
+        limits: dict[str, Any] = {name: getattr(target, name) for name in target.metrics if name != "latency_ms"}
+        limits["flops"] = min(limits.get("flops", float("inf")), max(1.0, share * plan.dense_costs["flops"]))
+        cut = to(Budget(**limits), only_count=False)
+        args, kwargs = plan.call.args, plan.call.kwargs
+        with torch.no_grad(), evaluated(cut.model):
+            small_pass = prepare(cut.model, target.runtime, args, kwargs)
 
-            def measure() -> float:
-                assert self.dense_pass is not None
-                with torch.no_grad(), evaluated(self.dense, small):
-                    pair = time_turns(self.dense_pass, small_pass, stopwatch(device_of(self.dense, args, kwargs)))
-                # A share is one of what the dense model takes at the same time: machines slow down and speed up again.
-                of_dense = self.budget is not None and isinstance(self.budget.latency_ms, str)
-                return self.dense_ms / pair.faster if of_dense else pair.after_ms
+        def measure() -> float:
+            assert plan.dense_pass is not None
+            with torch.no_grad(), evaluated(plan.dense, cut.model):
+                pair = time_turns(plan.dense_pass, small_pass, stopwatch(device_of(plan.dense, args, kwargs)))
+            # A share is one of what the dense model takes at the same time: machines slow down and speed up again.
+            of_dense = plan.budget is not None and isinstance(plan.budget.latency_ms, str)
+            return dense_ms / pair.faster if of_dense else pair.after_ms
 
-            return (mask, small), measure
+        return cut, measure
 
-        after: float | None = None
-        if limit_ms is None:
-            mask, small = to(target)
-        else:
-            (mask, small), after = meet_latency(limit_ms, self.dense_ms, at)
-        measured = {} if small is model else self._reconstruct(model, small, graph, mask, sequential=not judged)
-        return Cut(candidate, mask, small, after, measured)
+    cut, after_ms = meet_latency(float(target.latency_ms), dense_ms, at)
+    return replace(cut, latency_ms=after_ms)
 
-    def _reconstruct(
-        self, before: nn.Module, small: nn.Module, graph: UnitGraph, mask: UnitMask, *, sequential: bool = True
-    ) -> dict[str, Any]:
-        """Refit the layers that read dropped units, then renew the statistics of batch norms."""
-        if self.calibration is None or all(bool(keep.all()) for keep in mask.values()):
-            return {}
-        batches, measured = self.calibration.fit, dict[str, Any]()
-        if self.reconstruct in (True, "layers"):
-            left = refit(before, small, graph, mask, batches, sequential=sequential, progress=self.progress)
-            if left:
-                measured["reconstruction_error"] = sum(left.values()) / len(left)
-        if self.reconstruct in (True, "batchnorm"):
-            indices = graph.kept_indices(mask)
-            if self._prior[0] is not before:
-                self._prior = before, statistics_prior(before, batches)
-            prior = {name: value[indices[name][0]] if name in indices else value for name, value in self._prior[1].items()}
-            recalibrate_batchnorm(small, batches, prior=prior, progress=self.progress)
+
+def _refit(
+    plan: Plan, cut: Cut, dense: nn.Module, graph: UnitGraph, prior: Mapping[str, Tensor], *, sequential: bool
+) -> dict[str, Any]:
+    """Refit the layers that read dropped units, then renew the statistics of batch norms; what is measured on the way."""
+    measured: dict[str, Any] = {}
+    if plan.calibration is None or cut.model is dense or all(bool(keep.all()) for keep in cut.mask.values()):
         return measured
+    batches = plan.calibration.fit
+    if plan.reconstruct in (True, "layers"):
+        left = refit(dense, cut.model, graph, cut.mask, batches, sequential=sequential, progress=plan.progress)
+        if left:
+            measured["reconstruction_error"] = sum(left.values()) / len(left)
+    if plan.reconstruct in (True, "batchnorm"):
+        indices = graph.kept_indices(cut.mask)
+        own = {name: value[indices[name][0]] if name in indices else value for name, value in prior.items()}
+        recalibrate_batchnorm(cut.model, batches, prior=own, progress=plan.progress)
+    return measured
+
+
+def _prior(plan: Plan, model: nn.Module) -> Mapping[str, Tensor]:
+    """Return what the statistics of a model know beyond the batches."""
+    needed = plan.calibration is not None and plan.reconstruct in (True, "batchnorm")
+    return statistics_prior(model, plan.calibration.fit) if needed and plan.calibration is not None else {}
 
 
 def _warn_of_starved(graph: UnitGraph, counts: Counts) -> None:
@@ -244,15 +214,5 @@ def _warn_of_starved(graph: UnitGraph, counts: Counts) -> None:
             f"the global ranking leaves next to nothing of {told}{' and others' if len(starved) > 5 else ''}; such a model is"
             " usually at chance. Take allocation='by_cost', or give these groups a least share with limits=",
             StarvedGroupsWarning,
-            stacklevel=6,
+            stacklevel=level_of_user(),
         )
-
-
-def inside(outer: UnitMask, inner: Mapping[str, Tensor]) -> UnitMask:
-    """Return the mask of the dense model: `inner` says which of the units that `outer` keeps stay."""
-    found = {}
-    for name, keep in outer.items():
-        both = keep.clone()
-        both[keep] = inner[name]
-        found[name] = both
-    return UnitMask(found)

@@ -48,11 +48,11 @@ class CandidateReport:
     """A cut that was tried.
 
     Args:
-        criterion: Name of the criterion.
-        allocation: Name of the allocation.
-        loss: On batches that neither scored nor reconstructed it; None where it could not be made, or was not judged.
+        criterion: Label of the criterion, its key in `Pruned.scores`: its name, numbered where several have it.
+        allocation: Name of the allocation, likewise.
+        loss: On examples that neither scored nor reconstructed it; None where it could not be made, or was not judged.
         chosen: Whether it is the result.
-        note: Why it could not be made.
+        note: Why it could not be made or judged; a line of `PruneReport.notes`, too.
     """
 
     criterion: str
@@ -163,9 +163,14 @@ class PruneReport:
             "Time": (("forward pass", "before", "after", "speed-up (quartiles)", "FLOPs reduction", "efficiency"), times),
             "Most time": (("module", "after"), [(name, f"{each:.3g} ms") for name, each in self.slowest.items()]),
             "Candidates": (
-                ("criterion", "allocation", "loss on unseen batches", ""),
+                ("criterion", "allocation", "loss on held-out examples", ""),
                 [
-                    (each.criterion, each.allocation, each.note or f"{each.loss:.4g}", "chosen" if each.chosen else "")
+                    (
+                        each.criterion,
+                        each.allocation,
+                        "see notes" if each.loss is None else f"{each.loss:.4g}",
+                        "chosen" if each.chosen else "",
+                    )
                     for each in self.candidates
                 ],
             ),
@@ -187,8 +192,9 @@ class PruneReport:
             for pair in self.times
         ]
         lines += [
-            f"{each.criterion}, {each.allocation}: {each.note or f'loss {each.loss:.4g}'}{', chosen' if each.chosen else ''}"
+            f"{each.criterion}, {each.allocation}: loss {each.loss:.4g}{', chosen' if each.chosen else ''}"
             for each in self.candidates
+            if each.loss is not None
         ]
         lines += [f"{name}: {value:.4g}" for name, value in self.measured.items()]
         lines += [f"{group.name}: {group.before} → {group.after} {group.kind}s" for group in self.groups]

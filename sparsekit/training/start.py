@@ -15,7 +15,8 @@ from sparsekit.errors import InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.measure.budget import Budget
 from sparsekit.measure.cost import CostModel, measure_costs
-from sparsekit.pruning.prune import CANDIDATES, prune
+from sparsekit.pruning.plan import CANDIDATES
+from sparsekit.pruning.prune import prune
 from sparsekit.pruning.result import Pruned
 from sparsekit.pruning.trained import UncalibratedWarning, signs_of_training
 from sparsekit.surgery.compaction import expand

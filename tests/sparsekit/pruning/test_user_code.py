@@ -8,28 +8,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from small import make_batches, make_model
+from torch import nn
 from torch.utils.data import TensorDataset
 
 import sparsekit as sk
-
-
-def make_model() -> nn.Module:
-    """Make a network whose passes in train mode draw, and change statistics."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(
-            nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3)
-        )
-
-
-def make_batches(examples: int = 96, size: int = 16) -> list[tuple[Tensor, Tensor]]:
-    """Make batches of a rule that can be learned."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(examples, 6, generator=generator)
-    y = (x @ torch.randn(6, 3, generator=generator)).argmax(1)
-    return list(zip(x.split(size), y.split(size)))
-
 
 BATCHES = make_batches()
 

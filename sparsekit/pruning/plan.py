@@ -1,0 +1,283 @@
+"""Plan: what prune() decides before it cuts anything."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sparsekit._torch import InstanceNorm, NormBase
+from sparsekit.allocation import registry as allocations
+from sparsekit.allocation.by_cost import global_ranking
+from sparsekit.allocation.limits import Limits, Multiples, PreferredMultiple, check_multiples
+from sparsekit.allocation.problem import Allocation, name_of
+from sparsekit.allocation.schedule import Schedule
+from sparsekit.criteria.base import Criterion, is_comparable
+from sparsekit.criteria.batches import Batch, DataDriven, Loss
+from sparsekit.criteria.by_name import as_criterion, with_data
+from sparsekit.criteria.orders import Scored
+from sparsekit.errors import InvalidValueError, UnsupportedModelError, level_of_user
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.layers import LayerRule
+from sparsekit.measure.budget import Budget
+from sparsekit.measure.clock import device_of, evaluated, median_ms
+from sparsekit.measure.cost import CostModel, measure_costs
+from sparsekit.measure.paired import prepare
+from sparsekit.pruning.calibration import Calibration
+from sparsekit.pruning.reconstruction import Reconstruct
+from sparsekit.pruning.selection import Selector, read_limits
+from sparsekit.pruning.trained import UncalibratedWarning, signs_of_training
+from sparsekit.rng import torch_generator
+from sparsekit.tracing.blocks import refuse_meta
+from sparsekit.tracing.inputs import ModelInputs, find_tensors
+from sparsekit.tracing.trace import trace_units
+
+ExampleInputs: TypeAlias = (
+    tuple[Any, ...] | Mapping[str, Any] | Tensor | ModelInputs | list[tuple[Any, ...] | Mapping[str, Any]]
+)
+"""Inputs of one call, positional or by name, or a list of several calls."""
+Criteria: TypeAlias = Criterion | str | Mapping[str, Criterion] | Sequence[Criterion | str]
+"""A criterion or its name, or several as candidates."""
+Allocations: TypeAlias = Allocation | str | Sequence[Allocation | str]
+"""An allocation or its name, or several as candidates."""
+
+CANDIDATES = (
+    ("fisher", "by_cost"),
+    ("position_fisher", "by_loss"),
+    ("wanda", "by_cost"),
+    ("wanda", "uniform"),
+)
+"""Criterion and allocation of the cuts that are compared by default; the first where nothing can be held out."""
+
+
+class Candidate(NamedTuple):
+    """A way to cut: which units are important, and how many stay where. Labels are unique in a call of `prune`."""
+
+    criterion: Criterion
+    allocation: Allocation
+    label: str
+    way: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """What all cuts of one call of `prune` have in common.
+
+    Args:
+        dense: The model.
+        call: Its example inputs.
+        graph: Its units.
+        costs: What numbers of units cost.
+        dense_costs: Metric → cost of the dense model, with its milliseconds where the budget limits them.
+        limits: Group name → (least, largest) share of its units that stays.
+        budget: As requested; None without one.
+        schedule: The steps in which it is reached.
+        multiple_of: As for `allocate`.
+        candidates: Ways to cut, of which the best is taken.
+        calibration: Batches; None without data.
+        reconstruct: What is corrected after a cut.
+        rules: Rules for layer types of a user.
+        generator: For criteria that draw.
+        progress: Whether to draw progress bars.
+        dense_pass: A pass of the dense model in the runtime of the budget, where it limits milliseconds.
+        notes: For the report.
+    """
+
+    dense: nn.Module
+    call: ModelInputs
+    graph: UnitGraph
+    costs: CostModel
+    dense_costs: Mapping[str, float]
+    limits: Limits
+    budget: Budget | None
+    schedule: Schedule
+    multiple_of: Multiples
+    candidates: Sequence[Candidate]
+    calibration: Calibration | None
+    reconstruct: Reconstruct
+    rules: Mapping[type[nn.Module], LayerRule] | None
+    generator: torch.Generator
+    progress: bool
+    dense_pass: Callable[[], object] | None
+    notes: Sequence[str]
+
+    def target(self, step: int) -> Budget | None:
+        """Return the budget of a step, in absolute numbers; None without one."""
+        if self.budget is None:
+            return None
+        limits: dict[str, Any] = self.budget.part(self.schedule.progress(step), self.dense_costs).limits(self.dense_costs)
+        return replace(self.budget, **limits)
+
+    def limits_of(self, rest: UnitGraph) -> Limits:
+        """Return limits as shares of what is left: (0.25, 0.75) of 8 units are (0.5, 1.0) of the 4 that are left."""
+        found = {}
+        for name, (least, largest) in self.limits.items():
+            times = self.graph.groups[name].size / rest.groups[name].size
+            found[name] = min(1.0, least * times), min(1.0, largest * times)
+        return found
+
+
+def decide(
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    *,
+    budget: Budget | Mapping[str, str | float] | str | None,
+    batches: Iterable[Batch] | None,
+    loss: Loss | None,
+    reconstruct: Reconstruct,
+    criterion: Criteria | None,
+    allocation: Allocations | None,
+    exclude: Iterable[Selector],
+    limits: Mapping[Selector, tuple[float, float]] | None,
+    multiple_of: Multiples | None,
+    schedule: Schedule | str | None,
+    graph: UnitGraph | None,
+    prune_hidden_size: bool,
+    rules: Mapping[type[nn.Module], LayerRule] | None,
+    generator: torch.Generator | None,
+    progress: bool,
+) -> Plan:
+    """Check the arguments of `prune`, trace the model, read the batches and name the candidates."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(f"expected a torch.nn.Module, got {model!r}; build the model first, and pass the instance")
+    refuse_meta(model, "prune")
+    call, *others = ModelInputs.several(example_inputs)
+    for inputs in (call, *others):
+        _check_devices(model, inputs)
+    if loss is not None and batches is None:
+        raise InvalidValueError("a loss needs batches; pass batches=, training data such as a loader")
+    if reconstruct not in (True, False, "layers", "batchnorm"):
+        raise InvalidValueError(f"reconstruct must be True, False, 'layers' or 'batchnorm', got {reconstruct!r}")
+    schedule = Schedule(schedule) if isinstance(schedule, str) else schedule or Schedule()
+    if not isinstance(schedule, Schedule):
+        raise InvalidValueError(f"schedule must be a name or sparsekit.allocation.Schedule(name, steps), got {schedule!r}")
+    if limits is not None and not isinstance(limits, Mapping):
+        raise InvalidValueError(
+            f"limits must map layers to (smallest, largest) share, as in {{'conv1': (0.5, 1.0)}}, got {limits!r}"
+        )
+    wanted = None if budget is None else Budget.of(budget)
+    if schedule.steps > 1 and wanted is None:
+        raise InvalidValueError(f"a schedule of {schedule.steps} steps needs a budget to go to")
+    multiples = PreferredMultiple() if multiple_of is None else multiple_of
+    check_multiples(multiples)
+    if graph is None:
+        graph = trace_units(model, example_inputs, rules=rules, prune_hidden_size=prune_hidden_size)
+    shares = read_limits(
+        model, graph, list(exclude) if not isinstance(exclude, str | type | nn.Module) else exclude, limits or {}
+    )
+    calibration = None if batches is None else Calibration.read(model, batches, loss)
+    candidates = _candidates(criterion, allocation, calibration, progress=progress)
+    costs = measure_costs(model, call.args, call.kwargs, graph)
+    dense, dense_pass = costs.dense_costs(), None
+    if wanted is not None and wanted.latency_ms is not None:
+        with torch.no_grad(), evaluated(model):
+            dense_pass = prepare(model, wanted.runtime, call.args, call.kwargs)
+            dense["latency_ms"] = median_ms(dense_pass, device_of(model, call.args, call.kwargs))
+    if calibration is None:
+        notes = _notes_without_data(model, candidates[0].criterion)
+    else:
+        notes = calibration.notes(candidates[0].label, candidates[0].way) if len(candidates) > 1 else []
+    return Plan(
+        dense=model, call=call, graph=graph, costs=costs, dense_costs=dense, limits=shares, budget=wanted, schedule=schedule,
+        multiple_of=multiples, candidates=candidates, calibration=calibration, reconstruct=reconstruct, rules=rules,
+        generator=generator if generator is not None else torch_generator(np.random.default_rng(0)), progress=progress,
+        dense_pass=dense_pass, notes=notes,
+    )  # fmt: skip
+
+
+def _candidates(
+    criterion: Criteria | None, allocation: Allocations | None, calibration: Calibration | None, *, progress: bool
+) -> list[Candidate]:
+    """Return the cuts to try: what was named, each criterion with each allocation, or the default ones."""
+
+    def listed(value: Any) -> list[Any]:
+        return list(value) if isinstance(value, list | tuple) else [value]
+
+    def criterion_of(given: Criterion | str | None) -> Criterion:
+        if calibration is None:
+            return as_criterion(given)
+        return with_data(given, calibration.fit, calibration.gradient_loss, progress=progress)
+
+    if criterion is None and allocation is None and calibration is not None:
+        made = {name: criterion_of(name) for name, _ in CANDIDATES}  # scored once, with whatever allocation
+        pairs = [(made[name], way) for name, way in CANDIDATES]
+    else:
+        named, ways = listed(list(criterion.values()) if isinstance(criterion, Mapping) else criterion), listed(allocation)
+        if not named or not ways:
+            raise InvalidValueError("criterion and allocation need at least one candidate each; None takes the default")
+        criteria = [criterion_of(each) for each in named]
+        pairs = [(each, "by_cost" if way is None else way) for each in criteria for way in ways]
+        if len(pairs) > 1 and (calibration is None or not calibration.judge):
+            raise InvalidValueError(
+                f"{len(pairs)} candidates are compared by their loss on held-out examples, and there are none; pass batches="
+                " of two examples or more, or a single criterion and allocation"
+            )
+    found = [(own, _allocation(way, own)) for own, way in pairs]
+    labels = _unique([own for own, _ in found], lambda own: own.name if isinstance(own, Scored) else type(own).__name__)
+    names = _unique([way for _, way in pairs], lambda way: name_of(allocations.find(way) if isinstance(way, str) else way))
+    return [Candidate(own, way, label, name) for (own, way), label, name in zip(found, labels, names)]
+
+
+def _unique(items: Sequence[Any], name: Callable[[Any], str]) -> list[str]:
+    """Return a name for each of some objects: "Magnitude" for the first of its kind, "Magnitude 2" for the second."""
+    keys = [item if isinstance(item, str) else id(item) for item in items]
+    names: dict[object, str] = {}
+    counts: Counter[str] = Counter()
+    for key, item in zip(keys, items):
+        if key not in names:
+            counts[plain := name(item)] += 1
+            names[key] = plain if counts[plain] == 1 else f"{plain} {counts[plain]}"
+    return [names[key] for key in keys]
+
+
+def _allocation(allocation: Allocation | str, criterion: Criterion) -> Allocation:
+    found = allocations.find(allocation) if isinstance(allocation, str) else allocation
+    if not callable(found):
+        raise InvalidValueError(
+            f"allocation must be a name or a function of a Problem, such as sparsekit.allocation.by_cost, got {allocation!r}"
+        )
+    # Divided by cost, such scores would leave next to nothing of expensive layers.
+    if found is global_ranking and is_comparable(criterion):
+        return partial(global_ranking, scale="none")
+    made: Allocation = found
+    return made
+
+
+def _notes_without_data(model: nn.Module, criterion: Criterion) -> list[str]:
+    """Say what pruning without batches leaves undone, and warn where that costs a trained network its accuracy."""
+    notes = []
+    norms = sum(
+        isinstance(module, NormBase) and not isinstance(module, InstanceNorm) and module.running_mean is not None
+        for module in model.modules()
+    )
+    if norms:
+        notes.append(
+            f"The statistics of {norms} batch norms are those of the dense model and no longer fit; pass batches=, or call"
+            " recalibrate_batchnorm before the model is used."
+        )
+    if isinstance(criterion, DataDriven) or (signs := signs_of_training(model)) is None:
+        return notes
+    notes.append(
+        f"{type(model).__name__} was trained ({signs}), but it was pruned without data: trained networks are usually at chance"
+        " afterwards. Pass batches= (a dozen batches, labels not needed) to choose units by their effect and to reconstruct"
+        " what the cut damages."
+    )
+    warnings.warn(notes[-1], UncalibratedWarning, stacklevel=level_of_user())
+    return notes
+
+
+def _check_devices(model: nn.Module, call: ModelInputs) -> None:
+    own = {entry.device.type for entry in model.parameters()}
+    given = {tensor.device.type for tensor in find_tensors([*call.args, *call.kwargs.values()])}
+    if len(own) == 1 and given - own:
+        raise InvalidValueError(
+            f"the model is on {own.pop()}, the example inputs are on {', '.join(sorted(given))};"
+            " move one of them with .to(device)"
+        )
