@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,14 @@ class ScoringContext:
         importance: Group name → float (units,), larger stays.
         generator: The source of randomness of criteria that draw.
         model: The dense model, for criteria that run it on data. Its modes, flags and gradients are as before afterwards.
+        call: Positional and keyword inputs of one call of the model.
     """
 
     weights: StateDict | None = None
     importance: Mapping[str, Tensor] | None = None
     generator: torch.Generator | None = None
     model: nn.Module | None = None
+    call: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
 
     def weights_for(self, criterion: object) -> StateDict:
         """Return the weights.

@@ -1,6 +1,6 @@
 """Magnitude: importance from the weights alone, read off the index table."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.criteria.base import ScoringContext
+from sparsekit.criteria.used_weights import UsedWeight, used_weights
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice
@@ -62,11 +63,23 @@ def unit_magnitudes(group: UnitGroup, weights: StateDict) -> Tensor:
     return unit_sums(group, weights, order=1)
 
 
-def unit_sums(group: UnitGroup, weights: StateDict, *, order: Order, coupled: bool = False) -> Tensor:
-    """Return Σ |θ| or Σ θ² over `own_slices`: float (units,), 0 where there are none."""
+def unit_sums(
+    group: UnitGroup, weights: StateDict, *, order: Order, coupled: bool = False, used: Sequence[UsedWeight] = ()
+) -> Tensor:
+    """Return Σ |θ| or Σ θ² over `own_slices`: float (units,), 0 where there are none.
+
+    Weights that are `used` stand for the entries that they are computed from.
+    """
     total: Tensor | None = None
+    done: set[tuple[int, int]] = set()
     for piece in own_slices(group, weights, coupled=coupled):
-        entry = wide(weights[piece.name].detach())
+        entry = weights[piece.name]
+        value = next((each.value for each in used if each.replaces(piece, entry.shape)), None)
+        if value is not None:
+            if (id(value), piece.dim) in done:
+                continue
+            done.add((id(value), piece.dim))
+        entry = wide((entry if value is None else value).detach())
         if order == 1 and entry.dim() > 1:  # a norm, which makes no copy of the entry
             along = torch.linalg.vector_norm(entry, ord=1, dim=[axis for axis in range(entry.dim()) if axis != piece.dim])
         else:
@@ -79,6 +92,9 @@ def unit_sums(group: UnitGroup, weights: StateDict, *, order: Order, coupled: bo
 @dataclass(frozen=True)
 class Magnitude:
     """The size of a unit's own parameters: filter rows, bias, norm scale.
+
+    Weights that the model computes from several entries, as with weight norm or `torch.nn.utils.prune`, count as the model
+    uses them.
 
     Scores depend on the scale of a layer; allocations compare groups by shares of them.
 
@@ -102,7 +118,8 @@ class Magnitude:
     def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
         """Sum up each unit's weights, in their dtype."""
         found, weights = {}, context.weights_for(self)
+        used = () if context.model is None or context.call is None else used_weights(context.model, *context.call)
         for name, group in graph.groups.items():
-            sums = unit_sums(group, weights, order=self.order, coupled=self.coupled)
+            sums = unit_sums(group, weights, order=self.order, coupled=self.coupled, used=used)
             found[name] = sums if self.order == 1 else sums.sqrt()
         return found

@@ -97,7 +97,8 @@ def best_cut(
     for candidate in candidates if judge else candidates[:1]:
         try:
             if candidate.label not in scores:
-                context = ScoringContext(weights=model.state_dict(), model=model, generator=plan.generator)
+                call = plan.call.args, plan.call.kwargs
+                context = ScoringContext(weights=model.state_dict(), model=model, generator=plan.generator, call=call)
                 found = score_units(candidate.criterion, graph, context)
                 scores[candidate.label] = Scored(found, candidate.label, is_comparable(candidate.criterion))
             cut = _make(plan, candidate, model, graph, scores[candidate.label], target, only_count=dry and not judge)
