@@ -19,6 +19,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.progress import track
 from sparsekit.registry import calling
 from sparsekit.runtime.narrow_attention import NarrowMultiheadAttention
+from sparsekit.tracing.inputs import map_tensors
 
 Batch = Any
 """One item of a loader: a tensor, a tuple whose last item is the target, or a mapping of keyword inputs."""
@@ -153,11 +154,17 @@ def read_batches(
                     f"batch {place} is on {tensor.device}, the model on {home}; move one of them:"
                     f" model.to({str(tensor.device)!r}), or yield batches after .to({home.split(', ')[0]!r})"
                 )
-        yield batch
+        yield map_tensors(_usable, batch) if any(tensor.is_inference() for tensor in _tensors(batch)) else batch
     if place < 0:
         raise DataError(
             f"{what}: got no batch, the loader is empty. A generator can be read only once; pass a list or a DataLoader"
         )
+
+
+def _usable(tensor: Tensor) -> Tensor:
+    """Return a tensor that gradients may need: a copy of one that was made in inference mode."""
+    with torch.inference_mode(mode=False):
+        return tensor.clone() if tensor.is_inference() else tensor
 
 
 def _refuse_what_is_no_loader(batches: Any) -> None:
@@ -203,6 +210,7 @@ def scoring(model: nn.Module, gradients: Iterable[nn.Parameter] = ()) -> Iterato
     recurrent = any(isinstance(module, nn.RNNBase) for module, _ in modes)
     with ExitStack() as stack:
         stack.enter_context(without_fast_path())
+        stack.enter_context(torch.inference_mode(mode=False))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         if recurrent and torch.backends.cudnn.is_available():
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))  # it refuses a backward pass in eval mode

@@ -4,7 +4,7 @@
 is also Σ x·∂L/∂x at their inputs. One backward pass gives that *for each example*, without any gradient of a weight.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
 from typing import Any, TypeAlias
@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import ConvNd
-from sparsekit.criteria.batches import DataDriven, call_model, example_count
+from sparsekit.criteria.batches import Batch, DataDriven, call_model, example_count, run_model
 from sparsekit.criteria.weights import along_axis, unit_entries
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice
 from sparsekit.graph.index import wide
+from sparsekit.tracing.inputs import map_tensors
 
 Reader: TypeAlias = tuple[nn.Module, UnitSlice, int]
 """A layer whose inputs are units, the slice of its weight, and the axis of its input counted from the end."""
@@ -98,8 +99,8 @@ def gate_squares(criterion: DataDriven, model: nn.Module, graph: UnitGraph, *, p
     """Run the model over the criterion's batches and average the squares of ∂L/∂gate.
 
     The squares are those of single examples wherever the units are read by linear layers and convolutions that have the
-    examples on the first axis of their input. Elsewhere, the mean square is estimated by B·g² from the
-    gradient g of a batch of B examples, which is exact in expectation if the mean is zero.
+    examples on the first axis of their input, alone or merged with time or windows. Elsewhere, the mean square is estimated by
+    B·g² from the gradient g of a batch of B examples, which is exact in expectation if the mean is zero.
 
     Args:
         criterion: Has the batches and the loss.
@@ -120,13 +121,14 @@ def gate_squares(criterion: DataDriven, model: nn.Module, graph: UnitGraph, *, p
     layers = {module for found in readers.values() for module, _, _ in found or ()}
     weights = {id(entry): entry for pairs in gated.values() for entry, _ in pairs if entry.is_floating_point()}
     sums: dict[str, Tensor] = {}
-    seen = 0
+    seen, mixing = 0, None
     with criterion._passes(model, weights.values()) as passes:
         for batch in passes:
             examples = example_count(batch)
+            mixing = _mixing(model, batch, layers) if mixing is None else mixing
             with inputs_of(layers, differentiable=True) as calls:
                 loss = call_model(model, batch, criterion.loss)
-                found = _one_pass(loss, calls, readers, gated, examples, positions)
+                found = _one_pass(loss, calls, readers, gated, examples, positions, mixing)
             seen += examples
             for name, squares in found.items():
                 sums[name] = sum_up([sums[name], squares]) if name in sums else squares
@@ -152,6 +154,7 @@ def _one_pass(
     gated: Mapping[str, list[tuple[nn.Parameter, UnitSlice]]],
     examples: int,
     positions: bool,
+    mixing: Container[nn.Module],
 ) -> dict[str, Tensor]:
     """Run one backward pass: group name → Σ (∂L/∂gate)² over the examples, float (units,), L the loss of an example.
 
@@ -161,7 +164,7 @@ def _one_pass(
     direct = {
         name: found
         for name, found in readers.items()
-        if found and all(_by_example(inputs.get(module, []), axis, examples) for module, _, axis in found)
+        if found and all(m not in mixing and _by_example(inputs.get(m, []), axis, examples) for m, _, axis in found)
     }
     wanted = {id(entry): entry for name, pairs in gated.items() if name not in direct for entry, _ in pairs}
     calls = [(module, x) for module, every in inputs.items() for x in every]
@@ -200,5 +203,32 @@ def _doubled(values: Tensor) -> Tensor:
 
 
 def _by_example(inputs: Sequence[Tensor], axis: int, examples: int) -> bool:
-    """Tell whether a layer was called, always with the examples on the first axis and the channels on another."""
-    return bool(inputs) and all(x.dim() >= 1 - axis and x.shape[0] == examples for x in inputs)
+    """Tell whether a layer was called, always with so many rows on the first axis, and the channels on another."""
+    return bool(inputs) and all(x.dim() >= 1 - axis and x.shape[0] and x.shape[0] % examples == 0 for x in inputs)
+
+
+def _mixing(model: nn.Module, batch: Batch, layers: Iterable[nn.Module]) -> set[nn.Module]:
+    """Return the layers on whose first axis the rows of an example are not together, such as where time comes first.
+
+    They are together if only the last rows change when the first example replaces the last one.
+    """
+    examples = example_count(batch)
+    if examples < 2:
+        return set()
+
+    def swap(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor[:-1], tensor[:1]]) if tensor.dim() and tensor.shape[0] == examples else tensor
+
+    seen = []
+    for given in (batch, map_tensors(swap, batch)):
+        with torch.no_grad(), inputs_of(layers) as calls:
+            run_model(model, given)
+        seen.append(calls)
+    found = set()
+    for layer, inputs in seen[0].items():
+        for x, other in zip(inputs, seen[1].get(layer, ())):
+            away = (wide(x) - wide(other)).abs() > 1e-3 * wide(x).abs().max() if x.shape == other.shape else torch.ones(2, 1)
+            last = len(away) // examples
+            if bool(away[: len(away) - last].any()):
+                found.add(layer)
+    return found

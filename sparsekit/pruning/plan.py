@@ -147,6 +147,8 @@ def decide(
     """Check the arguments of `prune`, trace the model, read the batches and name the candidates."""
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"expected a torch.nn.Module, got {model!r}; build the model first, and pass the instance")
+    if hasattr(model, "unit_mask") and hasattr(model, "compact"):
+        raise UnsupportedModelError(f"prune takes a plain model, got a {type(model).__name__}; pass masked.compact()")
     refuse_meta(model, "prune")
     call, *others = ModelInputs.several(example_inputs)
     for inputs in (call, *others):

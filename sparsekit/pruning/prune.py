@@ -156,12 +156,13 @@ def prune(
     for name, given in (("metric", metric), ("finetune", finetune)):
         if given is not None and not callable(given):
             raise InvalidValueError(f"{name} must be a function that is called with a model, got {given!r}")
-    plan = decide(
-        model, example_inputs, budget=budget, batches=batches, loss=loss, reconstruct=reconstruct, criterion=criterion,
-        allocation=allocation, exclude=exclude, limits=limits, multiple_of=multiple_of, schedule=schedule, graph=graph,
-        prune_hidden_size=prune_hidden_size, rules=rules, generator=generator, progress=progress,
-    )  # fmt: skip
-    return _execute(plan, None if dry_run else metric, None if dry_run else finetune, dry_run=dry_run)
+    with torch.inference_mode(mode=False):  # in which nothing can be measured
+        plan = decide(
+            model, example_inputs, budget=budget, batches=batches, loss=loss, reconstruct=reconstruct, criterion=criterion,
+            allocation=allocation, exclude=exclude, limits=limits, multiple_of=multiple_of, schedule=schedule, graph=graph,
+            prune_hidden_size=prune_hidden_size, rules=rules, generator=generator, progress=progress,
+        )  # fmt: skip
+        return _execute(plan, None if dry_run else metric, None if dry_run else finetune, dry_run=dry_run)
 
 
 def _execute(plan: Plan, metric: Metric | None, finetune: AfterCut | None, *, dry_run: bool) -> Pruned:

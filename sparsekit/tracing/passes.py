@@ -102,7 +102,8 @@ def private_passes() -> Iterator[None]:
     """Run copies without gradients and by their own operators, and put the global generators and switches back."""
     # Numbers and masks are made on the default device, and have no values where that is the meta device.
     default = torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext()
-    with without_fast_path(), eager(), same_random_state(), torch.no_grad(), default, warnings.catch_warnings():
+    plain = torch.inference_mode(mode=False)  # in which operators are not taken apart
+    with without_fast_path(), eager(), same_random_state(), plain, torch.no_grad(), default, warnings.catch_warnings():
         # Reentrant checkpoints warn without gradients, which a trace does without.
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
         yield

@@ -97,6 +97,26 @@ def test_units_read_outside_of_layers_have_the_square_of_the_mean_and_single_exa
     )
 
 
+@pytest.mark.parametrize("order", ["examples first", "time first", "windows"])
+def test_rows_that_merge_examples_with_time_or_windows_give_squares_of_examples(order: str) -> None:
+    torch.manual_seed(0)
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        examples = x.shape[0]
+        if order == "time first":  # rows of an example are not together, so each is estimated
+            return m.out(m.first(x.transpose(0, 1).reshape(-1, 3)).tanh()).reshape(-1, examples, 5).mean(0)
+        rows = x.reshape(examples * 2, -1, 3) if order == "windows" else x.reshape(-1, 3)
+        return m.out(m.first(rows).tanh()).reshape(examples, -1, 5).mean(1)
+
+    model = Lambda(forward, first=nn.Linear(3, 6), out=nn.Linear(6, 5))
+    x, y = torch.randn(4, 8, 3), torch.randint(5, (4,))
+    graph = sk.trace_units(model, x)
+    rows = _gradients_of_examples(model, graph, [(x, y)])["first"]
+    [found] = Fisher([(x, y)], F.cross_entropy).scores(graph, ScoringContext(model=model)).values()
+    expected = len(rows) * rows.mean(0).square() if order == "time first" else rows.square().mean(0)
+    torch.testing.assert_close(found.float(), 0.5 * expected.float(), rtol=1e-4, atol=1e-7)
+
+
 def test_squares_of_single_positions_add_up_over_tokens_and_over_all_layers_that_read_a_unit() -> None:
     torch.manual_seed(0)
     model = Lambda(

@@ -92,3 +92,22 @@ def test_an_exception_of_the_user_keeps_its_type_and_says_what_was_called() -> N
     with pytest.raises(RuntimeError) as caught:
         sk.finetune(make_model(), [(X[:, :4], Y)], F.cross_entropy, epochs=1)
     assert caught.value.__notes__ == ["raised while sparsekit called the model on a batch of float32 (96, 4)"]
+
+
+def test_inference_mode_changes_nothing() -> None:
+    def run(make: Callable[[], Any]) -> tuple[Any, list[float]]:
+        batches = make()
+        pruned = sk.prune(model, batches[0][0], budget="flops=60%", batches=batches, loss=F.cross_entropy)
+        done = sk.finetune(pruned.model, batches, F.cross_entropy, epochs=1)
+        return pruned.mask, [record.loss for record in done.history]
+
+    model = make_model().eval()
+    with torch.inference_mode():
+        inside = run(make_batches)
+    assert inside == run(make_batches)
+
+
+def test_a_learnable_mask_is_compacted_before_it_is_pruned() -> None:
+    masked = sk.LearnableMask(make_model(), (X[:2],), ratio=0.5)
+    with pytest.raises(sk.errors.UnsupportedModelError, match=r"pass masked\.compact\(\)"):
+        sk.prune(masked, X[:2], budget="flops=50%")
