@@ -21,7 +21,7 @@ from sparsekit.graph.groups import UnitGroup, UnitSlice
 from sparsekit.graph.index import wide
 from sparsekit.tracing.inputs import map_tensors
 
-Reader: TypeAlias = tuple[nn.Module, UnitSlice, int]
+ReadBy: TypeAlias = tuple[nn.Module, UnitSlice, int]
 """A layer whose inputs are units, the slice of its weight, and the axis of its input counted from the end."""
 
 
@@ -43,15 +43,15 @@ def owners_of(model: nn.Module) -> dict[int, list[nn.Module]]:
     return found
 
 
-def unit_readers(model: nn.Module, graph: UnitGraph) -> dict[str, list[Reader] | None]:
+def unit_readers(model: nn.Module, graph: UnitGraph) -> dict[str, list[ReadBy] | None]:
     """Group name → the layers whose inputs are its units.
 
     None where units are also read in another way, such as by a norm's scale, a grouped convolution or a parametrized weight.
     """
     owners, entries = owners_of(model), dict(model.named_parameters(remove_duplicate=False))
 
-    def readers(group: UnitGroup) -> list[Reader] | None:
-        found: dict[tuple[nn.Module, int], Reader] = {}
+    def readers(group: UnitGroup) -> list[ReadBy] | None:
+        found: dict[tuple[nn.Module, int], ReadBy] = {}
         for piece in group.slices:
             if not piece.gated:
                 continue
@@ -150,7 +150,7 @@ def gate_squares(criterion: DataDriven, model: nn.Module, graph: UnitGraph, *, p
 def _one_pass(
     loss: Tensor,
     inputs: Mapping[nn.Module, list[Tensor]],
-    readers: Mapping[str, list[Reader] | None],
+    readers: Mapping[str, list[ReadBy] | None],
     gated: Mapping[str, list[tuple[nn.Parameter, UnitSlice]]],
     examples: int,
     positions: bool,

@@ -19,7 +19,7 @@ _RIDGES = (1.0, 10.0, 100.0, 1000.0)
 
 
 @dataclass(frozen=True, eq=False)
-class Reader:
+class LossyLayer:
     """A layer that loses inputs."""
 
     name: str
@@ -123,7 +123,7 @@ class Fit:
         generator: The source of the draw of rows.
     """
 
-    def __init__(self, reader: Reader, generator: torch.Generator) -> None:
+    def __init__(self, reader: LossyLayer, generator: torch.Generator) -> None:
         self.reader, self.first = reader, 0
         self.seen, self.unseen = _Sums(), _Sums()
         self._generator = generator

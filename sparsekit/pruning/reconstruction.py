@@ -15,7 +15,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import StateDict, cut_axes
 from sparsekit.graph.mask import UnitMask
-from sparsekit.pruning.least_squares import Fit, Reader
+from sparsekit.pruning.least_squares import Fit, LossyLayer
 from sparsekit.pruning.sequence import find_chain, fit_in_sequence
 from sparsekit.pruning.undo import Undo
 from sparsekit.rng import torch_generator
@@ -110,7 +110,7 @@ def refit(
     mask.check(graph)
     graph.check_state(named_entries(model), what=f"the {type(model).__name__}")
     generator = torch_generator(np.random.default_rng(0))
-    modules, readers = dict(small.named_modules()), _readers(model, graph, mask)
+    modules, readers = dict(small.named_modules()), _lossy_layers(model, graph, mask)
     left: dict[str, float] = {}
     fitting = [each for each in readers if each.sums_bytes <= memory_bytes]
     chain = find_chain(model, fitting) if sequential else []
@@ -166,14 +166,14 @@ def _check_inside(graph: UnitGraph, mask: UnitMask, chain: Sequence[str]) -> Non
 
 def refits_in_sequence(model: nn.Module, graph: UnitGraph, mask: UnitMask) -> bool:
     """Tell whether `reconstruct` refits some layers in sequence: whether layers in a chain of blocks read dropped units."""
-    return bool(find_chain(model, _readers(model, graph, mask)))
+    return bool(find_chain(model, _lossy_layers(model, graph, mask)))
 
 
-def _parts(readers: Sequence[Reader], memory_bytes: int, left: dict[str, float]) -> list[list[Reader]]:
+def _parts(readers: Sequence[LossyLayer], memory_bytes: int, left: dict[str, float]) -> list[list[LossyLayer]]:
     """Return readers whose sums fit into memory together; one that does not fit by itself is noted in `left` and keeps its
     weights.
     """
-    parts: list[list[Reader]] = [[]]
+    parts: list[list[LossyLayer]] = [[]]
     held = 0
     for reader in readers:
         if reader.sums_bytes > memory_bytes:
@@ -187,7 +187,7 @@ def _parts(readers: Sequence[Reader], memory_bytes: int, left: dict[str, float])
     return [part for part in parts if part]
 
 
-def _readers(model: nn.Module, graph: UnitGraph, mask: UnitMask) -> list[Reader]:
+def _lossy_layers(model: nn.Module, graph: UnitGraph, mask: UnitMask) -> list[LossyLayer]:
     indices = graph.kept_indices(mask)
     owners = owners_of(model)
     averaged = {name for site in graph.norms for name in site.places}
@@ -205,7 +205,7 @@ def _readers(model: nn.Module, graph: UnitGraph, mask: UnitMask) -> list[Reader]
         if kept is None or kept.numel() == weight.shape[1] or groups & averaged:
             continue
         assert isinstance(module, (nn.Linear, ConvNd))
-        found.append(Reader(name, module, kept, indices[key].get(0)))
+        found.append(LossyLayer(name, module, kept, indices[key].get(0)))
     return found
 
 

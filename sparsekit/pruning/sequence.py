@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sparsekit._torch import tree_leaves
 from sparsekit.criteria.batches import Batch, example_count, run_model, scoring
 from sparsekit.progress import track
-from sparsekit.pruning.least_squares import Fit, Reader
+from sparsekit.pruning.least_squares import Fit, LossyLayer
 from sparsekit.pruning.undo import Undo
 from sparsekit.surgery.rebuild import named_entries, reshape_leaf
 
@@ -46,9 +46,9 @@ def fit_in_sequence(
     model: nn.Module,
     small: nn.Module,
     chain: Sequence[str],
-    readers: Sequence[Reader],
+    readers: Sequence[LossyLayer],
     batches: Sequence[Batch],
-    fit: Callable[[Reader], Fit],
+    fit: Callable[[LossyLayer], Fit],
     narrow: Callable[[str], nn.Module],
     *,
     ridge: float,
@@ -122,7 +122,7 @@ def fit_in_sequence(
     return left
 
 
-def find_chain(model: nn.Module, readers: Sequence[Reader]) -> list[str]:
+def find_chain(model: nn.Module, readers: Sequence[LossyLayer]) -> list[str]:
     """Names of blocks of one class in a list or sequence, of those with linear readers inside the one with most."""
     best: list[str] = []
     most = 0
