@@ -76,7 +76,7 @@ class RunSpec:
         with torch_scope(Streams(config.seed).model()):
             model = problem.model()
         try:
-            graph = trace_units(model, *problem.example_inputs)
+            graph = trace_units(model, problem.example_inputs)
         except NoUnitsError:
             # Methods that train the whole model need no units; the others say so when they choose a mask.
             graph = UnitGraph(groups={}, shapes={name: t.shape for name, t in model.state_dict().items()})

@@ -135,7 +135,7 @@ def load_submodel(message: Message, context: Context, model: nn.Module, example_
 
 def traced(model: nn.Module, example_inputs: Any) -> sk.UnitGraph:
     """Return the units of a model; `example_inputs` is a tensor or a tuple of positional inputs."""
-    return sk.trace_units(model, *(example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)))
+    return sk.trace_units(model, example_inputs)
 
 
 def mask_record(mask: sk.UnitMask, **numbers: float) -> ConfigRecord:

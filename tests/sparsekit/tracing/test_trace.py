@@ -143,12 +143,6 @@ REFUSED: dict[str, tuple[Any, Any, type[Exception], str]] = {
         TraceError,
         r"example inputs \(\(1, 1, 8, 8\) on cpu\).* 1 channels",
     ),
-    "a tuple": (
-        PAIR,
-        (torch.zeros(1, 3),),
-        TraceError,
-        r"input is a tuple: .* one by one, trace_units\(model, \*inputs\)",
-    ),
     "no module": (lambda x: x, torch.zeros(1, 2), UnsupportedModelError, "expected a torch.nn.Module, got function"),
     "no tensor": (
         zoo.Lambda(lambda m, x: m.a(x).sum().item(), a=nn.Linear(2, 3)),
