@@ -34,8 +34,8 @@ def write_table(results: Sequence[tuple[str, Mapping[str, Any]]], path: Path | s
 def _rows(name: str, result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     kept = {part: result.get(part) for part in RUN}
     kept["final"] = {part: value for part, value in result["final"].items() if part not in ("per_client", "state_sha256")}
-    decided = {name: value for name, value in result.get("policies", {}).items() if name == "redraw_capability"}
-    whole = flat({"run": name, **kept, "policies": decided})
+    decided = {name: value for name, value in result.get("method_options", {}).items() if name == "redraw_capability"}
+    whole = flat({"run": name, **kept, "method_options": decided})
     for record in result["rounds"]:
         if record["evaluation"]:
             scores = {

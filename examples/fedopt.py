@@ -48,7 +48,7 @@ class FedAdam(fl.Method):
 
     def aggregate(self, server: fl.ServerContext, updates: Sequence[fl.Update]) -> StateDict:
         """Step the global model; the moments live in the memory of the server, so a resumed run has the same bits."""
-        changes = mean_change(server, updates)
+        changes = mean_change(server.graph, server.state, updates)
         first, second = (server.memory.setdefault(name, {}) for name in ("m", "v"))
         for name in server.parameters & changes.keys():
             change = changes[name]

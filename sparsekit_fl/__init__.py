@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.models import load_model as load_model
     from sparsekit_fl.rounds import run as run
     from sparsekit_fl.client.messages import Evaluation as Evaluation, Reply as Reply, Request as Request
-    from sparsekit_fl.client.messages import Update as Update, WorkCost as WorkCost
+    from sparsekit_fl.client.messages import Update as Update, Cost as Cost
 
 _HOMES = {
     "sparsekit_fl": "callbacks engines errors methods",
@@ -58,7 +58,7 @@ _HOMES = {
     "sparsekit_fl.results": "load_result RoundRecord RunResult",
     "sparsekit_fl.models": "load_model",
     "sparsekit_fl.rounds": "run",
-    "sparsekit_fl.client.messages": "Evaluation Reply Request Update WorkCost",
+    "sparsekit_fl.client.messages": "Evaluation Reply Request Update Cost",
 }
 __all__, __getattr__ = lazy_names(__name__, _HOMES)
 

@@ -17,7 +17,7 @@ from sparsekit.errors import InvalidValueError, nearest, require
 from sparsekit.registry import Registry
 from sparsekit.surgery import save_compact
 from sparsekit_fl.checkpoint import write_atomically
-from sparsekit_fl.client.messages import WorkCost
+from sparsekit_fl.client.messages import Cost
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.models import model_path
 from sparsekit_fl.problem.metrics import Metric, lower_is_better
@@ -69,9 +69,9 @@ class RunView:
         return self.records[-1].round if self.records else 0
 
     @property
-    def cost(self) -> WorkCost:
+    def cost(self) -> Cost:
         """Cost of the saved rounds."""
-        return self.records[-1].cost if self.records else WorkCost()
+        return self.records[-1].cost if self.records else Cost()
 
     def stop(self, reason: str) -> None:
         """End the run after this round. Every client is scored and the result is written, as after the last round.

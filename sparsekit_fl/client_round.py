@@ -16,8 +16,8 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitMask
 from sparsekit.surgery import save_compact
 from sparsekit_fl.checkpoint import Memories
-from sparsekit_fl.client.context import ClientContext, Memory, client_seconds
-from sparsekit_fl.client.messages import Evaluation, Reply, Request, Update, WorkCost, request_bytes, update_bytes
+from sparsekit_fl.client.context import ClientContext, Memory
+from sparsekit_fl.client.messages import Cost, Evaluation, Reply, Request, Update
 from sparsekit_fl.client.packing import Kept, Mask, mask_state, upload_dtype
 from sparsekit_fl.errors import ClientError
 from sparsekit_fl.methods.client import Result, Task, keep_model, kept_model, load_leaves
@@ -114,12 +114,11 @@ def _train(spec: RunSpec, client: Client, request: Request, memory: Memory) -> t
         ratio = check_ratio(result.ratio)
         delta, upload = _upload(spec, memory, result, received, start)
     work, scored = result.work or ctx.work(result.mask, result.log), sum(ctx.scored)
-    cost = WorkCost(
+    cost = Cost(
         flops=work.flops + scored,
-        flops_paper=work.flops_paper,
         flops_scoring=scored,
-        scoring_seconds=scored / request.capability.flops_per_second,
-        downlink_bytes=request_bytes(request, graph),
+        flops_paper=work.flops_paper,
+        wall_seconds=time.perf_counter() - began,
     )
     update = Update(
         round=request.round,
@@ -132,8 +131,6 @@ def _train(spec: RunSpec, client: Client, request: Request, memory: Memory) -> t
         metrics={**result.log.metrics(), **result.metrics},
         cost=cost,
     )
-    cost = replace(cost, uplink_bytes=update_bytes(update), wall_seconds=time.perf_counter() - began)
-    update = replace(update, cost=replace(cost, seconds=client_seconds(cost, request.capability)))
     return Reply(client_id=client.id, update=update), {kind: own for kind, own in memory.items() if own}
 
 

@@ -187,8 +187,8 @@ def comparisons_of(results: Iterable[Mapping[str, Any]], *, order: Sequence[str]
     """
     groups: list[tuple[dict[str, Any], list[Mapping[str, Any]]]] = []
     # What decides an option itself joins a group of the others.
-    for result in sorted(results, key=lambda one: _DECIDED in one.get("policies", {})):
-        own, decided = _protocol(result), {_DECIDED} & set(result.get("policies", {}))
+    for result in sorted(results, key=lambda one: _DECIDED in one.get("method_options", {})):
+        own, decided = _protocol(result), {_DECIDED} & set(result.get("method_options", {}))
         fitting = (one for shared, one in groups if _without(shared, decided) == _without(own, decided))
         members = next(fitting, None)
         if members is None:

@@ -225,7 +225,7 @@ def _clients(comparison: Comparison, metric: str, unit: str) -> str:
     rows: dict[str, list[float]] = {method: [] for method in comparison.methods}
     for result in comparison.results:
         for client in result["final"].get("per_client", ()):
-            value = client.get("metrics", {}).get("personal", {}).get(metric)
+            value = client["personal"].get(metric)
             rows[result["method"]] += [] if value is None else [value]
     return strips(
         {name: own for name, own in rows.items() if own}, x=metric, y=f"Personal {metric} of each client", x_text=_writer(unit)

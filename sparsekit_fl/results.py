@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, TypeAdapter
+from pydantic import BeforeValidator, Field, PlainValidator, TypeAdapter
 
 from sparsekit.errors import DataError, require
 from sparsekit.graph import StateDict
 from sparsekit_fl.checkpoint import write_atomically
-from sparsekit_fl.client.messages import Evaluation, WorkCost
+from sparsekit_fl.client.messages import Cost, Evaluation
 from sparsekit_fl.client.messages import Scores as Sums
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.stored import SCHEMA_NUMBER, plain, read_result
@@ -81,15 +81,15 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientScores(Scores):
-    """Scores of one client, on its own data. Files have the primary metric of `personal` and `global`, and all `metrics`.
+    """Scores of one client, on its own data.
 
     Args:
-        client_id: The client. Called `id` in files.
+        id: The client.
         examples: Test examples.
         ratio: Ratio of its personal model; None where that is not sparse.
     """
 
-    client_id: int
+    id: int
     examples: int
     ratio: float | None = None
 
@@ -97,26 +97,13 @@ class ClientScores(Scores):
     def read(one: Evaluation, known: Collection[str]) -> ClientScores:
         """Read the scores that a client sent, of the `known` metrics."""
         return ClientScores(
-            client_id=one.client_id,
+            id=one.client_id,
             examples=one.examples,
             ratio=one.ratio,
             personal=_values(one.personal, known),
             validation=_values(one.validation, known),
             shared=None if one.shared is None else _values(one.shared, known),
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the scores as files have them; `from_dict` reads them."""
-        metrics = {part: dict(self.part(part)) for part in PARTS if self.part(part)}
-        main = {part: self.part(part).get(primary_metric(self.part(part))) for part in ("personal", "global")}
-        return {"id": self.client_id, "examples": self.examples, "ratio": self.ratio, **main, "metrics": metrics}
-
-    @staticmethod
-    def from_dict(raw: Mapping[str, Any]) -> ClientScores:
-        """Read what `to_dict` returned."""
-        personal, validation, shared = (_MEANS.validate_python(raw["metrics"].get(part, {})) for part in PARTS)
-        own = {"client_id": raw["id"], "examples": raw["examples"], "ratio": raw["ratio"]}
-        return ClientScores(**own, personal=personal, validation=validation, shared=shared or None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,10 +138,6 @@ class RoundScores(Scores):
         )
 
 
-_MEANS = TypeAdapter[Means](Means)
-_Client = Annotated[ClientScores, PlainSerializer(ClientScores.to_dict), BeforeValidator(ClientScores.from_dict)]
-
-
 @dataclass(frozen=True, kw_only=True)
 class FinalScores(RoundScores):
     """Scores over all clients at the end of a run.
@@ -165,7 +148,7 @@ class FinalScores(RoundScores):
         primary_metric: The metric that stands for all: accuracy, if it is scored.
     """
 
-    per_client: tuple[_Client, ...] = ()
+    per_client: tuple[ClientScores, ...] = ()
     state_sha256: str = ""
     primary_metric: str = "loss"
 
@@ -173,27 +156,6 @@ class FinalScores(RoundScores):
     def metrics(self) -> Means:
         """Scores of the models that clients deploy: `personal`."""
         return self.personal
-
-
-def cost_dict(cost: WorkCost) -> dict[str, Any]:
-    """Return a cost as files have it."""
-    found: dict[str, Any] = dataclasses.asdict(cost)
-    found["simulated_seconds_training"], found["simulated_seconds_scoring"] = found.pop("seconds"), found.pop("scoring_seconds")
-    return found | {"simulated_seconds": cost.simulated_seconds, "flops_training": cost.flops_training}
-
-
-def cost_of(raw: Mapping[str, Any]) -> WorkCost:
-    """Read what `cost_dict` returned."""
-    given = {one.name: raw[one.name] for one in dataclasses.fields(WorkCost) if one.name in raw}
-    seconds, scoring = raw["simulated_seconds_training"], raw["simulated_seconds_scoring"]
-    return WorkCost(**given, seconds=seconds, scoring_seconds=scoring)
-
-
-Cost = Annotated[WorkCost, PlainSerializer(cost_dict), BeforeValidator(cost_of)]
-"""A cost that files have as `cost_dict` returns it."""
-
-Config = Annotated[RunConfig, PlainSerializer(RunConfig.to_dict), BeforeValidator(RunConfig.from_dict)]
-"""Options that files have as `RunConfig.to_dict` returns them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +207,7 @@ class RoundRecord:
         `PART_METRIC_worst_decile`. A round that was not scored has no scores.
         """
         row: dict[str, Any] = {"train_loss": self.loss, "train_accuracy": self.accuracy, "cohort": len(self.cohort)}
-        row |= {"dropped": len(self.dropped), "round_seconds": self.seconds, **cost_dict(self.cost)}
+        row |= {"dropped": len(self.dropped), "round_seconds": self.seconds, **dataclasses.asdict(self.cost)}
         scores = self.evaluation or RoundScores(personal={})
         row |= {f"{part}_{name}": value for part in PARTS for name, value in scores.part(part).items()}
         worst = scores.worst_decile.items()
@@ -258,7 +220,7 @@ class RunResult:
 
     Args:
         method: Name of the method.
-        policies: Its name, its source, and its options as text.
+        method_options: Its name, its source, and its options as text.
         config: The options.
         rounds: One record each.
         final: Scores of the end.
@@ -272,8 +234,8 @@ class RunResult:
     """
 
     method: str
-    policies: Mapping[str, str]
-    config: Config
+    method_options: Mapping[str, str]
+    config: RunConfig
     rounds: tuple[RoundRecord, ...]
     final: FinalScores
     clients: int

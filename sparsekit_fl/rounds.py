@@ -16,7 +16,7 @@ from sparsekit.graph import StateDict
 from sparsekit.surgery import save_compact
 from sparsekit_fl.callbacks import Callback, RunView
 from sparsekit_fl.checkpoint import RunFolder, State
-from sparsekit_fl.client.messages import Reply, Update, WorkCost, request_bytes
+from sparsekit_fl.client.messages import Cost, Reply, Update, request_bytes
 from sparsekit_fl.client.packing import clone, digest
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.engines import Engine, Processes, RunClients, describe_environment
@@ -129,7 +129,7 @@ def run(
             state = server.state
             result = RunResult(
                 method=spec.method.name,
-                policies=spec.method.describe(),
+                method_options=spec.method.describe(),
                 config=spec.config,
                 rounds=tuple(records),
                 final=FinalScores.of(
@@ -205,12 +205,13 @@ def _run_round(server: Server, view: RunView, run_clients: RunClients) -> tuple[
         TooFewRepliesError: too few clients sent a valid update.
     """
     began, spec, round = time.perf_counter(), server.spec, view.round + 1
-    requests, replies = server.requests(round), list[Reply]()
+    ctx = server.context(round)
+    requests, replies = server.requests(ctx), list[Reply]()
     good, dropped = list[Update](), dict[int, Exception]()
     for request, reply in zip(requests, run_clients(requests), strict=True):
-        replies.append(reply)
+        replies.append(server.priced(request, reply))
         try:
-            good.append(server.validate(request, reply))
+            good.append(server.validate(ctx, request, replies[-1]))
         except (ClientError, UpdateError) as error:
             dropped[request.client_id] = error
             _log.warning("round %d continues without client %d: %s", round, request.client_id, error)
@@ -221,15 +222,15 @@ def _run_round(server: Server, view: RunView, run_clients: RunClients) -> tuple[
             f"round {round}: {len(good)} of {len(requests)} updates were valid and {needed} are needed"
             f" (min_replies); {reasons}. Nothing of that round counted"
         ) from next(iter(dropped.values()), None)
-    seconds = server.aggregate(good, replies)
+    seconds = server.aggregate(ctx, good, replies)
     ids, whole = _scored_after(round, list(server.clients), spec.config)
     last = round == spec.config.rounds
     found, unscored = _score(server, ids, run_clients, with_shared=whole, with_model=last and view.out is not None)
     done = [reply.update.cost for reply in replies if reply.update is not None]
     # Of clients that failed counts what they were sent.
     lost = [request for request, reply in zip(requests, replies, strict=True) if reply.update is None]
-    cost = round_cost(done, wall_seconds=time.perf_counter() - began, seconds=seconds)
-    cost += WorkCost(downlink_bytes=sum(request_bytes(request, spec.graph) for request in lost))
+    cost = round_cost(done, wall_seconds=time.perf_counter() - began, until=seconds)
+    cost += Cost(downlink_bytes=sum(request_bytes(request, spec.graph) for request in lost))
     record = RoundRecord(
         round=round,
         cohort=tuple(request.client_id for request in requests),
@@ -287,22 +288,20 @@ def _mean(name: str, updates: Sequence[Update]) -> float | None:
     return sum(value * examples for value, examples in found) / sum(examples for _, examples in found) if found else None
 
 
-def round_cost(costs: Iterable[WorkCost], *, wall_seconds: float, seconds: float | None = None) -> WorkCost:
+def round_cost(costs: Iterable[Cost], *, wall_seconds: float, until: float | None = None) -> Cost:
     """Add up the work of all clients; the seconds are those of the slowest one.
 
     Args:
         costs: One per client.
         wall_seconds: Measured for the whole round; the clients' own wall seconds overlap and are not added.
-        seconds: Simulated length of a round that does not wait for its slowest client.
+        until: Simulated length of a round that does not wait for its slowest client.
     """
     costs = list(costs)
-    if seconds is None:
-        seconds = max((cost.seconds for cost in costs), default=0.0)
-        # The slowest with scoring may be another client than the slowest without.
-        scoring = max((cost.simulated_seconds for cost in costs), default=0.0) - seconds
-    else:
-        scoring = 0.0
-    return replace(sum(costs, WorkCost()), seconds=seconds, scoring_seconds=scoring, wall_seconds=wall_seconds)
+    slowest = max((cost.simulated_seconds for cost in costs), default=0.0) if until is None else until
+    # The slowest with scoring may be another client than the slowest without.
+    scoring = slowest - max((cost.seconds for cost in costs), default=0.0) if until is None else 0.0
+    whole = sum(costs, Cost())
+    return replace(whole, simulated_seconds=slowest, simulated_seconds_scoring=scoring, wall_seconds=wall_seconds)
 
 
 def _shortened(texts: Sequence[str]) -> str:

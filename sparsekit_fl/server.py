@@ -11,8 +11,10 @@ from torch import Tensor
 
 from sparsekit.allocation import check_ratio
 from sparsekit.errors import InvalidValueError, SparsekitError
+from sparsekit.graph import StateDict, UnitGraph
 from sparsekit_fl.checkpoint import Memories, Remembered, State
-from sparsekit_fl.client.messages import Reply, Request, Update
+from sparsekit_fl.client.context import timed
+from sparsekit_fl.client.messages import Reply, Request, Update, request_bytes, update_bytes
 from sparsekit_fl.client.packing import Kept, clone, is_finite, upload_dtype
 from sparsekit_fl.config import Upload
 from sparsekit_fl.errors import ClientError, UpdateError
@@ -52,24 +54,18 @@ class Server:
         self.spec, self.clients, self._remembered = spec, clients, remembered
         self.state = state or State(0, clone(spec.initial))
         self._names = spec.shared_names()
-        self._ctx: ServerContext  # of the round whose requests were written
 
     def shared(self) -> dict[str, Tensor]:
         """Return the shared entries of the global state."""
         return {name: self.state.model[name] for name in self._names}
 
-    def requests(self, round: int) -> list[Request]:
-        """Sample the cohort of a round, counted from 1, and write its requests.
-
-        Raises:
-            InvalidValueError: the method sampled a stranger, or a client twice.
-        """
+    def context(self, round: int) -> ServerContext:
+        """Return what the method sees in a round, counted from 1; one for its requests, its updates and its aggregation."""
         spec, config = self.spec, self.spec.config
-        roster = Roster(self.clients, config, round)
-        self._ctx = ctx = ServerContext(
+        return ServerContext(
             round=round,
             rounds=config.rounds,
-            roster=roster,
+            roster=Roster(self.clients, config, round),
             cohort_size=config.cohort,
             rngs=Rngs(Streams(config.seed).server(round)),
             memory=self.state.memory,
@@ -81,6 +77,14 @@ class Server:
             capability_of=config.capability_of,
             trained=spec.trained,
         )
+
+    def requests(self, ctx: ServerContext) -> list[Request]:
+        """Sample the cohort of a round, and write its requests.
+
+        Raises:
+            InvalidValueError: the method sampled a stranger, or a client twice.
+        """
+        spec, round, roster = self.spec, ctx.round, ctx.roster
         cohort = spec.method.sample(ctx)
         wrong = sorted({id for id in cohort if id not in ctx.roster or cohort.count(id) > 1})
         if wrong or not cohort:
@@ -91,7 +95,7 @@ class Server:
         requests = list[Request]()
         for client_id in cohort:
             task = spec.method.assign(ctx, client_id)
-            if round == 1 and not requests and roster.was_read:
+            if round == 1 and not requests and isinstance(roster, Roster) and roster.was_read:
                 self._warn_of_equal_devices()
             more = {"mask": task.mask, "ratio": check_ratio(task.ratio), "extra": task.extra}
             requests.append(self._request(round, ctx.roster, client_id, state=ctx.state, **more))
@@ -116,7 +120,15 @@ class Server:
         can, wrote = roster[client_id].capability, self.state.versions.get(client_id)
         return Request(round=round, client_id=client_id, capability=can, memory_round=wrote, **more)
 
-    def validate(self, request: Request, reply: Reply) -> Update:
+    def priced(self, request: Request, reply: Reply) -> Reply:
+        """Return a reply with the bytes and the simulated seconds of its update, which the server knows itself."""
+        if reply.update is None:
+            return reply
+        down = request_bytes(request, self.spec.graph)
+        cost = replace(reply.update.cost, uplink_bytes=update_bytes(reply.update), downlink_bytes=down)
+        return replace(reply, update=replace(reply.update, cost=timed(cost, request.capability)))
+
+    def validate(self, ctx: ServerContext, request: Request, reply: Reply) -> Update:
         """Return the update of a reply as it is added up.
 
         Raises:
@@ -126,12 +138,13 @@ class Server:
         if reply.update is None:
             error = ClientError(reply.error or f"client {request.client_id} sent no update")
             if reply.traceback:
-                self._ctx.failed[request.client_id] = 1.0 if request.ratio is None else request.ratio
+                ctx.failed[request.client_id] = 1.0 if request.ratio is None else request.ratio
                 error.add_note(f"Where it failed:\n{reply.traceback}")
             raise error
-        ctx, update, ratio = self._ctx, reply.update, 1.0 if request.ratio is None else request.ratio
+        update, ratio = reply.update, 1.0 if request.ratio is None else request.ratio
         try:
-            check_update(update, request, ctx, upload=self.spec.config.upload)
+            examples = ctx.roster[request.client_id].examples
+            check_update(update, request, ctx.graph, ctx.state, examples=examples, upload=self.spec.config.upload)
             self.spec.method.validate(ctx, update, Task(mask=request.mask, ratio=ratio, extra=request.extra))
         except UpdateError:
             raise
@@ -142,17 +155,18 @@ class Server:
         # What was rounded on the way is added up as exactly as anything else.
         return replace(update, delta={name: tensor.to(ctx.state[name].dtype) for name, tensor in update.delta.items()})
 
-    def aggregate(self, updates: Sequence[Update], replies: Sequence[Reply] = ()) -> float | None:
+    def aggregate(self, ctx: ServerContext, updates: Sequence[Update], replies: Sequence[Reply] = ()) -> float | None:
         """Aggregate updates that `validate` returned, let the method learn from them, and count the memories of their clients.
 
         Args:
+            ctx: That of the requests.
             updates: In the order in which they are added up; at least one, and at most one per client.
             replies: All of the round, which say whose memory was written.
 
         Returns:
             Simulated length of the round, if it does not wait for the slowest client.
         """
-        ctx, method = self._ctx, self.spec.method
+        method = self.spec.method
         self.state.model = {**self.state.model, **method.aggregate(ctx, updates)}
         self.state.round = ctx.round
         valid = {update.client_id for update in updates}
@@ -163,28 +177,38 @@ class Server:
         return method.seconds(ctx)
 
 
-def check_update(update: Update, request: Request, ctx: ServerContext, *, upload: Upload = "float32") -> None:
-    """Raise UpdateError unless an update, whose changes are sent as `upload`, may touch the model; nothing was changed."""
+def check_update(
+    update: Update, request: Request, graph: UnitGraph, state: StateDict, *, examples: int, upload: Upload = "float32"
+) -> None:
+    """Raise UpdateError unless an update may touch the model; nothing was changed.
+
+    Args:
+        update: What the client sent, under its own mask.
+        request: What it was asked.
+        graph: The units of the model.
+        state: The shared state before the round.
+        examples: Number of training examples that the client is known to have.
+        upload: The type in which changes are sent.
+    """
     who = f"the update of client {update.client_id}"
     if (update.round, update.client_id) != (request.round, request.client_id):
         raise UpdateError(f"{who} is for round {update.round}, expected round {request.round} of client {request.client_id}")
-    expected = ctx.roster[request.client_id].examples
-    if update.examples != expected:
-        raise UpdateError(f"{who} claims {update.examples!r} training examples, the roster says {expected}")
+    if update.examples != examples:
+        raise UpdateError(f"{who} claims {update.examples!r} training examples, the roster says {examples}")
     try:
         check_ratio(update.ratio)
         if update.mask is not None:
-            update.mask.check(ctx.graph)
+            update.mask.check(graph)
     except SparsekitError as error:
         raise UpdateError(f"{who} has a wrong ratio or mask: {error}") from error
-    if set(update.delta) != set(ctx.state):
-        strange = sorted(set(update.delta) ^ set(ctx.state))[:5]
+    if set(update.delta) != set(state):
+        strange = sorted(set(update.delta) ^ set(state))[:5]
         raise UpdateError(f"{who} must hold exactly the shared entries; missing or unknown: {strange}")
-    kept = Kept(ctx.graph, update.mask)
+    kept = Kept(graph, update.mask)
     # Entries come in any order, but the message about an update must depend neither on it nor on the engine.
-    changes = {name: update.delta[name] for name in ctx.state}
+    changes = {name: update.delta[name] for name in state}
     for name, delta in changes.items():
-        dtype = upload_dtype(ctx.state[name].dtype, upload)
+        dtype = upload_dtype(state[name].dtype, upload)
         if delta.dtype != dtype or tuple(delta.shape) != kept.shape(name):
             raise UpdateError(f"{who} has {name!r} as {delta.dtype} {tuple(delta.shape)}, expected {dtype} {kept.shape(name)}")
     for name, tensor in (*changes.items(), *sorted(update.extra.items())):
@@ -193,13 +217,13 @@ def check_update(update: Update, request: Request, ctx: ServerContext, *, upload
                 f"{who} has values in {name!r} that are not finite; a lower learning rate, clipping or finite inputs may help"
             )
     for name, delta in changes.items():
-        _check_change(who, name, delta, kept.gather(name, ctx.state[name]))
+        _check_change(who, name, delta, kept.gather(name, state[name]))
     for name, value in update.metrics.items():
         if not abs(value) < _MAX_METRIC:
             raise UpdateError(f"{who} reports {name} = {value!r}, which no float32 holds; a lower learning rate may help")
     cost = update.cost
-    counted = (cost.flops_training, cost.flops_paper, cost.flops_scoring, cost.uplink_bytes, cost.downlink_bytes)
-    if min(counted) < 0 or not all(0 <= seconds < _MAX_SECONDS for seconds in (cost.seconds, cost.wall_seconds)):
+    counted = (cost.flops_training, cost.flops_paper, cost.flops_scoring)
+    if min(counted) < 0 or not all(0 <= seconds < _MAX_SECONDS for seconds in (cost.simulated_seconds, cost.wall_seconds)):
         raise UpdateError(f"{who} reports a cost that is negative, or a time without end")
 
 

@@ -10,7 +10,7 @@ from pydantic_core import to_json
 
 from sparsekit.errors import DataError
 
-SCHEMA_NUMBER: Final = 5
+SCHEMA_NUMBER: Final = 6
 """It goes up when a reader of the former schema would misread a file; what is only added leaves it as it is."""
 
 _STEPS = {

@@ -74,7 +74,7 @@ class EngineContract:
         told = ("'failing", "in train()", "round 1", f"client {victim}", f"ArithmeticError: no luck with {victim}")
         assert all(part in reason for part in told)
         assert set(result.rounds[0].ratios) == set(result.rounds[0].cohort) - {victim}
-        assert [evaluation.client_id for evaluation in result.final.per_client] == [0, *range(2, 8)]
+        assert [client.id for client in result.final.per_client] == [0, *range(2, 8)]
         assert any("client 1 was not scored" in note and "no score for 1" in note for note in result.rounds[-1].notes)
 
     def test_when_every_client_fails_the_first_error_ends_the_run(self, engine: Engine) -> None:

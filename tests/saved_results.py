@@ -63,7 +63,7 @@ def result(
     }
     whole = {
         "method": method,
-        "policies": {},
+        "method_options": {},
         "config": config,
         "seed": seed,
         "clients": clients,

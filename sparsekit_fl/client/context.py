@@ -18,7 +18,7 @@ from sparsekit.graph import StateDict, UnitGraph, UnitMask, WeightMask
 from sparsekit.measure import CostModel
 from sparsekit.training import LearnableMask
 from sparsekit_fl.client.fit import Batches, Examples, Step, TrainingLog, evaluate, fit
-from sparsekit_fl.client.messages import Scores, WorkCost
+from sparsekit_fl.client.messages import Cost, Scores
 from sparsekit_fl.client.packing import Mask
 from sparsekit_fl.config import CapabilityOf, Deploy, TrainingConfig
 from sparsekit_fl.problem.data import CAPABILITY_LEVELS, Capability, Client
@@ -129,7 +129,7 @@ class ClientContext:
         module, metrics, amp = self.masked.model, self.problem.metrics, self.training.amp
         return fit(module, batches, step, metrics=metrics, rng=self.rng, amp=amp, device=self.device)
 
-    def work(self, mask: UnitMask | WeightMask | None, log: TrainingLog) -> WorkCost:
+    def work(self, mask: UnitMask | WeightMask | None, log: TrainingLog) -> Cost:
         """Return the FLOPs of a fit under one mask, with those of further passes that a method made.
 
         The paper's convention counts every batch as full, and once.
@@ -138,9 +138,7 @@ class ClientContext:
         forward = self.costs.forward_flops(mask if isinstance(mask, UnitMask) else None)
         return replace(work, flops=work.flops + log.forward_only * forward)
 
-    def work_on(
-        self, examples: int, mask: UnitMask | WeightMask | None = None, *, padded_examples: int | None = None
-    ) -> WorkCost:
+    def work_on(self, examples: int, mask: UnitMask | WeightMask | None = None, *, padded_examples: int | None = None) -> Cost:
         """Return the FLOPs of training on some examples: forward and a backward that costs twice as much.
 
         A weight mask saves entries on the wire and nothing when computing, so its compact cost is that of the whole model.
@@ -152,7 +150,7 @@ class ClientContext:
         """
         compact = self.costs.forward_flops(mask if isinstance(mask, UnitMask) else None)
         padded = examples if padded_examples is None else padded_examples
-        return WorkCost(flops=3 * compact * examples, flops_paper=3 * rowmask_flops(self.costs, mask) * padded)
+        return Cost(flops=3 * compact * examples, flops_paper=3 * rowmask_flops(self.costs, mask) * padded)
 
     def score(self, split: Split, *, positions: Tensor | None = None) -> Scores:
         """Score the narrow model on one split of this client; an empty split has no scores. Its FLOPs are counted.
@@ -188,16 +186,15 @@ def width_of(costs: CostModel, share: float) -> float:
     return widths[max(0, fits - 1)] if widths else 1.0
 
 
-def client_seconds(cost: WorkCost, capability: Capability) -> float:
-    """Return the seconds that a device of this capability needs: download, train, upload, one after the other.
-
-    Those of `flops_scoring` are left out.
-    """
-    return (
+def timed(cost: Cost, capability: Capability) -> Cost:
+    """Return a cost with the seconds of a device of this capability: it downloads, trains, scores and uploads in turn."""
+    scoring = cost.flops_scoring / capability.flops_per_second
+    seconds = (
         cost.downlink_bytes / capability.downlink_bytes_per_second
         + cost.flops_training / capability.flops_per_second
         + cost.uplink_bytes / capability.uplink_bytes_per_second
     )
+    return replace(cost, simulated_seconds=seconds + scoring, simulated_seconds_scoring=scoring)
 
 
 def rowmask_flops(costs: CostModel, mask: UnitMask | WeightMask | None = None) -> int:

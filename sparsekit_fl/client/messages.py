@@ -17,7 +17,7 @@ from sparsekit.graph import StateDict, UnitGraph
 from sparsekit_fl.client.packing import Kept, Mask, pack_mask, unpack_mask
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.options import Checked, NonNegativeCount, Ratio
-from sparsekit_fl.packed import pack, packed_bytes, unpack
+from sparsekit_fl.packed import pack, unpack
 from sparsekit_fl.problem.data import Capability
 
 MAX_TEXT = 4000
@@ -28,47 +28,47 @@ Scores = Mapping[str, tuple[float, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkCost:
-    """What work took. Costs of several clients and rounds add up.
+class Cost:
+    """What work took, under the names of files. Costs of several clients and rounds add up.
+
+    A client counts FLOPs. The server counts bytes, and computes seconds from FLOPs, bytes and the capability of the client.
 
     Args:
         flops: What physically small models executed, `flops_scoring` among it; 2 per multiply-add, backward = 2 x
             forward.
-        flops_paper: Training alone, by the paper's convention: columns that read removed units are still paid for. The
-            paper's tables count training only, so what is compared with them does too.
-        uplink_bytes: Serialised updates.
-        downlink_bytes: Serialised assignments.
-        seconds: Simulated, from `Capability`, without `scoring_seconds`; of one client: its own, of a round: its slowest
-            client's. What policies decide by.
-        wall_seconds: Measured here.
         flops_scoring: The part of `flops` that is not training: forward passes by which a method decides while it
             trains, such as which model a client keeps, or whether it prunes.
-        scoring_seconds: Simulated seconds of these passes, beyond `seconds`, which leaves them out. In no message: they follow
-            from `flops_scoring` and the capability in the request.
+        flops_paper: Training alone, by the paper's convention: columns that read removed units are still paid for. The
+            paper's tables count training only, so what is compared with them does too.
+        uplink_bytes: Entries, masks and further tensors of updates. A few hundred bytes of names and numbers are left out.
+        downlink_bytes: The same of requests.
+        simulated_seconds: From `Capability`; of one client: its own, of a round: its slowest client's.
+        simulated_seconds_scoring: The part of `simulated_seconds` that `flops_scoring` takes.
+        wall_seconds: Measured where the work was done; nothing is decided by it.
 
     Source: the row-mask convention is that of Xue et al., ICDE 2025 (arXiv 2412.07216), Table I.
     """
 
     flops: int = 0
+    flops_scoring: int = 0
     flops_paper: int = 0
     uplink_bytes: int = 0
     downlink_bytes: int = 0
-    seconds: float = 0.0
+    simulated_seconds: float = 0.0
+    simulated_seconds_scoring: float = 0.0
     wall_seconds: float = 0.0
-    flops_scoring: int = 0
-    scoring_seconds: float = 0.0
 
-    def __add__(self, other: WorkCost) -> WorkCost:
-        return WorkCost(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self)})
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self)})
 
     @property
-    def simulated_seconds(self) -> float:
-        """Simulated seconds, with the passes by which a method decides."""
-        return self.seconds + self.scoring_seconds
+    def seconds(self) -> float:
+        """Simulated seconds without scoring: what methods decide by."""
+        return self.simulated_seconds - self.simulated_seconds_scoring
 
     @property
     def flops_training(self) -> int:
-        """What was executed to train: `flops` without `flops_scoring`. Policies and `seconds` go by it."""
+        """What was executed to train: `flops` without `flops_scoring`."""
         return self.flops - self.flops_scoring
 
 
@@ -111,7 +111,7 @@ class Update:
         round: The round of the request.
         client_id: The sender.
         examples: Training examples that the client has, n_k in the papers.
-        delta: trained - received, shared entries only, sparse: the entries that `mask` keeps (see `sparse.Kept`).
+        delta: trained - received, shared entries only: of each, what `mask` keeps (see `Kept`).
         mask: What was uploaded; None means everything.
         ratio: The ratio that was executed.
         extra: Further tensors of a method.
@@ -129,11 +129,11 @@ class Update:
     ratio: float = 1.0
     extra: StateDict = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
-    cost: WorkCost = field(default_factory=WorkCost)
+    cost: Cost = field(default_factory=Cost)
 
 
 def require_metrics(update: Update, *names: str) -> None:
-    """Raise UpdateError unless the update reports these metrics, which a policy learns from."""
+    """Raise UpdateError unless the update reports these metrics, which a method learns from."""
     missing = [name for name in names if name not in update.metrics]
     if missing:
         raise UpdateError(f"the update of client {update.client_id} lacks the metrics {missing}")
@@ -183,45 +183,28 @@ class Reply:
     note: str = ""
 
 
-# Costs and metrics are sent as tensors of fixed size: an update's length must not depend on their digits, since the
-# uplink bytes that a cost contains are that length. Training and scoring are sent apart, the last only where a method scores.
-_INT_COSTS = ("flops_training", "flops_paper", "uplink_bytes", "downlink_bytes", "flops_scoring")
-_FLOAT_COSTS = ("seconds", "wall_seconds")
 _HOW = ("task", "memory_round", "with_shared", "with_model")
 
 
-def _parts(message: Request | Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the metadata by which the size of a message is counted, without the state of a request."""
+def _tensors(message: Request | Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of a message but for those of a state, and what it says besides."""
     tensors, mask = pack_mask(message.mask)
     tensors |= {f"extra:{name}": tensor for name, tensor in message.extra.items()}
-    meta = {"round": message.round, "client": message.client_id, "mask": mask}
-    if isinstance(message, Request):
-        numbers = [math.nan if message.ratio is None else message.ratio, *dataclasses.astuple(message.capability)]
-        return {**tensors, "numbers": torch.tensor(numbers, dtype=torch.float64)}, {**meta, "kind": "assignment"}
-    cost = message.cost
-    names = _INT_COSTS if cost.flops_scoring else _INT_COSTS[:-1]
-    tensors |= {f"delta:{name}": tensor for name, tensor in message.delta.items()}
-    tensors |= {
-        "cost": torch.tensor([getattr(cost, name) for name in names], dtype=torch.int64),
-        "seconds": torch.tensor([getattr(cost, name) for name in _FLOAT_COSTS], dtype=torch.float64),
-        "metrics": torch.tensor(list(message.metrics.values()), dtype=torch.float64),
-        "ratio": torch.tensor(message.ratio, dtype=torch.float64),
-    }
-    return tensors, {**meta, "kind": "update", "examples": message.examples, "metrics": list(message.metrics)}
+    if isinstance(message, Update):
+        tensors |= {f"delta:{name}": tensor for name, tensor in message.delta.items()}
+    return tensors, {"round": message.round, "client": message.client_id, "mask": mask, "ratio": message.ratio}
 
 
 def update_bytes(update: Update) -> int:
-    """Return size of an update on the wire, computed without encoding it."""
-    return packed_bytes(*_parts(update))
+    """Return the bytes of the tensors of an update: changes, mask and further tensors."""
+    return sum(tensor.nbytes for tensor in _tensors(update)[0].values())
 
 
 def request_bytes(request: Request, graph: UnitGraph) -> int:
-    """Return size of a request to train on the wire, computed without encoding it."""
-    tensors, meta = _parts(request)
+    """Return the bytes of the tensors of a request to train: what its mask keeps of the state, mask and further tensors."""
     kept = Kept(graph, request.mask)
-    for name, tensor in request.state.items():
-        tensors[f"state:{name}"] = torch.empty(kept.shape(name), dtype=tensor.dtype, device="meta")
-    return packed_bytes(tensors, meta)
+    state = sum(math.prod(kept.shape(name)) * tensor.itemsize for name, tensor in request.state.items())
+    return state + sum(tensor.nbytes for tensor in _tensors(request)[0].values())
 
 
 def encode_request(request: Request, graph: UnitGraph, *, with_state: bool = True) -> bytes:
@@ -229,11 +212,12 @@ def encode_request(request: Request, graph: UnitGraph, *, with_state: bool = Tru
 
     `with_state=False` leaves the state out, for many requests that share one.
     """
-    tensors, meta = _parts(request)
+    tensors, meta = _tensors(request)
     if with_state:
         kept = Kept(graph, request.mask).gather_all(request.state)
         tensors |= {f"state:{name}": tensor for name, tensor in kept.items()}
-    return pack(tensors, {**meta, "how": {name: getattr(request, name) for name in _HOW}})
+    how = {name: getattr(request, name) for name in _HOW}
+    return pack(tensors, {**meta, "how": how, "capability": dataclasses.asdict(request.capability)})
 
 
 def decode_request(payload: bytes, graph: UnitGraph, *, state: StateDict | None = None) -> Request:
@@ -245,24 +229,22 @@ def decode_request(payload: bytes, graph: UnitGraph, *, state: StateDict | None 
         state: The dense shared state, if the request was sent without it.
     """
     tensors, meta = unpack(payload)
-    common = _common("assignment", tensors, meta, graph)
-    ratio, *capability = tensors["numbers"].tolist()
+    common = _common(tensors, meta, graph)
     if state is None:
         sparse = _section(tensors, "state")
         zeros = {name: torch.zeros(graph.shapes[name], dtype=tensor.dtype) for name, tensor in sparse.items()}
         state = Kept(graph, common["mask"]).scatter_all(sparse, zeros)
-    return Request(
-        **common,
-        **{name: meta["how"][name] for name in _HOW},
-        state=state,
-        ratio=None if math.isnan(ratio) else ratio,
-        capability=Capability(*capability),
-    )
+    how = {name: meta["how"][name] for name in _HOW}
+    return Request(**common, **how, state=state, capability=Capability(**meta["capability"]))
 
 
 def encode_reply(reply: Reply) -> bytes:
     """Return a reply as it is sent: an update, or scores, or an error."""
-    tensors, meta = ({}, {}) if reply.update is None else _parts(reply.update)
+    tensors, meta = dict[str, Tensor](), dict[str, Any]()
+    if reply.update is not None:
+        tensors, meta = _tensors(reply.update)
+        cost = {name: getattr(reply.update.cost, name) for name in _COUNTED}
+        meta |= {"examples": reply.update.examples, "metrics": dict(reply.update.metrics), "cost": cost}
     said = {
         "error": reply.error[:MAX_TEXT],
         "traceback": reply.traceback[-MAX_TEXT:],
@@ -286,7 +268,7 @@ def decode_reply(payload: bytes, request: Request, graph: UnitGraph) -> Reply:
         trained = not texts["error"] and request.task == "train"
         return Reply(
             client_id=request.client_id,
-            update=_read_update(tensors, meta, request, graph) if trained else None,
+            update=_read_update(tensors, meta, graph) if trained else None,
             evaluation=None if trained or texts["error"] else _read_scores(said["evaluation"], request.client_id),
             **texts,
             stored=said.get("stored") is True,
@@ -297,34 +279,23 @@ def decode_reply(payload: bytes, request: Request, graph: UnitGraph) -> Reply:
         raise DataError(f"a malformed reply: {error!r:.{MAX_TEXT}}") from error
 
 
-def _common(kind: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], graph: UnitGraph) -> dict[str, Any]:
+def _common(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], graph: UnitGraph) -> dict[str, Any]:
     """Return the fields that requests and updates share."""
-    if meta["kind"] != kind:
-        raise DataError(f"expected an {kind}, got a message of kind {str(meta['kind'])[:40]!r}")
     mask = unpack_mask(tensors, meta["mask"], graph)
-    return {"round": meta["round"], "client_id": meta["client"], "mask": mask, "extra": _section(tensors, "extra")}
+    extra = _section(tensors, "extra")
+    return {"round": meta["round"], "client_id": meta["client"], "mask": mask, "ratio": meta["ratio"], "extra": extra}
 
 
 def _section(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name[len(prefix) + 1 :]: tensor for name, tensor in tensors.items() if name.startswith(f"{prefix}:")}
 
 
-def _read_update(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], request: Request, graph: UnitGraph) -> Update:
-    kinds = (*_INT_COSTS[: len(tensors["cost"])], *_FLOAT_COSTS)
-    cost = dict(zip(kinds, [*tensors["cost"].tolist(), *tensors["seconds"].tolist()], strict=True))
-    scored = cost.get("flops_scoring", 0)
-    cost["flops"] = cost.pop("flops_training") + scored
-    cost["scoring_seconds"] = max(0, scored) / request.capability.flops_per_second
-    return _UPDATE.validate_python(
-        {
-            **_common("update", tensors, meta, graph),
-            "examples": meta["examples"],
-            "delta": _section(tensors, "delta"),
-            "ratio": tensors["ratio"].tolist(),
-            "metrics": dict(zip(meta["metrics"], tensors["metrics"].tolist(), strict=True)),
-            "cost": cost,
-        }
-    )
+def _read_update(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], graph: UnitGraph) -> Update:
+    said = {name: meta[name] for name in ("examples", "metrics")} | {"cost": {name: meta["cost"][name] for name in _COUNTED}}
+    update = _UPDATE.validate_python({**_common(tensors, meta, graph), **said, "delta": _section(tensors, "delta")})
+    if not all(0 <= getattr(update.cost, name) < _MOST_COUNTED for name in _COUNTED):
+        raise DataError(f"costs that are negative, or no device's: {said['cost']}")
+    return update
 
 
 def _read_scores(raw: Mapping[str, Any], client_id: int) -> Evaluation:
@@ -337,6 +308,11 @@ def _read_scores(raw: Mapping[str, Any], client_id: int) -> Evaluation:
         raise DataError("the weight of a score must be finite and >= 0")
     return found
 
+
+_COUNTED = ("flops", "flops_scoring", "flops_paper", "wall_seconds")
+"""What a client says of its cost; the server computes the rest."""
+
+_MOST_COUNTED = 1e18
 
 # What strangers send has the types that the annotations say, or is refused; what it says is checked by the server.
 _UPDATE, _EVALUATION = TypeAdapter(Update), TypeAdapter(Evaluation)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sparsekit.errors import DataError, InvalidValueError
+from sparsekit.errors import DataError
 from sparsekit.graph import (
     StateDict,
     UnitGraph,
@@ -144,42 +144,32 @@ def upload_dtype(dtype: torch.dtype, upload: Upload) -> torch.dtype:
 def pack_mask(mask: Mask | None) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
     """Return a mask as bytes: the tensor to send (uint8) and its description.
 
-    An entry takes one bit per position, padded to whole bytes. Of a weight mask, an entry that is kept or dropped whole takes
-    nothing, and one of which few positions are kept, or few dropped, takes their positions, four bytes each.
+    An entry takes a bit per position, padded to whole bytes; or, where that is less, four bytes for each position that is kept.
     """
     if mask is None:
         return {}, None
-    by_unit = isinstance(mask, UnitMask)
     pieces: list[npt.NDArray[np.uint8]] = [np.zeros(0, dtype=np.uint8)]
     shapes: list[list[Any]] = []
     for name, entry in mask.items():
         keep = entry.cpu().reshape(-1).numpy()
-        shapes.append([name, list(entry.shape)])
-        for form, listed in (("kept", keep), ("dropped", ~keep)):
-            count = int(np.count_nonzero(listed))
-            if not by_unit and 4 * count < (keep.size + 7) // 8:
-                shapes[-1].append(f"{form} {count}")
-                pieces.append(np.flatnonzero(listed).astype("<u4").view(np.uint8))
-                break
-        else:
-            pieces.append(np.packbits(keep))
-    return {"mask": torch.from_numpy(np.concatenate(pieces))}, {"kind": "unit" if by_unit else "weight", "shapes": shapes}
+        count = int(np.count_nonzero(keep))
+        few = 4 * count < (keep.size + 7) // 8
+        pieces.append(np.flatnonzero(keep).astype("<u4").view(np.uint8) if few else np.packbits(keep))
+        shapes.append([name, list(entry.shape), *([count] if few else [])])
+    kind = "unit" if isinstance(mask, UnitMask) else "weight"
+    return {"mask": torch.from_numpy(np.concatenate(pieces))}, {"kind": kind, "shapes": shapes}
 
 
-def _unpack_entry(form: str, count: int, data: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.bool_], int]:
-    """Return the entry at the beginning of `data`, and how many bytes it takes."""
-    kind, _, number = form.partition(" ")
-    size = (count + 7) // 8 if form == "bits" else 4 * int(number)
-    if kind not in ("bits", "kept", "dropped") or not 0 <= size <= len(data):
-        raise ValueError(f"the form {form!r} with {len(data)} bytes")
-    if form == "bits":
-        return np.unpackbits(data[:size], count=count).astype(bool), size
-    positions = np.frombuffer(data[:size].tobytes(), dtype="<u4").astype(np.int64)
-    if len(positions) and (positions[-1] >= count or bool((np.diff(positions) <= 0).any())):
+def _unpack_entry(size: int, few: int | None, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+    """Return the entry of `size` positions in `data`: bits, or the positions of `few` kept ones."""
+    if few is None:
+        return np.unpackbits(data, count=size).astype(bool)
+    positions = data.view("<u4").astype(np.int64)
+    if len(positions) and (positions[-1] >= size or bool((np.diff(positions) <= 0).any())):
         raise ValueError("positions out of order")
-    keep = np.full(count, kind == "dropped")
-    keep[positions] = kind == "kept"
-    return keep, size
+    keep = np.zeros(size, dtype=bool)
+    keep[positions] = True
+    return keep
 
 
 def unpack_mask(
@@ -207,15 +197,19 @@ def unpack_mask(
         data, entries = tensors["mask"].numpy(), {}
         if data.dtype != np.uint8 or data.ndim != 1:
             raise ValueError(f"bits of dtype {data.dtype} in {data.ndim} dimensions")
-        for name, shape, *form in description["shapes"]:
+        for name, shape, *more in description["shapes"]:
             if known is not None and tuple(known.get(name, (None,))) != tuple(shape):
                 raise ValueError(f"{name!r} has the shape {known.get(name)}, got {tuple(shape)}")
-            keep, size = _unpack_entry(form[0] if form else "bits", math.prod(shape), data)
-            entries[name], data = torch.from_numpy(keep).reshape(shape), data[size:]
+            size, few = math.prod(shape), more[0] if more else None
+            length = (size + 7) // 8 if few is None else 4 * few
+            if not 0 <= length <= len(data):
+                raise ValueError(f"{name!r} takes {length} bytes, there are {len(data)}")
+            entries[name] = torch.from_numpy(_unpack_entry(size, few, data[:length].copy())).reshape(shape)
+            data = data[length:]
         if data.size:
             raise ValueError("bits left over")
         return made(entries)
-    except (KeyError, TypeError, ValueError, InvalidValueError, AttributeError) as error:
+    except Exception as error:
         raise DataError(f"the message holds a malformed mask: {error}") from error
 
 

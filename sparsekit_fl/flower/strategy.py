@@ -20,12 +20,10 @@ import sparsekit as sk
 from sparsekit.allocation import check_ratio
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.graph import StateDict
-from sparsekit.measure import CostModel
-from sparsekit_fl.client.messages import Request, Update, WorkCost
+from sparsekit_fl.client.messages import Cost, Request, Update
 from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.flower.client import KEY, arrays_of, mask_record, read_mask, traced, unpacked
-from sparsekit_fl.methods.server import ClientInfo, ServerContext, mean
-from sparsekit_fl.problem.data import Capability
+from sparsekit_fl.methods.server import Over, mean_change, moved
 from sparsekit_fl.server import check_update
 
 _log = logging.getLogger(__name__)
@@ -68,7 +66,6 @@ class SubmodelStrategy(Strategy):
         self._inner, self._learned = strategy, learned
         self._ratio = ratio if callable(ratio) else lambda _: ratio
         self._graph = traced(model, example_inputs)
-        self._costs = CostModel(self._graph, terms=(), other_flops=0, examples=1, parameters=frozenset(), widths={})  # not read
         self._examples = getattr(strategy, "weighted_by_key", "num-examples")
         self._state: StateDict = {}
         self._sent: dict[int, Request] = {}
@@ -99,18 +96,6 @@ class SubmodelStrategy(Strategy):
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Merge the submodels; the strategy inside gets the merged model in the place of each client's."""
-        server = ServerContext(
-            round=server_round,
-            rounds=server_round,
-            roster=dict.fromkeys(self._sent, ClientInfo(1, Capability())),
-            cohort_size=len(self._sent),
-            rngs={},
-            memory={},
-            graph=self._graph,
-            state=self._state,
-            costs=self._costs,
-            parameters=frozenset(),
-        )
         good: dict[int, tuple[Message, Update, MetricRecord]] = {}
         failed = []
         for reply in replies:
@@ -121,19 +106,20 @@ class SubmodelStrategy(Strategy):
             with _left_out(node, server_round):
                 if node in good or node not in self._sent:
                     raise DataError("this round already has its reply, or did not ask it")
-                good[node] = (reply, *self._read(server, self._sent[node], reply.content))
+                good[node] = (reply, *self._read(self._sent[node], reply.content))
         alike = _alike({node: metrics for node, (*_, metrics) in good.items()}, server_round)
         # In the order of nodes, so that the sums do not depend on which reply came first.
         ordered = [good[node] for node in sorted(alike)]
         updates, weights = [update for _, update, _ in ordered], [float(metrics[self._examples]) for *_, metrics in ordered]  # type: ignore[arg-type]
-        arrays = arrays_of(mean(server, updates, weights=weights, over="all" if self._learned else "holders"))
+        over: Over = "all" if self._learned else "holders"
+        arrays = arrays_of(moved(self._state, mean_change(self._graph, self._state, updates, weights=weights, over=over)))
         for reply, update, metrics in ordered:
             if isinstance(self._ratio, BanditRatios):
                 self._ratio.tell(update.client_id, metrics, update.cost.seconds)
             reply.content = RecordDict({self._name: arrays, _METRICS: metrics})
         return self._inner.aggregate_train(server_round, [reply for reply, *_ in ordered] + failed)
 
-    def _read(self, server: ServerContext, request: Request, content: RecordDict) -> tuple[Update, MetricRecord]:
+    def _read(self, request: Request, content: RecordDict) -> tuple[Update, MetricRecord]:
         """Return the update in a reply, and its metrics.
 
         Raises:
@@ -151,9 +137,9 @@ class SubmodelStrategy(Strategy):
             self._ratio.check(metrics)
         kept = Kept(self._graph, mask)
         state = unpacked(arrays, {name: kept.shape(name) for name in self._state})
-        cost = WorkCost(seconds=float(record["seconds"]))  # type: ignore[arg-type]
+        cost = Cost(simulated_seconds=float(record["seconds"]))  # type: ignore[arg-type]
         update = Update(round=request.round, client_id=request.client_id, examples=1, delta=state, mask=mask, cost=cost)
-        check_update(update, request, server)
+        check_update(update, request, self._graph, self._state, examples=1)
         # A state of the right shapes is checked as if it were a change; what is added up is the change.
         sent = kept.gather_all(self._state)
         change = {name: tensor.double() - sent[name].double() for name, tensor in state.items()}

@@ -14,7 +14,7 @@ from sparsekit.graph import StateDict, UnitMask, WeightMask
 from sparsekit.training import LearnableMask
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.fit import Adjust, Batch, Batches, LocalStep, Step, TrainingLog, make_step
-from sparsekit_fl.client.messages import Scores, WorkCost
+from sparsekit_fl.client.messages import Cost, Scores
 from sparsekit_fl.client.packing import Kept, Mask, mask_state, recall_mask, remember_mask
 from sparsekit_fl.config import TrainingConfig
 
@@ -60,7 +60,7 @@ class Result(Task):
     log: TrainingLog
     upload: Mask | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    work: WorkCost | None = None
+    work: Cost | None = None
 
 
 def sgd(

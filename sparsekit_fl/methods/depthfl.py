@@ -22,7 +22,7 @@ from sparsekit.layers import is_convolution
 from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import part_flops
 from sparsekit_fl.client.fit import Adjust, Batch
-from sparsekit_fl.client.messages import WorkCost
+from sparsekit_fl.client.messages import Cost
 from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, ServerContext, Task, Update, sgd
 from sparsekit_fl.methods.client import Leaves, pull_towards, trained_leaves
 from sparsekit_fl.methods.server import mean_change, moved
@@ -229,7 +229,7 @@ class DepthFL(Method):
             drifts[name] = drifts.get(name, torch.zeros(())) - _ALPHA * (state[name].cpu() - task.state[name].cpu())
         flops = depth_flops(client.graph, client.costs)[depth - 1]
         paper = depth_flops(client.graph, client.costs, bias=True)[depth - 1]
-        work = WorkCost(flops=3 * flops * log.examples, flops_paper=3 * paper * log.padded_examples)
+        work = Cost(flops=3 * flops * log.examples, flops_paper=3 * paper * log.padded_examples)
         return replace(result, work=work)
 
     def _dynamic(self, client: ClientContext, start: StateDict, leaves: Leaves) -> list[Adjust]:
@@ -242,7 +242,7 @@ class DepthFL(Method):
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         """Return the mean over the holders, moved by FedDyn's h."""
         drifts = server.memory.setdefault("drift", {})
-        changes = mean_change(server, updates, weights="uniform", over="holders")
+        changes = mean_change(server.graph, server.state, updates, weights="uniform", over="holders")
         for name in list(changes):
             holders = sum(name not in (update.mask or ()) for update in updates)
             if not holders:

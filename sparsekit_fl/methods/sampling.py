@@ -265,7 +265,7 @@ def _boosts(server: ServerContext, fresh: Sequence[Update], late: Sequence[Updat
     """Return 1 − e^(−Λ / Λ_max) for each late update; a round has one fresh update at least."""
     if not late:
         return []
-    found = mean_change(server, fresh, weights="uniform")
+    found = mean_change(server.graph, server.state, fresh, weights="uniform")
     floats = [name for name, tensor in server.state.items() if tensor.is_floating_point()]
     size = sum(float(found[name].square().sum()) for name in floats)
     gaps = [sum(float((found[name] - one.delta[name]).square().sum()) for name in floats) for one in late]

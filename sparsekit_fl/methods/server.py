@@ -158,13 +158,18 @@ def mean(
     Source: McMahan et al., AISTATS 2017; masked, over all: Xue et al., ICDE 2025 (arXiv 2412.07216), equation 13, and FedMP's
         R2SP (Jiang et al., ICDE 2022); over the holders: Diao, Ding, Tarokh, HeteroFL, ICLR 2021.
     """
-    return moved(server.state, mean_change(server, updates, weights=weights, over=over))
+    return moved(server.state, mean_change(server.graph, server.state, updates, weights=weights, over=over))
 
 
 def mean_change(
-    server: ServerContext, updates: Sequence[Update], *, weights: Weights | Sequence[float] = "examples", over: Over = "all"
+    graph: UnitGraph,
+    state: StateDict,
+    updates: Sequence[Update],
+    *,
+    weights: Weights | Sequence[float] = "examples",
+    over: Over = "all",
 ) -> dict[str, Tensor]:
-    """Return the weighted mean of the changes, whose arguments are those of `mean`: state-dict key → float64, dense.
+    """Return the weighted mean of the changes of a global state: state-dict key → float64, dense; as for `mean`.
 
     Entries that nobody trained are zero.
     """
@@ -176,8 +181,8 @@ def mean_change(
     total = reduce(operator.add, weights, 0.0)
     if total == 0:
         return {}
-    parts = [(update.delta, Kept(server.graph, update.mask)) for update in updates]
-    sums = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in server.state.items()}
+    parts = [(update.delta, Kept(graph, update.mask)) for update in updates]
+    sums = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in state.items()}
     for (deltas, kept), weight in zip(parts, weights, strict=True):
         for name, delta in deltas.items():
             # The product of a 24-bit mantissa and a small number is exact in float64; only the sum rounds.

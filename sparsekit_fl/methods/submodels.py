@@ -25,7 +25,7 @@ from sparsekit.layers import is_convolution
 from sparsekit.rng import torch_generator
 from sparsekit_fl.client.context import Memory, rowmask_flops
 from sparsekit_fl.client.fit import Batch
-from sparsekit_fl.client.messages import WorkCost
+from sparsekit_fl.client.messages import Cost
 from sparsekit_fl.methods.base import ClientContext, Method, Result, ServerContext, StateDict, Task, Update, sgd
 from sparsekit_fl.methods.server import Over, Weights, learn_limits, offered
 from sparsekit_fl.options import Fraction, Hint, Positive
@@ -231,7 +231,7 @@ class FjORD(Submodels):
         compact = sum(3 * costs.forward_flops(mask) * count for mask, count in zip(masks, examples, strict=True))
         # Each step's batch counted as full, as the paper counts; with one width to the digit.
         padded = sum(3 * rowmask_flops(costs, mask) * count for mask, count in zip(masks, counts, strict=True))
-        work = WorkCost(flops=compact, flops_paper=padded * result.log.padded_examples // steps)
+        work = Cost(flops=compact, flops_paper=padded * result.log.padded_examples // steps)
         return replace(result, work=work)
 
     def deploy(self, client: ClientContext, state: StateDict) -> Task:

@@ -17,7 +17,7 @@ from sparsekit.graph import StateDict, UnitGraph, WeightMask, layer_weights
 from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import part_flops
 from sparsekit_fl.client.fit import Adjust, TrainingLog
-from sparsekit_fl.client.messages import WorkCost, require_metrics
+from sparsekit_fl.client.messages import Cost, require_metrics
 from sparsekit_fl.client.packing import mask_state, recall_mask, remember_mask
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, ServerContext, Task, Update, mean, sgd
@@ -130,7 +130,7 @@ class CS(SparseWeights):
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         """Add `rate` times the mean of the pruned weights to the sparse model, then prune it again."""
         pruned = {name for update in updates for name in update.mask or ()}
-        changes = mean_change(server, updates)
+        changes = mean_change(server.graph, server.state, updates)
         changes = {name: change * self.rate if name in pruned else change for name, change in changes.items()}
         dense = moved(server.state, changes)
         return mask_state(server.graph, self._largest(server.graph, dense), dense)
@@ -188,7 +188,7 @@ class PruneFL(SparseWeights):
         return replace(result, ratio=_density(task.mask))
 
     def _prune_alone(self, client: ClientContext, task: Task) -> Result:
-        state, mask, log, work, unmoved = task.state, _all_weights(client.graph), TrainingLog(), WorkCost(), 0
+        state, mask, log, work, unmoved = task.state, _all_weights(client.graph), TrainingLog(), Cost(), 0
         for _ in range(self.initial):
             part = _measured(client, Task(state=state, mask=mask))
             log, work, state = log + part.log, work + client.work(mask, part.log), part.state

@@ -17,7 +17,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph import Layer, WeightMask, head_entries, layer_weights, to_weights
 from sparsekit_fl.client.context import part_flops
 from sparsekit_fl.client.fit import Adjust, Batch, Batches, LocalStep
-from sparsekit_fl.client.messages import WorkCost
+from sparsekit_fl.client.messages import Cost
 from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, ServerContext, StateDict, Task, UnitGraph, sgd
 from sparsekit_fl.methods.client import Leaves, keep_model, kept_model, load_leaves, trained_leaves
 from sparsekit_fl.methods.submodels import affordable, units
@@ -210,7 +210,7 @@ class FedRep(FedPer):
         whole, own = client.costs.forward_flops(None), part_flops(client.costs, head)
         compact = (whole + 2 * own) * before.log.examples + 3 * whole * after.log.examples
         # The row-mask count charges whole epochs, as the published one does.
-        return replace(after, log=log, work=WorkCost(flops=compact, flops_paper=client.work(None, log).flops_paper))
+        return replace(after, log=log, work=Cost(flops=compact, flops_paper=client.work(None, log).flops_paper))
 
 
 def _halves(client: ClientContext) -> tuple[Batches, Batches]:

@@ -70,7 +70,7 @@ def protocol_difference(comparison: Comparison) -> str:
     }  # fmt: skip
     ours = {**about, **about.get("partition_options", {}), **_flat(config)}
     # A method may decide the capability itself, which is then a part of it.
-    free = {*_FREE, *({"redraw_capability"} & {name for one in comparison.results for name in one.get("policies", {})})}
+    free = {*_FREE, *({"redraw_capability"} & {name for one in comparison.results for name in one.get("method_options", {})})}
     changed = [
         f"{name.replace('_', ' ')} {ours[name]} instead of {value}"
         for name, value in wanted.items()

@@ -72,7 +72,7 @@ def test_a_loss_is_better_when_it_is_lower_and_an_accuracy_when_it_is_higher(
     part, metric = monitor.split(".")
     scores = [RoundScores(**{"personal": {}, part: {metric: value}}) for value in values]
     records = [
-        fl.RoundRecord(round=at, cohort=(), cost=fl.WorkCost(), seconds=0.0, evaluation=one) for at, one in enumerate(scores, 1)
+        fl.RoundRecord(round=at, cohort=(), cost=fl.Cost(), seconds=0.0, evaluation=one) for at, one in enumerate(scores, 1)
     ]
     view = fl.RunView(method="m", config=tiny_config(), metrics={"accuracy": accuracy}, records=records)
     stopping = fl.callbacks.EarlyStopping(monitor, patience=max(1, 4 - best))

@@ -106,7 +106,7 @@ def test_the_page_has_paired_differences_equal_costs_ratios_clients_and_failures
             record["ratios"] = {"7": 0.25 + 0.5 * (number % 2)}
     runs[3]["stopped"] = "target reached"
     runs[4]["failed_clients"] = {"3": "no data"}
-    runs[5]["final"]["per_client"] = [{"id": 0, "metrics": {"personal": {"accuracy": 0.5}}}]
+    runs[5]["final"]["per_client"] = [{"id": 0, "personal": {"accuracy": 0.5}}]
     save(tmp_path, *runs)
     write_report(comparisons_of(runs, order=["fedavg", "fedlps"]), tmp_path, failed=["failed: ditto, seed 0: no such luck"])
     text = page(tmp_path)

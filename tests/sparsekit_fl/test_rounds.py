@@ -26,7 +26,7 @@ def test_result_json_has_what_scripts_rely_on(tmp_path):
     raw = json.loads((tmp_path / "result.json").read_text())
     named = {
         "method",
-        "policies",
+        "method_options",
         "clients",
         "config",
         "seed",
@@ -44,12 +44,11 @@ def test_result_json_has_what_scripts_rely_on(tmp_path):
     assert raw["seed"] == 3
     parts = {"personal", "validation", "global"}
     assert set(raw["final"]) == {*parts, "count", "worst_decile", "primary_metric", "per_client", "state_sha256"}
-    assert set(raw["final"]["per_client"][0]) == {"id", "examples", "ratio", "personal", "global", "metrics"}
+    assert set(raw["final"]["per_client"][0]) == {"id", "examples", "ratio", "personal", "validation", "global"}
     assert raw["final"]["personal"]["accuracy"] == result.final.metrics["accuracy"]
     assert raw["final"]["state_sha256"] == digest(result.state)
     costs = {"flops", "flops_paper", "uplink_bytes", "downlink_bytes", "simulated_seconds", "wall_seconds"}
-    costs |= {"flops_training", "flops_scoring"}
-    assert set(raw["cost"]) == {*costs, "simulated_seconds_training", "simulated_seconds_scoring"}
+    assert set(raw["cost"]) == {*costs, "flops_scoring", "simulated_seconds_scoring"}
     names = {"python", "torch", "numpy", "sparsekit", "threads", "workers", "device", "platform", "finished"}
     names |= {"cuda", "deterministic", "gpu"}
     assert set(raw["environment"]) == names

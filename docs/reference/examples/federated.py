@@ -75,13 +75,13 @@ deal: fl.Partition = fl.partitions["dirichlet"]
 splits = deal(fl.datasets["digits"](), clients=10, rng=np.random.default_rng(0))
 dealt = [fl.Client(id=k, data=data) for k, data in enumerate(splits)]
 
-# sparsekit_fl.Update, sparsekit_fl.WorkCost, sparsekit_fl.Evaluation
+# sparsekit_fl.Update, sparsekit_fl.Cost, sparsekit_fl.Evaluation
 class Sizes(fl.Method):
     """Prints what clients send; messages are made by the run, and not by hand."""
 
     def aggregate(self, server: fl.ServerContext, updates: list[fl.Update]):
         for update in updates:
-            cost: fl.WorkCost = update.cost
+            cost: fl.Cost = update.cost
             print(update.client_id, update.ratio, update.examples, cost.flops, cost.uplink_bytes)
         return super().aggregate(server, updates)
 

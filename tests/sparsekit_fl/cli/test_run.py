@@ -58,7 +58,7 @@ def test_json_is_the_result_and_nothing_else(capsys: pytest.CaptureFixture[str])
     assert (training["lr"], training["batch_size"], training["local_epochs"]) == (0.05, 8, 1)
     assert len(result["final"]["per_client"]) == 4
     # What `tune` reads: of the clients' own validation data, never of test data.
-    validation = [one["metrics"]["validation"]["accuracy"] for one in result["final"]["per_client"]]
+    validation = [one["validation"]["accuracy"] for one in result["final"]["per_client"]]
     assert result["final"]["validation"]["accuracy"] == pytest.approx(sum(validation) / 4)
 
 

@@ -1,7 +1,7 @@
 """Costs: simulated time, row-mask FLOPs, and the passes by which a method decides while it trains."""
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import pytest
 import torch
@@ -13,8 +13,7 @@ import sparsekit as sk
 import sparsekit_fl as fl
 from sparsekit.allocation import ratio_counts
 from sparsekit.measure.cost import cost_model
-from sparsekit_fl.client.context import client_seconds, part_flops, rowmask_flops, width_of
-from sparsekit_fl.results import cost_dict, cost_of
+from sparsekit_fl.client.context import part_flops, rowmask_flops, timed, width_of
 from sparsekit_fl.rounds import round_cost
 
 
@@ -22,19 +21,18 @@ from sparsekit_fl.rounds import round_cost
 def test_scoring_takes_simulated_seconds_and_the_number_without_stands_beside(engine):
     result = tiny_run(OwnModels(), rounds=1, engine=engine, deploy="best")
     plain, record = tiny_run(rounds=1), result.rounds[0]
-    assert result.cost.seconds == pytest.approx(plain.cost.seconds, rel=0.01), "but for the bytes of the number itself"
-    assert result.cost.scoring_seconds > 0
-    assert record.seconds == result.cost.simulated_seconds == result.cost.seconds + result.cost.scoring_seconds
-    written = cost_dict(result.cost)
-    assert written["simulated_seconds"] == result.cost.simulated_seconds
-    assert written["simulated_seconds_training"] == result.cost.seconds
-    assert cost_of(written) == result.cost
+    assert result.cost.seconds == pytest.approx(plain.cost.seconds)
+    assert result.cost.simulated_seconds_scoring > 0
+    assert record.seconds == result.cost.simulated_seconds
+    assert result.to_dict()["cost"] == asdict(result.cost)
 
 
 def test_a_client_downloads_computes_and_uploads_one_after_the_other():
     capability = fl.Capability(0.5, flops_per_second=100.0, uplink_bytes_per_second=10.0, downlink_bytes_per_second=20.0)
-    cost = fl.WorkCost(flops=300, flops_paper=999, uplink_bytes=50, downlink_bytes=40)
-    assert client_seconds(cost, capability) == pytest.approx(2.0 + 3.0 + 5.0)
+    cost = fl.Cost(flops=300, flops_paper=999, uplink_bytes=50, downlink_bytes=40)
+    assert timed(cost, capability).simulated_seconds == pytest.approx(2.0 + 3.0 + 5.0)
+    scoring = timed(replace(cost, flops=400, flops_scoring=100), capability)
+    assert (scoring.seconds, scoring.simulated_seconds_scoring) == (pytest.approx(10.0), 1.0)
 
 
 @pytest.mark.parametrize("sizes", [(64, 64), (64, 16, 40)])
@@ -99,12 +97,12 @@ def test_a_device_trains_at_most_its_share_of_the_flops_and_all_devices_need_equ
 
 def test_a_round_takes_as_long_as_its_slowest_client_or_ends_before_and_costs_nothing_without_work():
     costs = [
-        fl.WorkCost(flops=1, seconds=2.0, wall_seconds=9.0),
-        fl.WorkCost(flops=2, seconds=5.0, wall_seconds=9.0),
+        fl.Cost(flops=1, simulated_seconds=2.0, wall_seconds=9.0),
+        fl.Cost(flops=2, simulated_seconds=5.0, wall_seconds=9.0),
     ]
-    assert round_cost(costs, wall_seconds=3.0) == fl.WorkCost(flops=3, seconds=5.0, wall_seconds=3.0)
-    assert round_cost(costs, wall_seconds=1.0, seconds=2.5).seconds == 2.5
-    assert round_cost([], wall_seconds=0.0) == fl.WorkCost()
+    assert round_cost(costs, wall_seconds=3.0) == fl.Cost(flops=3, simulated_seconds=5.0, wall_seconds=3.0)
+    assert round_cost(costs, wall_seconds=1.0, until=2.5).seconds == 2.5
+    assert round_cost([], wall_seconds=0.0) == fl.Cost()
 
 
 def test_the_flops_of_a_part_are_those_of_its_weights() -> None:

@@ -132,7 +132,7 @@ def test_scores_that_say_they_are_of_another_client_are_not_believed() -> None:
         return Message(content(pack(tensors, meta)), reply_to=message)
 
     result = _run(InProcess(fault=planted(borrowed, "score", clients=[1])))
-    assert [client.client_id for client in result.final.per_client] == [0, 2, 3, 4, 5, 6, 7]
+    assert [client.id for client in result.final.per_client] == [0, 2, 3, 4, 5, 6, 7]
     assert "client 1 was not scored: its answer cannot be used: it sent the scores of client 2" in result.rounds[-1].notes
 
 

@@ -26,7 +26,7 @@ def server(round: int, capability: float, memory: dict) -> fl.ServerContext:
 def answer(ratio: float, accuracy: float, **metrics: float) -> fl.Update:
     return fl.Update(
         round=1, client_id=7, examples=10, delta={name: torch.zeros_like(one) for name, one in STATE.items()}, ratio=ratio,
-        metrics={"accuracy": accuracy, **metrics}, cost=fl.WorkCost(seconds=2.0),
+        metrics={"accuracy": accuracy, **metrics}, cost=fl.Cost(simulated_seconds=2.0),
     )  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def test_a_bandit_learns_the_utility_gained_per_second_which_in_the_paper_leaves
     for round, accuracy in ((1, 0.6), (2, 0.5)):
         ctx = server(round, 1.0, memory)
         update = answer(method.assign(ctx, 7).ratio, accuracy, initial_accuracy=0.1)
-        method.aggregate(ctx, [replace(update, cost=fl.WorkCost(seconds=2.0, downlink_bytes=int(rate)))])
+        method.aggregate(ctx, [replace(update, cost=fl.Cost(simulated_seconds=2.0, downlink_bytes=int(rate)))])
     rewards = [reward for _, reward in method._bandit(ctx, memory[7], seed=0).told]
     gains = utility(0.6) - utility(0.1), utility(0.5) - utility(0.6)
     assert rewards == pytest.approx([gain / seconds for gain in gains])

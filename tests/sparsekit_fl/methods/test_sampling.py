@@ -25,7 +25,7 @@ def crowd(round: int, memory: dict, *, clients: int = 30) -> fl.ServerContext:
 
 
 def answer(client_id: int) -> fl.Update:
-    metrics, cost = {"mean_squared_loss": 1.0}, fl.WorkCost(seconds=1.0)
+    metrics, cost = {"mean_squared_loss": 1.0}, fl.Cost(simulated_seconds=1.0)
     return fl.Update(round=1, client_id=client_id, examples=100, delta={}, metrics=metrics, cost=cost)
 
 
@@ -117,7 +117,7 @@ def context(round, memory, *, clients=10, size=4):
 
 def update(client_id, value, *, seconds=1.0, round=1):
     delta = {"w": torch.tensor(value), "n": torch.tensor(0)}
-    return fl.Update(round=round, client_id=client_id, examples=10, delta=delta, cost=fl.WorkCost(seconds=seconds))
+    return fl.Update(round=round, client_id=client_id, examples=10, delta=delta, cost=fl.Cost(simulated_seconds=seconds))
 
 
 def ids(arrived):

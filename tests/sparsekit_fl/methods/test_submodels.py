@@ -164,7 +164,7 @@ def test_statistics_reach_both_scores_and_not_the_state() -> None:
 def test_a_client_s_saved_model_is_the_one_that_was_scored(method, tmp_path) -> None:
     result, clients, problem = tiny_run(method, rounds=2, out=tmp_path), tiny_clients(), tiny_problem()
     for score in result.final.per_client:
-        module, data = load_model(tmp_path, score.client_id, model=problem.model), clients[score.client_id].data.test
+        module, data = load_model(tmp_path, score.id, model=problem.model), clients[score.id].data.test
         with torch.no_grad():
             loss = problem.loss(module.eval()(*data.inputs), data.targets)
         assert float(loss) == pytest.approx(score.personal["loss"], rel=1e-5)
@@ -238,7 +238,7 @@ def test_fjord_equals_masked_training_written_by_hand(momentum) -> None:
 
 
 def answer(client_id: int, loss: float, seconds: float) -> fl.Update:
-    cost = fl.WorkCost(seconds=seconds)
+    cost = fl.Cost(simulated_seconds=seconds)
     delta = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
     return fl.Update(round=1, client_id=client_id, examples=10, delta=delta, metrics={"loss": loss}, cost=cost)
 

@@ -172,7 +172,7 @@ def test_the_layers_that_come_whole_are_those_that_go_up_and_the_head_never_trav
     method, problem = fedp3(layers=layers), four()
     spec = RunSpec.build(method, problem, tiny_config())
     server = Server(spec, {client.id: client for client in tiny_clients()})
-    for request in server.requests(1):
+    for request in server.requests(server.context(1)):
         assert "6.weight" not in request.state
         own = {layer.name for layer in method.own_layers(spec.graph, request.client_id)}
         others = {f"{name}.weight": spec.graph.shapes[f"{name}.weight"].numel() for name in {"0", "2", "4"} - own}

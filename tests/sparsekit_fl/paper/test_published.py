@@ -74,7 +74,7 @@ def test_other_levels_have_no_published_numbers_and_a_method_may_decide_the_capa
     fixed = result("rcr-fix")
     fixed["config"]["redraw_capability"] = False
     assert published_beside(compared(fixed)) is None
-    fixed["policies"] = {"redraw_capability": "false"}
+    fixed["method_options"] = {"redraw_capability": "false"}
     assert len(published_beside(compared(fixed, result("fedavg")))) == 4
 
 
