@@ -21,7 +21,7 @@ import nets
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import add, read, show, spread
+from common import ROOT, add, read, show, spread
 from narrow_vgg import vgg11
 from torch import Tensor, nn
 
@@ -122,28 +122,26 @@ fedlps, plain = fl.methods.fedlps, {"scaler": False, "clip": None}
 ARMS: dict[str, fl.Method] = {
     "fedlps": fedlps(),
     "heterofl": fl.methods.heterofl(**plain),
+    "fedrolex": fl.methods.fedrolex(**plain),
+    "fjord": fl.methods.fjord(),
     "rcr": fl.methods.rcr_fix(),
-    "importance": fedlps(pattern="importance"),
-    "importance, no refit": fedlps(pattern="importance", refit=False),
+    "no refit": fedlps(refit=False),
+    "magnitude": fedlps(pattern="magnitude"),
     "random": fedlps(pattern="random"),
     "ordered": fedlps(pattern="ordered"),
-    "magnitude": fedlps(pattern="magnitude"),
-    "no refit": fedlps(refit=False),
-    "shared head": fedlps(head="shared"),
-    "mean of all": fedlps(average="all"),
-    "capability": fedlps(ratios="capability"),
-    "half": fedlps(ratios="half"),
+    "magnitude, no refit": fedlps(pattern="magnitude", refit=False),
+    "magnitude, shared head": fedlps(pattern="magnitude", head="shared"),
+    "magnitude, mean of all": fedlps(pattern="magnitude", average="all"),
+    "ratio = capability": fedlps(ratios="capability"),
     "half, not filled": fedlps(ratios="half", fill=False),
     "bandit": fedlps(ratios="bandit"),
     "random ratio": fedlps(ratios="random"),
     "alone": Alone(),
-    "fedrolex": fl.methods.fedrolex(**plain),
-    "fjord": fl.methods.fjord(),
     "local": fl.methods.local(),
     "fedavg": fl.methods.fedavg(),
     "fedper": fl.methods.fedper(),
 }
-SAME = {True: ("magnitude", "capability"), False: ("ordered", "half", "no refit")}
+SAME = {True: ("ratio = capability",), False: ("ordered", "no refit")}
 """Arms that are `fedlps` itself in settings with, and without, a trained network."""
 
 
@@ -217,6 +215,34 @@ def tables(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return lines
 
 
+DRAWN = {"fedlps": "#00796b", "rcr": "#f9a825", "heterofl": "#e64a19", "fedper": "#5e35b1", "local": "#9e9e9e"}
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw accuracy against simulated seconds and against FLOPs, and by capability: a column for each setting."""
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.hashsalt": "federated", "svg.fonttype": "none", "font.size": 9})
+    figure, axes = plt.subplots(3, len(SETTINGS), figsize=(10, 8), sharey="col", constrained_layout=True)
+    for column, name in zip(axes.T, SETTINGS, strict=True):
+        column[0].set_title(f"{name}: accuracy in %")
+        for arm, color in DRAWN.items():
+            own = [row for row in rows if (row["setting"], row["arm"]) == (name, arm)]
+            if not own:
+                continue
+            accuracy = 100 * statistics.mean(row["test"] for row in own)
+            work = statistics.mean(row["TFLOPs"] + row["scoring"] for row in own)
+            levels = [100 * statistics.mean(each) for each in zip(*(row["by level"] for row in own), strict=True)]
+            column[0].plot(statistics.mean(row["seconds"] for row in own), accuracy, "o", color=color, label=arm)
+            column[1].plot(work, accuracy, "o", color=color)
+            column[2].plot(LEVELS, levels, "o-", color=color)
+        for axis, label in zip(column, ("simulated seconds", "TFLOPs, scoring included", "capability"), strict=True):
+            axis.set_xlabel(label)
+        column[2].set_xscale("log", base=2)
+    axes[0, 0].legend(frameon=False)
+    figure.savefig(path, metadata={"Date": None})
+
+
 def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -233,6 +259,7 @@ def main() -> None:
     path = options.out / "federated.jsonl"
     if options.show:
         show(tables(read(path)), False)
+        draw(read(path), ROOT / "docs" / "pictures" / "federated.svg")
         return
     for seed in options.seeds:
         for name in options.settings:

@@ -64,7 +64,7 @@ class FedLPS(Method):
             that was trained before, else "half".
         pattern: Which units a client trains: those of largest "importance", the second moment of gates on its own examples;
             the first ones ("ordered"), those of largest "magnitude" in the received model, "random" ones, or those "learned"
-            while it trains by the paper's rule. "auto": "magnitude" for a network that was trained before, else "ordered".
+            while it trains by the paper's rule. "auto": "importance" for a network that was trained before, else "ordered".
         refit: Whether a client refits its submodel of a network that was trained before. The passes are counted.
         head: Whether each client keeps its "own" head, or all have a "shared" one.
         average: Whether an entry is averaged over the clients that hold it ("holders"), or over "all", as unchanged elsewhere.
@@ -232,7 +232,7 @@ class FedLPS(Method):
             mask = recall_mask(memory)
             assert isinstance(mask, UnitMask)
             return mask
-        pattern = self.pattern if self.pattern != "auto" else "magnitude" if client.trained else "ordered"
+        pattern = self.pattern if self.pattern != "auto" else "importance" if client.trained else "ordered"
         if pattern == "importance":
             scores = self._importance(client, task)
             mask = mask_from_scores(client.graph, scores, ratio_counts(client.graph, client.width(task.ratio)), source="Fisher")
