@@ -1,23 +1,34 @@
-"""track(): a progress bar on stderr around any iterable, only where it was asked for."""
+"""track(), working(): what takes long, as a bar or a line on stderr, by default where that is a terminal."""
 
+import contextlib
+import multiprocessing
+import sys
 from collections.abc import Iterable, Iterator, Sized
 from typing import TypeVar
 
-__all__ = ["track"]
+__all__ = ["track", "working"]
 
 _Item = TypeVar("_Item")
+_drawing: list[str] = []
+"""What is drawn now: a bar inside another one is not drawn."""
 
 
-def track(items: Iterable[_Item], description: str, *, show: bool, total: int | None = None) -> Iterator[_Item]:
+def _shown(show: bool | None) -> bool:
+    if show is None:
+        show = sys.stderr.isatty() and multiprocessing.parent_process() is None
+    return show and not _drawing
+
+
+def track(items: Iterable[_Item], description: str, *, show: bool | None, total: int | None = None) -> Iterator[_Item]:
     """Yield the items, and draw a bar on stderr while they are worked on.
 
     Args:
         items: Anything that can be iterated over once.
         description: What is done, in front of the bar.
-        show: Whether to draw; False only yields.
-        total: Number of items; None asks `items`, and draws a bar without an end where it does not tell.
+        show: Whether to draw; None draws if stderr is a terminal. A bar inside another one is never drawn.
+        total: Number of items; None asks `items`, and draws a bar without an end if they have no length.
     """
-    if not show:
+    if not _shown(show):
         yield from items
         return
     from rich.console import Console
@@ -26,8 +37,32 @@ def track(items: Iterable[_Item], description: str, *, show: bool, total: int | 
     if total is None and isinstance(items, Sized):
         total = len(items)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with _only(description), Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(description, total=total)
         for item in items:
             yield item
             bar.advance(task)
+
+
+@contextlib.contextmanager
+def working(description: str, *, show: bool | None) -> Iterator[None]:
+    """Say on stderr what is done, and for how long, while the block runs; `show` is as in `track`."""
+    if not _shown(show):
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with _only(description), Progress(*columns, console=Console(stderr=True)) as line:
+        line.add_task(description, total=None)
+        yield
+
+
+@contextlib.contextmanager
+def _only(description: str) -> Iterator[None]:
+    _drawing.append(description)
+    try:
+        yield
+    finally:
+        _drawing.remove(description)

@@ -132,7 +132,7 @@ def _tensors(batch: Batch) -> list[Tensor]:
 
 
 def read_batches(
-    batches: Iterable[Batch], model: nn.Module, what: str, *, limit: int | None = None, progress: bool = False
+    batches: Iterable[Batch], model: nn.Module, what: str, *, limit: int | None = None, progress: bool | None = False
 ) -> Iterator[Batch]:
     """Yield batches that are on the device of the model, `limit` at most; `what` names the work in messages.
 
@@ -241,13 +241,13 @@ class DataDriven:
             (input, …, target) or a mapping of keyword inputs; it is on the device of the model.
         loss: `loss(outputs, target)`, a scalar, the mean over the examples; None takes `outputs.loss`.
         limit: Batches to use at most; None uses all.
-        progress: Whether to draw a progress bar on stderr.
+        progress: Whether to draw a progress bar on stderr; None draws if that is a terminal.
     """
 
     batches: Iterable[Batch] | None = field(default=None, compare=False)
     loss: Loss | None = None
     limit: int | None = field(default=None, kw_only=True)
-    progress: bool = field(default=False, kw_only=True)
+    progress: bool | None = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:

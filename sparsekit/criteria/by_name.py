@@ -38,7 +38,7 @@ def with_data(
     loss: Loss | None,
     *,
     limit: int = 40,
-    progress: bool = False,
+    progress: bool | None = False,
 ) -> Criterion:
     """Return `as_criterion`, with the data where it reads data and has none of its own; `Fisher` where none is given.
 

@@ -20,6 +20,7 @@ from sparsekit.graph.mask import UnitMask
 from sparsekit.measure.budget import Budget
 from sparsekit.measure.clock import device_of, evaluated, stopwatch
 from sparsekit.measure.paired import prepare, time_turns
+from sparsekit.progress import working
 from sparsekit.pruning.latency import meet_latency
 from sparsekit.pruning.plan import Candidate, Plan
 from sparsekit.pruning.reconstruction import recalibrate_batchnorm, refit, refits_in_sequence, statistics_prior
@@ -176,7 +177,8 @@ def _make(
 
         return cut, measure
 
-    cut, after_ms = meet_latency(float(target.latency_ms), dense_ms, at)
+    with working("Searching the widths that meet the latency", show=plan.progress):
+        cut, after_ms = meet_latency(float(target.latency_ms), dense_ms, at)
     return replace(cut, latency_ms=after_ms)
 
 

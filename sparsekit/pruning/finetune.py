@@ -81,7 +81,7 @@ def finetune(
     checkpoint: str | os.PathLike[str] | None = None,
     resume: bool = True,
     seed: int = 0,
-    progress: bool = False,
+    progress: bool | None = None,
     on_epoch: Callable[[EpochRecord], None] | None = None,
 ) -> FineTuned:
     """Train a model for some epochs.
@@ -112,7 +112,7 @@ def finetune(
         resume: Whether to continue from the checkpoint if the file exists. What comes out has the same bits as without the
             interruption, on the same machine, as long as batches depend on nothing but torch's generators.
         seed: Seed of torch's global generator in the call, for dropout and loaders without one; it is put back afterwards.
-        progress: Whether to draw a progress bar for each epoch on stderr.
+        progress: Whether to draw a progress bar for each epoch on stderr; None draws if that is a terminal.
         on_epoch: Called after each epoch.
 
     Returns:

@@ -30,6 +30,7 @@ from sparsekit.measure.budget import Budget
 from sparsekit.measure.clock import device_of, evaluated, median_ms
 from sparsekit.measure.cost import CostModel, measure_costs
 from sparsekit.measure.paired import prepare
+from sparsekit.progress import working
 from sparsekit.pruning.calibration import Calibration
 from sparsekit.pruning.reconstruction import Reconstruct
 from sparsekit.pruning.selection import Selector, read_limits
@@ -104,7 +105,7 @@ class Plan:
     reconstruct: Reconstruct
     rules: Mapping[type[nn.Module], LayerRule] | None
     generator: torch.Generator
-    progress: bool
+    progress: bool | None
     dense_pass: Callable[[], object] | None
     notes: Sequence[str]
 
@@ -142,7 +143,7 @@ def decide(
     prune_hidden_size: bool,
     rules: Mapping[type[nn.Module], LayerRule] | None,
     generator: torch.Generator | None,
-    progress: bool,
+    progress: bool | None,
 ) -> Plan:
     """Check the arguments of `prune`, trace the model, read the batches and name the candidates."""
     if not isinstance(model, nn.Module):
@@ -170,7 +171,8 @@ def decide(
     multiples = PreferredMultiple() if multiple_of is None else multiple_of
     check_multiples(multiples)
     if graph is None:
-        graph = trace_units(model, example_inputs, rules=rules, prune_hidden_size=prune_hidden_size)
+        with working("Tracing and verifying units", show=progress):
+            graph = trace_units(model, example_inputs, rules=rules, prune_hidden_size=prune_hidden_size)
     shares = read_limits(
         model, graph, list(exclude) if not isinstance(exclude, str | type | nn.Module) else exclude, limits or {}
     )
@@ -195,7 +197,7 @@ def decide(
 
 
 def _candidates(
-    criterion: Criteria | None, allocation: Allocations | None, calibration: Calibration | None, *, progress: bool
+    criterion: Criteria | None, allocation: Allocations | None, calibration: Calibration | None, *, progress: bool | None
 ) -> list[Candidate]:
     """Return the cuts to try: what was named, each criterion with each allocation, or the default ones."""
 

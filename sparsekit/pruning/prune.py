@@ -56,7 +56,7 @@ def prune(
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
     generator: torch.Generator | None = None,
     dry_run: bool = False,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> Pruned:
     """Prune a trained model to a budget, and return a smaller, plain module.
 
@@ -132,7 +132,7 @@ def prune(
         dry_run: Decide and report only. The `model` of the result is the dense model, and `finetune` is
             not called. To cut a model that fits into memory only once, name a criterion, then call
             `compact(model, result.graph, result.mask, inplace=True)`.
-        progress: Draw progress bars on stderr.
+        progress: Whether to draw progress on stderr. None draws if that is a terminal.
 
     Returns:
         The small model, the mask, the units, the report, and the scores of all units.

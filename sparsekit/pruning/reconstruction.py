@@ -39,7 +39,7 @@ def reconstruct(
     ridge: float = 1e-2,
     memory_bytes: int = 2**30,
     sequential: bool = True,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> dict[str, float]:
     """Refit the layers of a compacted model that read dropped units, by least squares against the dense model.
 
@@ -63,7 +63,7 @@ def reconstruct(
             weights. Hidden states of a chain take six times their size; with less memory its layers are fitted as the others.
         sequential: Whether layers in a chain of blocks are fitted in sequence. False fits every layer by itself, in two thirds
             of the time.
-        progress: Whether to draw a progress bar on stderr.
+        progress: Whether to draw a progress bar on stderr; None draws if that is a terminal.
 
     Returns:
         Name of each layer → share of the error in its outputs that is left, in [0, 1]. It is the mean square after the fit
@@ -101,7 +101,7 @@ def refit(
     ridge: float = 1e-2,
     memory_bytes: int = 2**30,
     sequential: bool = True,
-    progress: bool = False,
+    progress: bool | None = None,
     undo: Undo | None = None,
 ) -> dict[str, float]:
     """Do what `reconstruct` does, for a `small` that nobody needs if it fails."""
@@ -214,7 +214,7 @@ def recalibrate_batchnorm(
     batches: Iterable[Batch],
     *,
     prior: StateDict | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> int:
     """Estimate the running statistics of all batch norms on some batches, in place.
 
@@ -228,7 +228,7 @@ def recalibrate_batchnorm(
         batches: Training data, as for data-driven criteria; a target is not used. Some dozen batches are enough.
         prior: State-dict key → what is added to a running mean, and multiplied with a running variance, as
             `statistics_prior` measures it on the dense model; None changes nothing.
-        progress: Whether to draw a progress bar on stderr.
+        progress: Whether to draw a progress bar on stderr; None draws if that is a terminal.
 
     Returns:
         The number of batch norms; with 0 no batch is read.

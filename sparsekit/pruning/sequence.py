@@ -53,7 +53,7 @@ def fit_in_sequence(
     *,
     ridge: float,
     memory_bytes: int,
-    progress: bool,
+    progress: bool | None,
     undo: Undo | None,
 ) -> dict[str, float]:
     """Refit the linear layers of a chain of equal blocks, such as the layers of a transformer, in the order of computation.

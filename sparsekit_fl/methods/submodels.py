@@ -76,7 +76,7 @@ def calibrate(client: ClientContext, module: nn.Module) -> bool:
             # With targets, since the last item of a batch is not an input.
             yield from ((*batch.inputs, batch.targets) for batch in epoch)
 
-    found = bool(recalibrate_batchnorm(module, inputs()))
+    found = bool(recalibrate_batchnorm(module, inputs(), progress=False))
     module.eval()
     return found
 
