@@ -1,11 +1,14 @@
-"""Draw the pictures of the site: `python docs/make/draw.py`. They are drawn from nothing but this file, always the same."""
+"""Draw the pictures of the site: `python docs/make/draw.py`. They are drawn from this file and sparsekit alone, always the same."""
 
+import math
 from html import escape
 from pathlib import Path
 
 HOME = Path(__file__).parent.parent / "pictures"
 
 INK, SOFT, LINE, KEPT, GONE, ACCENT, SECOND = "#22302f", "#5d6b6a", "#9aa8a6", "#11857c", "#e3e8e7", "#d8622a", "#3a6ea5"
+DARK = {INK: "#e4ebea", SOFT: "#a9b6b5", LINE: "#6f7d7b", GONE: "#3b4746", "#ffffff": "#22302f", "#e4f0ee": "#1d3a37"}
+"""Color → color of the dark scheme. A page passes its scheme on to a picture by `color-scheme` (docs/assets/site.css)."""
 FONT = "font-family='system-ui, -apple-system, Segoe UI, Roboto, sans-serif'"
 
 
@@ -63,8 +66,13 @@ class Sheet:
         )
         head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' role='img' aria-label='{escape(self.title)}' {FONT}>"
         (HOME / name).write_text(
-            "\n".join([head, f"<title>{escape(self.title)}</title>", arrow, *self.parts, "</svg>\n"]), encoding="utf-8"
+            "\n".join([head, f"<title>{escape(self.title)}</title>", _dark(), arrow, *self.parts, "</svg>\n"]), encoding="utf-8"
         )
+
+
+def _dark() -> str:
+    rules = (f"[{what}='{light}']{{{what}:{dark}}}" for light, dark in DARK.items() for what in ("fill", "stroke"))
+    return f"<style>@media (prefers-color-scheme: dark) {{ {' '.join(rules)} text[fill='#ffffff']{{fill:#ffffff}} }}</style>"
 
 
 def home() -> None:
@@ -82,7 +90,7 @@ def home() -> None:
         y = 58 + 26 * place
         sheet.box(240, y, 120, 20, KEPT if kept else GONE, "none")
         sheet.text(300, y + 14.5, f"channel {place}", size=12, fill="#ffffff" if kept else SOFT)
-    sheet.text(300, 250, "what is removed together", fill=SOFT)
+    sheet.text(300, 250, "a channel with all its weights", fill=SOFT)
     sheet.line(378, 125, 440, 125, SOFT, arrow=True)
     sheet.text(409, 113, "mask", size=12, fill=SOFT)
     sheet.text(490, 30, "the result", bold=True)
@@ -217,6 +225,46 @@ def bandit() -> None:
     sheet.save("bandit.svg")
 
 
+def pucbv() -> None:
+    """P-UCBV at work: rewards, and the upper bound of each arm, after some pulls of a real search."""
+    import numpy as np
+
+    from sparsekit import PUCBV, Interval
+
+    def mean(value: float) -> float:
+        return math.exp(-(((value - 0.65) / 0.16) ** 2)) - 0.5
+
+    sheet = Sheet(760, 300, "P-UCBV splits the interval where it pulled; the arm with the largest upper bound is pulled next")
+    bandit, noise = PUCBV(Interval(0.0, 1.0), horizon=40, rng=np.random.default_rng(3)), np.random.default_rng(0)
+    told: list[tuple[float, float]] = []
+    for panel, pulls in enumerate((6, 14, 30)):
+        while len(told) < pulls:
+            pull = bandit.ask()
+            told.append((pull.value, mean(pull.value) + 0.08 * float(noise.normal())))
+            bandit.tell(pull, reward=told[-1][1])
+        left, width = 20 + 248 * panel, 224
+
+        def at(value: float, left: int = left, width: int = width) -> float:
+            return left + width * value
+
+        def up(reward: float) -> float:
+            return 150 - 70 * reward
+
+        bounds = bandit.indices()
+        for arm, bound in zip(bandit.arms, bounds, strict=True):
+            chosen = bound == max(bounds)
+            sheet.box(at(arm.low) + 0.5, up(bound), at(arm.high) - at(arm.low) - 1, 210 - up(bound), "#e4f0ee", KEPT, round=0)
+            if chosen:
+                sheet.line(at(arm.low), up(bound), at(arm.high), up(bound), ACCENT, width=4)
+        sheet.curve([(at(i / 50), up(mean(i / 50))) for i in range(51)], LINE, dashed=True)
+        for value, reward in told:
+            sheet.parts.append(f"<circle cx='{at(value):.1f}' cy='{up(reward):.1f}' r='3.5' fill='{ACCENT}'/>")
+        sheet.text(at(0.5), 234, f"after {pulls} trials", bold=True)
+    sheet.text(380, 264, "Dots: rewards. Dashed: their true mean. Boxes: arms, up to their upper bound; the orange one is tried next.", size=12, fill=SOFT)
+    sheet.text(380, 284, "Arms with good rewards are split often and become narrow; bounds fall as trials accumulate.", size=12, fill=SOFT)
+    sheet.save("pucbv.svg")
+
+
 def fedlps() -> None:
     """One round of one client in FedLPS."""
     sheet = Sheet(
@@ -225,7 +273,7 @@ def fedlps() -> None:
     sheet.text(110, 28, "server", bold=True)
     sheet.box(40, 44, 140, 52, "#ffffff", INK, round=8)
     sheet.text(110, 66, "global model")
-    sheet.text(110, 84, "sums the changes", size=12, fill=SOFT)
+    sheet.text(110, 84, "averages the changes", size=12, fill=SOFT)
     sheet.box(40, 196, 140, 52, "#ffffff", ACCENT, round=8)
     sheet.text(110, 218, "a bandit per client")
     sheet.text(110, 236, "proposes the ratio", size=12, fill=SOFT)
@@ -292,7 +340,7 @@ def favicon() -> None:
 
 def draw() -> None:
     """Draw all of them."""
-    for picture in (home, units, masks, square, bandit, fedlps, layers, favicon):
+    for picture in (home, units, masks, square, bandit, pucbv, fedlps, layers, favicon):
         picture()
 
 

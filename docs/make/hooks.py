@@ -19,6 +19,9 @@ from reference import pages_of  # noqa: E402 - found beside this file
 BESIDE = ("SECURITY.md", "CHANGELOG.md", "CONTRIBUTING.md")
 """Pages of the site that are in the root of the repository, where people look for them."""
 
+SHOWN = (".py", ".toml", ".md", ".txt", ".in", ".csv", "")
+"""Suffixes of files whose text is shown on a page of its own."""
+
 TOPICS = "Guides"
 """Section of pages that the navigation does not name, so that a new page is never lost."""
 
@@ -48,16 +51,36 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made and those that lie elsewhere."""
     for page in pages_of(ROOT):
         files.append(File.generated(config, page.path, content=page.text))
+    for source in _linked_files(Path(config.docs_dir)):
+        kind = {".py": "python", ".toml": "toml", ".json": "json"}.get(source.suffix, "")
+        text, title = source.read_text(encoding="utf-8"), source.relative_to(ROOT).as_posix()
+        content = f"---\nsearch:\n  exclude: true\n---\n\n# `{title}`\n\n````{kind}\n{text}\n````\n"
+        files.append(File.generated(config, f"files/{title}.md", content=content))
     for name in BESIDE:
         if (ROOT / name).exists():
             files.append(File.generated(config, name, content=(ROOT / name).read_text(encoding="utf-8")))
     return files
 
 
+def _linked_files(docs: Path) -> list[Path]:
+    """Return the files outside of docs/ that pages link to: each becomes a page with its text."""
+    found = set()
+    for page in [*docs.rglob("*.md"), *(ROOT / name for name in BESIDE)]:
+        for _, _, target, _ in _LINK.findall(page.read_text(encoding="utf-8")):
+            path = (page.parent / target).resolve()
+            if "://" not in target and path.is_file() and path.suffix in SHOWN and not path.is_relative_to(docs):
+                found.add(path)
+    return sorted(found - {ROOT / name for name in BESIDE})
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Let links into the repository lead to pages where there are some, and be plain names of files elsewhere."""
+    """Let links into the repository lead to pages, those of files included; other names of files are plain."""
     here = page.file.src_uri
     beside = here in BESIDE
+    # What a reader searches for is a name of the reference or a guide, seldom an old change.
+    page.meta.setdefault("search", {"boost": 4} if here.startswith("reference/") else {"exclude": True} if beside else {})
+    if here.startswith(("files/", "reference/")):
+        return markdown
 
     def turned(found: re.Match[str]) -> str:
         picture, text, target, anchor = found.groups()
@@ -71,8 +94,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             source = path.relative_to(config.docs_dir).as_posix()
         except ValueError:
             source = path.relative_to(ROOT).as_posix()
-            if files.get_file_from_path(source) is None and source not in BESIDE:
-                return found[0] if picture or not path.exists() else f"`{source}`"
+        if files.get_file_from_path(f"files/{source}.md") is not None:
+            source = f"files/{source}.md"
         if files.get_file_from_path(source) is None:
             return found[0] if picture or not path.exists() else f"`{path.relative_to(ROOT).as_posix()}`"
         steps = [".."] * (len(Path(here).parts) - 1)

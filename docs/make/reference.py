@@ -1,4 +1,4 @@
-"""Pages of the API reference: every public name with its signature, its documentation and an example.
+"""Pages of the API reference, one for each task: every public name with its signature, its documentation and an example.
 
 The names are those of tests/public_api.txt, which a test compares with `__all__`; the examples are in docs/reference/examples.
 """
@@ -10,10 +10,25 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_origin
 
-_ROOTS = ("sparsekit", "sparsekit_fl")
 _WIDTH = 96
+TASKS: dict[str, str] = {
+    "Prune": "prune Budget Pruned PruneReport finetune reconstruct recalibrate_batchnorm finetuning BudgetError",
+    "Train narrow": "LearnableMask GradientImportance NarrowModel training",
+    "Units and masks": "trace_units UnitGraph UnitMask compact expand make_mask mask_from_scores UnitGroup UnitSlice WeightMask"
+    " graph tracing LayerRule layers",
+    "Criteria and allocations": "criteria.Magnitude criteria.Fisher criteria.Wanda criteria.Taylor allocation.by_cost"
+    " allocation.by_loss Criterion ScoringContext Allocation criteria allocation",
+    "Measure": "count_cost cost_model Cost measure",
+    "Save and export": "save_compact load_compact load_mask surgery save_pretrained load_pretrained fit_config",
+    "Bandits": "SplitUCBV PUCBV Interval Box Pull Bandit bandit",
+    "Errors": "errors",
+    "Run federated learning": "fl.run fl.Problem fl.Client fl.ClientData fl.RunConfig fl.TrainingConfig fl.methods fl.RunResult"
+    " fl.load_result fl.load_model fl.build_problem fl.preset_for fl.TensorData fl.Capability fl.callbacks fl.metrics fl.engines",
+    "Write a federated method": "fl.Method fl.Task fl.Update fl.mean fl.sgd fl.units fl.ClientContext fl.ServerContext fl",
+}
+"""Page → names, the most important ones first; `fl` is sparsekit_fl. A module brings all that is in it."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +85,31 @@ def _template(name: str) -> str | None:
 
 @cache
 def pages_of(root: Path) -> tuple[Page, ...]:
-    """Make a page for each module that has public names."""
-    names, examples = names_of(root), examples_of(root)
-    modules = {name for name in names if isinstance(_find(name), ModuleType)} | set(_ROOTS)
-    first: dict[int, str] = {}
-    pages = []
-    for module in sorted(modules):
-        own = [name for name in names if name.rpartition(".")[0] == module]
-        pages.append(Page(f"reference/{module}.md", module, _page(module, own, modules, examples, first)))
-    return tuple(pages)
+    """Make a page for each task; every public name is on one of them."""
+    examples, first = examples_of(root), dict[int, str]()
+    places = {name: _place(name) for name in names_of(root)}
+    found = {task: sorted((place, name) for name, (where, place) in places.items() if where == task) for task in TASKS}
+    paths = {name: f"{_slug(where)}.md#{name}" for name, (where, _) in places.items()}
+    return tuple(
+        Page(f"reference/{_slug(task)}.md", task, _page(task, [name for _, name in names], examples, first, paths))
+        for task, names in found.items()
+    )
+
+
+def _slug(task: str) -> str:
+    return task.lower().replace(" ", "-")
+
+
+def _place(name: str) -> tuple[str, tuple[int, bool, str]]:
+    """Return the page of a public name, and where on it: by its own entry in `TASKS` or that of its nearest module."""
+    best: tuple[int, str, int] = (-1, "Prune", 0)
+    for task, listed in TASKS.items():
+        for place, short in enumerate(listed.split()):
+            root, _, rest = short.partition(".")
+            full = f"sparsekit_fl.{rest}".rstrip(".") if root == "fl" else f"sparsekit.{short}"
+            if name == full or name.startswith(f"{full}."):
+                best = max(best, (len(full), task, place))
+    return best[1], (best[2], isinstance(_find(name), ModuleType) is False, name.lower())
 
 
 def _find(name: str) -> Any:
@@ -89,32 +120,23 @@ def _find(name: str) -> Any:
     return found
 
 
-def _page(module: str, names: list[str], modules: set[str], examples: dict[str, str], first: dict[int, str]) -> str:
-    about = (inspect.getdoc(_find(module)) or "").split("\n\n")[0].replace("\n", " ")
-    lines = [f"# `{module}`", "", about, ""]
-    # What is documented under a shorter name first is only pointed at.
+def _page(task: str, names: list[str], examples: dict[str, str], first: dict[int, str], paths: dict[str, str]) -> str:
+    lines = [f"# {task}", "", "| name | what it does |", "|---|---|"]
+    lines += [f"| [`{name}`](#{name}) | {_first_line(_find(name)).replace('|', chr(92) + '|')} |" for name in names[:10]]
+    lines.append("")
     for name in names:
         found = _find(name)
         lines += [f"## `{name}` {{ #{name} }}", ""]
-        if name in modules:
-            lines += [f"A module: [{name}]({name}.md). {_first_line(found)}", ""]
-            lines += _example(examples.get(name))
-            continue
-        elsewhere = first.get(id(found)) if callable(found) else None
-        if elsewhere is not None:
-            page = elsewhere.rpartition(".")[0]
-            lines += [f"The same as [`{elsewhere}`]({page}.md#{elsewhere}).", ""]
-            lines += ["```python", signature_of(name, found), "```", ""]
-            lines += _example(examples.get(name) or examples.get(elsewhere))
-            continue
-        first[id(found)] = name
-        lines += ["```python", signature_of(name, found), "```", ""]
-        where = _home(found)
-        if where is None:
-            lines += [_value_text(found), ""]
+        # What is documented under a shorter name first is only pointed at.
+        elsewhere = first.setdefault(id(found), name) if callable(found) else name
+        if isinstance(found, ModuleType):
+            lines += [f"A module: {_first_line(found)}", ""]
+        elif elsewhere != name:
+            lines += [f"The same as [`{elsewhere}`]({paths[elsewhere]}).", "", "```python", signature_of(name, found), "```", ""]
         else:
-            lines += [f"::: {where}", ""]
-        lines += _example(examples.get(name))
+            home = _home(found)
+            lines += ["```python", signature_of(name, found), "```", "", _value_text(found) if home is None else f"::: {home}", ""]
+        lines += _example(examples.get(name) or examples.get(elsewhere))
     return "\n".join(lines)
 
 
@@ -123,6 +145,8 @@ def _example(code: str | None) -> list[str]:
 
 
 def _first_line(found: Any) -> str:
+    if not (inspect.isclass(found) or inspect.isroutine(found) or isinstance(found, ModuleType)):
+        return _value_text(found)
     return (inspect.getdoc(found) or "").split("\n\n")[0].replace("\n", " ")
 
 
@@ -134,14 +158,15 @@ def _home(found: Any) -> str | None:
 
 
 def _value_text(found: Any) -> str:
-    kind = type(found).__name__
-    if kind == "Registry":
+    if type(found).__name__ == "Registry":
         return f"The names of each {found.kind}, a mapping: {', '.join(f'`{each}`' for each in found)}."
-    return f"A value of type `{kind}`."
+    return "A type, for annotations." if get_origin(found) else f"A value of type `{type(found).__name__}`."
 
 
 def signature_of(name: str, found: Any) -> str:
     """Write a call of a public name, or its value, as code."""
+    if get_origin(found):
+        return f"{name} = {re.sub(r'(?:collections[.]abc|typing|torch|sparsekit(?:_fl)?)[.](?:[a-z_]+[.])*', '', repr(found))}"
     if not callable(found):
         text = repr(found)
         return f"{name} = {text}" if len(text) < _WIDTH else f"{name}: {type(found).__name__}"
