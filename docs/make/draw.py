@@ -235,7 +235,7 @@ def pucbv() -> None:
         return math.exp(-(((value - 0.65) / 0.16) ** 2)) - 0.5
 
     sheet = Sheet(760, 300, "P-UCBV splits the interval where it pulled; the arm with the largest upper bound is pulled next")
-    bandit, noise = PUCBV(Interval(0.0, 1.0), horizon=40, rng=np.random.default_rng(3)), np.random.default_rng(0)
+    bandit, noise = PUCBV(Interval(0.0, 1.0), horizon=40, decay=0.93, rng=np.random.default_rng(3)), np.random.default_rng(0)
     told: list[tuple[float, float]] = []
     for panel, pulls in enumerate((6, 14, 30)):
         while len(told) < pulls:
