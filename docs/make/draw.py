@@ -260,8 +260,20 @@ def pucbv() -> None:
         for value, reward in told:
             sheet.parts.append(f"<circle cx='{at(value):.1f}' cy='{up(reward):.1f}' r='3.5' fill='{ACCENT}'/>")
         sheet.text(at(0.5), 234, f"after {pulls} trials", bold=True)
-    sheet.text(380, 264, "Dots: rewards. Dashed: their true mean. Boxes: arms, up to their upper bound; the orange one is tried next.", size=12, fill=SOFT)
-    sheet.text(380, 284, "Arms with good rewards are split often and become narrow; bounds fall as trials accumulate.", size=12, fill=SOFT)
+    sheet.text(
+        380,
+        264,
+        "Dots: rewards. Dashed: their true mean. Boxes: arms, up to their upper bound; the orange one is tried next.",
+        size=12,
+        fill=SOFT,
+    )
+    sheet.text(
+        380,
+        284,
+        "Arms with good rewards are split often and become narrow; bounds fall as trials accumulate.",
+        size=12,
+        fill=SOFT,
+    )
     sheet.save("pucbv.svg")
 
 

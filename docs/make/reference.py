@@ -25,7 +25,8 @@ TASKS: dict[str, str] = {
     "Bandits": "SplitUCBV PUCBV Interval Box Pull Bandit bandit",
     "Errors": "errors",
     "Run federated learning": "fl.run fl.Problem fl.Client fl.ClientData fl.RunConfig fl.TrainingConfig fl.methods fl.RunResult"
-    " fl.load_result fl.load_model fl.build_problem fl.preset_for fl.TensorData fl.Capability fl.callbacks fl.metrics fl.engines",
+    " fl.load_result fl.load_model fl.build_problem fl.preset_for fl.TensorData fl.Capability fl.callbacks fl.metrics"
+    " fl.engines",
     "Write a federated method": "fl.Method fl.Task fl.Update fl.mean fl.sgd fl.units fl.ClientContext fl.ServerContext fl",
 }
 """Page → names, the most important ones first; `fl` is sparsekit_fl. A module brings all that is in it."""
@@ -132,16 +133,20 @@ def _page(task: str, names: list[str], examples: dict[str, str], first: dict[int
         if isinstance(found, ModuleType):
             lines += [f"A module: {_first_line(found)}", ""]
         elif elsewhere != name:
-            lines += [f"The same as [`{elsewhere}`]({paths[elsewhere]}).", "", "```python", signature_of(name, found), "```", ""]
+            lines += [f"The same as [`{elsewhere}`]({paths[elsewhere]}).", "", *_code(signature_of(name, found))]
         else:
             home = _home(found)
-            lines += ["```python", signature_of(name, found), "```", "", _value_text(found) if home is None else f"::: {home}", ""]
+            lines += [*_code(signature_of(name, found)), _value_text(found) if home is None else f"::: {home}", ""]
         lines += _example(examples.get(name) or examples.get(elsewhere))
     return "\n".join(lines)
 
 
 def _example(code: str | None) -> list[str]:
-    return ["Example:", "", "```python", code, "```", ""] if code else []
+    return ["Example:", "", *_code(code)] if code else []
+
+
+def _code(text: str) -> list[str]:
+    return ["```python", text, "```", ""]
 
 
 def _first_line(found: Any) -> str:
