@@ -154,10 +154,6 @@ class _MaskedMask(LearnableMask):
             optimizer.register_step_post_hook(lambda *_: self.narrow_model.after_step())  # before the mask changes
         super().add_optimizer(optimizer)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        state = super().state_dict(*args, **kwargs)
-        return {name: value for name, value in state.items() if name != "sparsekit.magnitudes"}
-
 
 class MaskedModel:
     """Runs the dense module with gated entries, in place of the narrow model and its vectors."""
@@ -254,12 +250,6 @@ class MaskedModel:
         mask.check(self.graph)
         self.module.load_state_dict(dict(state))
         self.mask = mask
-
-    def unchanging_sums(self) -> Tensor:
-        return torch.zeros(0)
-
-    def restore_sums(self, sums: Tensor) -> None:
-        """Nothing: sums are computed again."""
 
     def compact(self) -> nn.Module:
         return compact(self.module, self.graph, self.mask)

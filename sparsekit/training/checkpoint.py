@@ -33,7 +33,6 @@ class Checkpoint:
         dense: The dense state under the model's own keys.
         importance: Group name → float (units,).
         mask: What is kept.
-        magnitudes: The part of the units' magnitudes that does not change, float (J,).
         ratio: Share of units kept.
         budget: What the mask may cost, as text; empty for a mask without a budget.
         rule: What the rule of learning remembers; empty for a mask that stays.
@@ -42,7 +41,6 @@ class Checkpoint:
     dense: Mapping[str, Tensor]
     importance: Mapping[str, Tensor]
     mask: UnitMask
-    magnitudes: Tensor
     ratio: float
     budget: str
     rule: Mapping[str, Tensor]
@@ -51,7 +49,7 @@ class Checkpoint:
         """Return the entries of a state dict; their keys depend on the model and the rule alone."""
         own: dict[str, Tensor] = {f"importance.{name}": scores for name, scores in self.importance.items()}
         own |= {f"mask.{name}": keep.clone() for name, keep in self.mask.items()}
-        own |= {"magnitudes": self.magnitudes, "ratio": torch.tensor(self.ratio, dtype=torch.float64)}
+        own["ratio"] = torch.tensor(self.ratio, dtype=torch.float64)
         own["budget"] = torch.tensor(list(self.budget.encode()), dtype=torch.uint8)
         own |= {f"rule.{name}": value for name, value in self.rule.items()}
         return {**self.dense, **{_OWN + name: value for name, value in own.items()}}
@@ -93,7 +91,6 @@ class Checkpoint:
             dense={name: read[name] for name in present.dense},
             importance=importance,
             mask=UnitMask({name: read[f"{_OWN}mask.{name}"].cpu() for name in present.mask}),
-            magnitudes=read[f"{_OWN}magnitudes"],
             ratio=float(read[f"{_OWN}ratio"]),
             rule={name: read[f"{_OWN}rule.{name}"] for name in present.rule},
         )

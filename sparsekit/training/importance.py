@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sparsekit.criteria.weights import own_slices, unit_magnitudes
+from sparsekit.criteria.weights import unit_magnitudes
 from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import group_order
@@ -237,16 +237,6 @@ class Reader(NamedTuple):
             return columns.reshape(product.shape[1], -1).sum(1) if product.dim() > 2 else columns
         return product.sum([d for d in range(product.dim()) if d != self.dim])
 
-    def magnitudes(self) -> Tensor:
-        """Return Σ |weight| at each position along the axis."""
-        weight = wide(self.leaf.detach())
-        if weight.dim() == 1:
-            return weight.abs()
-        if self.dim == 0:
-            return weight.flatten(1).abs().sum(1)
-        norms: Tensor = torch.linalg.vector_norm(weight, ord=1, dim=[d for d in range(weight.dim()) if d != self.dim])
-        return norms
-
 
 def _products(reader: Reader, gradients: Mapping[Tensor, Tensor] | None) -> Tensor:
     weight = reader.leaf.detach()
@@ -259,7 +249,7 @@ class UnitVectors:
 
     Small steps are limited by Python, not by arithmetic, so each operation runs once over all units of a model.
 
-    Change the mask through `set_mask`, and call `reload` after `load` of the narrow model.
+    Change the mask through `set_mask`, and call `follow` after `load` of the narrow model.
     """
 
     def __init__(self, narrow_model: NarrowModel) -> None:
@@ -272,16 +262,16 @@ class UnitVectors:
         device = next((leaf.device for leaf in self._leaves.values()), None)
         self.group_sizes = tuple(group.size for group in graph.groups.values())
         self.group_of, self.sizes = unit_tables(self.group_sizes, device)
-        self._consumers, self._producers = self._readers(gated=True), self._readers(gated=False)
-        self.reload()
+        self._consumers = self._readers()
+        self.follow()
 
-    def _readers(self, *, gated: bool) -> list[Reader]:
-        """Return readers of the gated entries, or of the units' own parameters."""
+    def _readers(self) -> list[Reader]:
+        """Return readers of the gated entries."""
         graph = self.narrow_model.graph
         wanted: dict[tuple[str, int], Tensor] = {}
         for name, group in graph.groups.items():
-            for piece in group.slices if gated else own_slices(group, self._leaves):
-                if piece.name in self._leaves and (piece.gated or not gated):
+            for piece in group.slices:
+                if piece.name in self._leaves and piece.gated:
                     empty = torch.full((graph.shapes[piece.name][piece.dim],), self.total, dtype=torch.int64)
                     units = torch.arange(group.size) + self.offsets[name]
                     table = wanted.setdefault((piece.name, piece.dim), empty)
@@ -291,37 +281,23 @@ class UnitVectors:
         return [Reader(self._leaves[name], dim, name, units) for (name, dim), units in ordered]
 
     def set_mask(self, mask: UnitMask, optimizers: Sequence[HasState] = ()) -> None:
-        """Change the mask of the narrow model and follow it.
-
-        A mask moves entries between the narrow and the dense copy and changes none, so each unit keeps its magnitude and
-        nothing dense has to be read.
-        """
-        full = self.magnitudes()
+        """Change the mask of the narrow model and follow it."""
         self.narrow_model.set_mask(mask, optimizers)
-        self._follow(full)
-
-    def reload(self, magnitudes: Tensor | None = None) -> None:
-        """Follow the narrow model after its `load`, whose state has these `magnitudes`; they are computed if not given."""
-        self._follow(self.magnitudes_of(self.narrow_model.dense_state()) if magnitudes is None else magnitudes)
+        self.follow()
 
     def magnitudes_of(self, dense: StateDict) -> Tensor:
         """Return Σ |θ| over each unit's own parameters in a dense state: float (J,), on the device of the tables."""
         leaves = {name: dense[name].detach().to(self.group_of.device) for name in self._leaves}
         return torch.cat([unit_magnitudes(group, leaves) for group in self.narrow_model.graph.groups.values()])
 
-    def _follow(self, full: Tensor) -> None:
+    def follow(self) -> None:
+        """Follow the narrow model after its `load`."""
         mask, device = self.narrow_model.mask, self.group_of.device
         kept = torch.cat([mask[name].cpu() for name in self.offsets])
         self._any_dropped = not bool(kept.all())
         self.kept = kept.to(device)
         """bool (J,)."""
-        self.kept_units = kept.nonzero().reshape(-1).to(device)
-        """int64 (kept,), ascending."""
-        self._consumer_units, self._producer_units = (
-            _cat([self._narrow_units(reader) for reader in readers], device) for readers in (self._consumers, self._producers)
-        )
-        # Kept units have weights that read dropped units; they do not change before the next change of the mask.
-        self._still = full - self._narrow_magnitudes()
+        self._consumer_units = _cat([self._narrow_units(reader) for reader in self._consumers], device)
 
     def _narrow_units(self, reader: Reader) -> Tensor:
         """Return the unit of each narrow position: int64 (narrow size,); J where none."""
@@ -343,31 +319,8 @@ class UnitVectors:
         return self._sums([_products(reader, gradients) for reader in self._consumers], self._consumer_units)
 
     def magnitudes(self) -> Tensor:
-        """Return Σ |θ| over each unit's own parameters in the dense copy, |θ|_J in the paper: float (J,).
-
-        Only the narrow entries are read; all others are as they were at the last change of the mask.
-        """
-        return self._still + self._narrow_magnitudes()
-
-    def unchanging_sums(self) -> Tensor:
-        """Return the part of the magnitudes that is not in narrow entries, rounding included: float (J,), for
-        `restore_sums`."""
-        return self._still.clone()
-
-    def restore_sums(self, sums: Tensor) -> None:
-        """Continue from the `unchanging_sums` of an earlier run with the same bits, unless they belong to other weights."""
-        if sums.shape == self._still.shape:
-            sums = sums.to(self._still)
-            if torch.allclose(sums, self._still, rtol=1e-5, atol=1e-6 * float(self.magnitudes().max())):
-                self._still = sums
-
-    def _narrow_magnitudes(self) -> Tensor:
-        """Return Σ |θ| over the narrow entries of each kept unit, 0 for the others: float (J,)."""
-        vectors = [wide(reader.leaf.detach()) for reader in self._producers if reader.leaf.dim() == 1]
-        values = [reader.magnitudes() for reader in self._producers if reader.leaf.dim() > 1]
-        if vectors:
-            values.append(torch.cat(vectors).abs_())
-        return self._sums(values, self._producer_units)
+        """Return Σ |θ| over each unit's own parameters in the dense copy, |θ|_J in the paper: float (J,)."""
+        return self.magnitudes_of(self.narrow_model.dense_state())
 
     def mask_unchanged(self, scores: Tensor) -> bool:
         """Tell whether the mask is still that of the largest scores, float (J,) on any device, in every group, without sorting.

@@ -303,14 +303,13 @@ class LearnableMask(MovingMask):
             return
         self._rule = self._steps(wanted, () if batches is None else read_refits(batches, self.model))
         self.graph.check_state(state)
-        magnitudes = self.vectors.magnitudes_of(state)
         if importance is None:
-            importance = self._first_importance(magnitudes)
+            importance = self._first_importance(self.vectors.magnitudes_of(state))
         elif importance.shape != (self.graph.units,):
             raise ForeignMaskError(f"importance must have shape ({self.graph.units},), got {tuple(importance.shape)}")
         self.scores.copy_(importance)
         self.narrow_model.load(state, self._largest())
-        self.vectors.reload(magnitudes)
+        self.vectors.follow()
         self._resume({})
 
     def _resume(self, state: Mapping[str, Tensor]) -> None:
@@ -321,13 +320,13 @@ class LearnableMask(MovingMask):
 
     def _checkpoint(self) -> Checkpoint:
         rule = {} if self._rule is None else self._rule.state()
-        sums, dense, budget = self.vectors.unchanging_sums(), self.narrow_model.dense_state(), str(self.budget or "")
-        return Checkpoint(dense, self.importance(), self.narrow_model.mask, sums, self.ratio, budget, rule)
+        dense, budget = self.narrow_model.dense_state(), str(self.budget or "")
+        return Checkpoint(dense, self.importance(), self.narrow_model.mask, self.ratio, budget, rule)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the dense state under the model's own keys; all else that training continues from, under `sparsekit.` keys.
 
-        These are importance, mask, ratio, what the rule of learning remembers, and sums of weights. Save the state dict of the
+        These are importance, mask, ratio, and what the rule of learning remembers. Save the state dict of the
         optimizer with it and load both, in either order.
         """
         destination: dict[str, Any] | None = args[0] if args else kwargs.get("destination")
@@ -356,8 +355,7 @@ class LearnableMask(MovingMask):
         following = [optimizer for optimizer in self.optimizers if optimizer not in self.optimizers.just_loaded]
         self.narrow_model.set_mask(found.mask, following)
         self.narrow_model.load(found.dense, found.mask)
-        self.vectors.reload()
-        self.vectors.restore_sums(found.magnitudes)
+        self.vectors.follow()
         set_importance(self.graph, self.scores, found.importance)
         counts = found.mask.counts()
         by_ratio = self.budget is None and counts == ratio_counts(self.graph, found.ratio)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from sparsekit import GradientImportance, LearnableMask
+from sparsekit import GradientImportance, LearnableMask, LearnedNarrowing
 from sparsekit.errors import UnsupportedModelError
 
 
@@ -94,3 +94,43 @@ def test_ranks_that_start_from_other_weights_train_the_first_ranks_model_as_one_
         torch.testing.assert_close(tensor, alone["state"][name], rtol=0, atol=1e-10, msg=name)
     for found in (first, second):
         assert "wrap it again" in found["message"]
+
+
+def _narrow(masked: LearnableMask, ranks: Sequence[int], wrap: Callable[[LearnableMask], nn.Module]) -> dict[str, Any]:
+    """Train through all cuts, and wrap again after each."""
+    optimizer, wrapped, masks = torch.optim.SGD(masked.parameters(), lr=0.05, momentum=0.5), wrap(masked), []
+    for step in range(16):
+        generators = [torch.Generator().manual_seed(100 * rank + step) for rank in ranks]
+        x = torch.cat([torch.randn(8, 6, dtype=torch.float64, generator=generator) for generator in generators])
+        before = masked.unit_mask()
+        optimizer.zero_grad()
+        wrapped(x).square().mean().backward()
+        optimizer.step()
+        masks.append(masked.unit_mask()["0"])
+        if masked.unit_mask() != before:
+            wrapped = wrap(masked)
+    return {"state": masked.dense_state(), "masks": masks}
+
+
+def _narrowing(seed: int) -> LearnableMask:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 3)).double()
+    learning = LearnedNarrowing(steps=16, least_steps=2)
+    return LearnableMask(model, (torch.zeros(2, 6, dtype=torch.float64),), budget="flops=30%", learning=learning)
+
+
+def _narrow_on_a_rank(rank: int, folder: str) -> dict[str, Any]:
+    del folder
+    return _narrow(_narrowing(seed=0), [rank], DistributedDataParallel)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch was built without gloo")
+def test_ranks_that_narrow_make_the_cuts_of_one_process_on_the_batches_of_both(tmp_path: Path) -> None:
+    """Though each rank measures its own examples."""
+    first, second = found_by_two_ranks(_narrow_on_a_rank, tmp_path)
+    alone = _narrow(_narrowing(seed=0), [0, 1], lambda masked: masked)
+    for found in (first, second):
+        assert [mask.tolist() for mask in found["masks"]] == [mask.tolist() for mask in alone["masks"]]
+        for name, tensor in alone["state"].items():
+            torch.testing.assert_close(found["state"][name], tensor, rtol=0, atol=1e-10, msg=name)
