@@ -217,6 +217,8 @@ def finetune(
                 kept = best[0] or copy_state(model)
             for epoch in range(len(history) + 1, epochs + 1):
                 begun = time.perf_counter()
+                if getattr(model, "narrows", False):  # epochs of a wider model do not compete
+                    best = None, None, 0
                 mean, score = train(epoch), validate()
                 if schedule is not None and follows_metric:
                     schedule.step(mean if score is None else -score)

@@ -51,6 +51,11 @@ class MovingMask(NarrowModule):
         return ratio_counts(self.graph, self._widths) if isinstance(self._widths, float) else self._widths
 
     @property
+    def narrows(self) -> bool:
+        """Whether `LearnedNarrowing` has cuts left to make."""
+        return isinstance(self._rule, NarrowingSteps) and self._rule.cuts_left > 0
+
+    @property
     def report(self) -> NarrowingReport | None:
         """What `LearnedNarrowing` has done and cost so far; None for other masks."""
         return self._rule.report() if isinstance(self._rule, NarrowingSteps) else None

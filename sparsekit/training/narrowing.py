@@ -202,7 +202,7 @@ class NarrowingSteps:
         examples = example_count((args, kwargs))
         self.due = True
         self.examples += examples
-        if len(self._cuts) == self.settings.cuts:
+        if not self.cuts_left:
             return vectors.narrow_model.run(args, kwargs)
         return self._measure(vectors).run(lambda: vectors.narrow_model.run(args, kwargs), examples)
 
@@ -235,7 +235,7 @@ class NarrowingSteps:
         if self.costs is not None:
             self._flops += 3.0 * examples * self.costs.forward_flops(vectors.narrow_model.mask)
             self._dense_flops += 3.0 * examples * self.costs.forward_flops()
-        if len(self._cuts) == self.settings.cuts:
+        if not self.cuts_left:
             return
         found = self._measure(vectors).take(gradients, scale, group).to(scores)
         old = 0.5 ** (1.0 / self.settings.half_life)
@@ -243,6 +243,11 @@ class NarrowingSteps:
         self._weight = self._weight * old + 1 - old
         now = (self._moments / self._weight).clamp_min(_FLOOR)
         scores.copy_(torch.where(vectors.kept, now, torch.zeros_like(now)))
+
+    @property
+    def cuts_left(self) -> int:
+        """Number of cuts that are not made yet."""
+        return self.settings.cuts - len(self._cuts)
 
     @property
     def cut_is_due(self) -> bool:

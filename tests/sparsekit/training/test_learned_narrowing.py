@@ -196,6 +196,23 @@ class _Last(nn.Module):
         return outputs[0][:, -1]
 
 
+def test_finetune_narrows_resumes_and_keeps_the_best_of_the_narrow_epochs(tmp_path: Any) -> None:
+    """Though the first, wide epoch scores best."""
+    found = []
+    for epochs in ([4], [1, 4]):
+        masked, x, y = _masked(batches=None, learning=LearnedNarrowing(steps=16, least_steps=1))
+        path = tmp_path / f"{len(epochs)}.pt"
+        batches = list(zip(x.split(3), y.split(3), strict=True))
+        options: Any = {"validation": lambda m: float(sum(p.numel() for p in m.parameters())), "checkpoint": path}
+        for number in epochs:
+            sk.finetune(
+                masked, batches, F.cross_entropy, epochs=number, optimizer=lambda p: torch.optim.SGD(p, lr=0.01), **options
+            )
+        assert masked.unit_mask().counts() == {"0": 3, "3": 2, "7": 3}
+        found.append(masked.dense_state())
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+
+
 @pytest.mark.parametrize(
     ("told", "options"),
     [
