@@ -154,6 +154,11 @@ def storage_id(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def stored_numbers(tensor: Tensor) -> int:
+    """Return how many numbers a sparse tensor stores."""
+    return int(tensor._nnz())
+
+
 def operator_schema(func: Any) -> Any:
     """Return the schema of an operator: its name, its arguments, and which of them it writes to."""
     return func._schema

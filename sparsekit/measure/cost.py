@@ -7,8 +7,9 @@ One multiply-add is 2 FLOPs. `flops` is what a physically small model executes: 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -20,7 +21,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.measure.activations import Lengths, measure_shrinkage
-from sparsekit.measure.flops import entry_keys, record_pass, told_failure
+from sparsekit.measure.flops import UncountedFlopsWarning, entry_keys, record_pass, told_failure
 from sparsekit.measure.volumes import Axes, CostTracker, Prices, Volumes
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.blocks import is_large, is_meta
@@ -72,6 +73,7 @@ class CostModel:
         parameters: Keys that are parameters, tied ones once.
         widths: State-dict key → bytes per entry, tied ones once.
         products: Those of `other_flops` that shrink with groups, such as attention maps with their heads.
+        uncounted: Operator of unknown FLOPs → keys of the weights that it reads and that can be pruned.
     """
 
     graph: UnitGraph
@@ -81,6 +83,18 @@ class CostModel:
     parameters: frozenset[str]
     widths: Mapping[str, int]
     products: tuple[Lengths, ...] = ()
+    uncounted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def note(self) -> str | None:
+        """What a reader of these costs should know: a sentence, if there is anything."""
+        if not self.uncounted:
+            return None
+        found = "; ".join(f"{name!r}, which reads {', '.join(keys[:3])}" for name, keys in self.uncounted.items())
+        return (
+            f"FLOPs are too low: no formula is known for the operator {found}."
+            " torch.utils.flop_counter.register_flop_formula gives it one"
+        )
 
     def sizes(self, mask: UnitMask | None = None, *, sides: Collection[str] = ("out", "in")) -> dict[str, int]:
         """Count the entries that stay.
@@ -112,9 +126,12 @@ class CostModel:
         Args:
             mask: What is kept; None keeps all.
         """
+        return self._pass_flops(mask) // self.examples
+
+    def _pass_flops(self, mask: UnitMask | None) -> int:
         volumes, prices = self._sums
         flops, scale = prices["flops"]
-        return int(flops @ volumes.at(self._counts(mask))) // scale
+        return round(float(flops @ volumes.at(self._counts(mask))) * self.examples / scale)
 
     def costs(self, counts: Mapping[str, int]) -> dict[str, float]:
         """Return all metrics of the narrow model, exactly: "flops" of one example, "params" and "bytes".
@@ -195,7 +212,7 @@ class CostModel:
         if isinstance(mask, WeightMask):
             entries |= {name: int(keep.sum()) for name, keep in mask.items()}
         return Cost(
-            flops=self.forward_flops(mask if isinstance(mask, UnitMask) else None) * self.examples,
+            flops=self._pass_flops(mask if isinstance(mask, UnitMask) else None),
             parameters=sum(entries[name] for name in self.widths if name in self.parameters),
             bytes=sum(entries[name] * width for name, width in self.widths.items()),
         )
@@ -206,6 +223,10 @@ def _trace(copied: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     recorder = record_pass(copied, args, kwargs)
     first = next(iter(find_tensors([*args, *kwargs.values()])), None)
     moves = measure_shrinkage(copied, graph, recorder, args, kwargs)
+    uncounted: dict[str, tuple[str, ...]] = {}
+    for name, key in recorder.unknown:
+        if key in graph.slices_of:
+            uncounted[name] = (*uncounted.get(name, ()), key)
     return CostModel(
         graph=graph,
         terms=tuple(
@@ -218,6 +239,7 @@ def _trace(copied: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
         parameters=frozenset(name for name in keys.values() if isinstance(state[name], nn.Parameter)),
         widths={name: state[name].element_size() for name in keys.values()},
         products=tuple(lengths for place, lengths in moves.items() if recorder.calls[place].key is None),
+        uncounted=uncounted,
     )
 
 
@@ -279,6 +301,13 @@ def measure_costs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     """Return the same for inputs of any names, that of the option of `cost_model` among them."""
     if graph is None:
         graph = UnitGraph({}, {name: tensor.shape for name, tensor in named_entries(model).items()})
+    found = _measured(model, args, kwargs, graph)
+    if found.note is not None:
+        warnings.warn(found.note, UncountedFlopsWarning, stacklevel=3)
+    return found
+
+
+def _measured(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], graph: UnitGraph) -> CostModel:
     if not is_large(model):  # unlike a deep copy, this one takes computed weights, as of weight norm
         return _trace(copy_with(model, {}).eval(), args, kwargs, graph)
     # On the meta device a pass costs no arithmetic, and the copy no memory. Tied entries stay tied.

@@ -1,26 +1,30 @@
 """What passes of a model multiply: which weight is used at how many positions, and products between activations."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from sparsekit._torch import DispatchMode, operator_packet, storage_id, without_fast_path
+from sparsekit._torch import DispatchMode, operator_packet, storage_id, stored_numbers, tree_leaves, without_fast_path
 from sparsekit.errors import TraceError
 from sparsekit.layers import find_rule
 from sparsekit.surgery.rebuild import named_entries
+from sparsekit.tracing.ops import find_handler
 from sparsekit.transformers.experts import ExpertsRule
 
 _aten = torch.ops.aten
-_CONVOLUTIONS = {_aten.convolution.default, _aten._convolution.default}
-_PRODUCTS = {_aten.mm.default: 1, _aten.addmm.default: 2, _aten.bmm.default: 1, _aten.baddbmm.default: 2}
+_RIGHT_FACTOR = {
+    **dict.fromkeys(["mm", "bmm", "mv", "dot", "vdot", "_int_mm", "_grouped_mm"], 1),
+    **dict.fromkeys(["addmm", "baddbmm", "addmv", "addbmm", "_sparse_addmm"], 2),
+}
+"""Operator that multiplies two arguments, one right after the other → the place of the second."""
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"  # a kernel that torch's own table of FLOPs lacks
 
@@ -50,6 +54,7 @@ class Recorder(DispatchMode):
         self._casts: list[Tensor] = []  # kept, so that no other tensor gets their memory
         self.numbers = numbers  # key → numbers in the entry
         self.calls: list[Call] = []
+        self.unknown: dict[tuple[str, str], None] = {}  # operators that read an entry and are in no table, with its key
         self.inside = 0
 
     def amount(self, call: Call) -> Fraction:
@@ -65,27 +70,69 @@ class Recorder(DispatchMode):
         if func is _aten._to_copy.default and storage_id(args[0]) in self.keys and result.numel() == args[0].numel():
             self.keys[storage_id(result)] = self.keys[storage_id(args[0])]  # autocast reads a weight in another type
             self._casts.append(result)
-        if func in _CONVOLUTIONS:
-            places = args[0] if args[6] else result  # a transposed one uses its weight at each position of its input
-            positions = (places.shape[0], *places.shape[2:])
-            self._note(func, args, kwargs, result, (*positions, *args[1].shape), [(args[1], positions)])
-        elif func in _PRODUCTS:
-            left, right = args[_PRODUCTS[func] - 1], args[_PRODUCTS[func]]
-            factors = [(right, left.shape[:-1]), (left, (*left.shape[:-2], right.shape[-1]))]
-            self._note(func, args, kwargs, result, (*left.shape, right.shape[-1]), factors)
+        name = str(operator_packet(func)).removeprefix("aten.")
+        found = _factors(name, args, result)
+        if found is not None:
+            self._note(*found)
         elif operator_packet(func) in flop_registry:
-            self._note(func, args, kwargs, result, (), [])
-        elif str(operator_packet(func)).endswith(_CPU_ATTENTION):
+            flops = int(flop_registry[operator_packet(func)](*args, **(kwargs or {}), out_val=result))
+            self.calls.append(Call(next(iter(self._read(args, kwargs)), None), flops, ()))
+        elif name == _CPU_ATTENTION:
             query, key, value = (x.shape for x in args[:3])
             self.calls.append(Call(None, sdpa_flop_count(query, key, value), ()))
+        elif find_handler(func, name) is None:
+            self.unknown |= dict.fromkeys((str(operator_packet(func)), key) for key in self._read(args, kwargs))
         return result
 
-    def _note(self, func: Any, args: Any, kwargs: Any, result: Any, lengths: Any, factors: list[tuple[Tensor, Any]]) -> None:
-        """Note a call, with each factor that may be a weight and the positions of the other."""
-        flops = int(flop_registry[operator_packet(func)](*args, **(kwargs or {}), out_val=result))
+    def _read(self, *arguments: Any) -> list[str]:
+        """Return the keys of entries of two axes or more among the arguments of an operator."""
+        tensors = (x for x in tree_leaves(arguments) if isinstance(x, Tensor) and x.dim() > 1)
+        return [key for x in tensors if (key := self.keys.get(storage_id(x))) is not None]
+
+    def _note(self, lengths: Sequence[int], factors: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
+        """Note a call of so many multiply-adds, with each factor that may be a weight and the positions of the others."""
         uses = ((self.keys.get(storage_id(factor)), positions) for factor, positions in factors)
-        key, lengths = next(((key, positions) for key, positions in uses if key is not None), (None, lengths))
-        self.calls.append(Call(key, flops, tuple(lengths)))
+        key, own = next(((key, positions) for key, positions in uses if key is not None), (None, lengths))
+        self.calls.append(Call(key, 2 * math.prod(lengths), tuple(own)))
+
+
+_Factors: TypeAlias = tuple[Sequence[int], Sequence[tuple[Tensor, Sequence[int]]]]
+"""Lengths whose product is the number of multiply-adds; each factor, and the positions at which all of it is used."""
+
+
+def _factors(name: str, args: Any, result: Any) -> _Factors | None:
+    """Return what an operator multiplies, if it does."""
+    if name in ("convolution", "_convolution"):
+        places = args[0] if args[6] else result  # a transposed one uses its weight at each position of its input
+        positions = (places.shape[0], *places.shape[2:])
+        return (*positions, *args[1].shape), [(args[1], positions)]
+    if name == "conv_tbc":
+        return (*result.shape[:2], *args[1].shape), [(args[1], result.shape[:2])]
+    if name in _RIGHT_FACTOR:
+        place = _RIGHT_FACTOR[name]
+        return _product(args[place - 1], args[place])
+    if name in ("_cdist_forward", "_euclidean_dist"):
+        return _product(args[0], args[1].mT)
+    if name == "_trilinear":
+        factors, kept = args[:3], args[3:6]
+        shapes = [list(factor.shape) for factor in factors]
+        for shape, axes in zip(shapes, kept, strict=True):
+            for axis in sorted(axes):
+                shape.insert(axis, 1)
+        whole = torch.broadcast_shapes(*shapes)
+        return whole, [(x, [whole[axis] for axis in axes]) for x, axes in zip(factors, kept, strict=True)]
+    return None
+
+
+def _product(left: Tensor, right: Tensor) -> _Factors:
+    """Return the factors of (…, m, k) times (…, k, n), of which each may be a vector; of a sparse one, its numbers count."""
+    columns = right.shape[-1:] if right.dim() > 1 else ()
+    factors = [(right, left.shape[:-1]), (left, (*left.shape[:-2], *columns))]
+    if left.layout is not torch.strided:
+        return (stored_numbers(left), *columns), factors
+    if right.layout is not torch.strided:
+        return (*left.shape[:-1], stored_numbers(right)), factors
+    return (*left.shape, *columns), factors
 
 
 def _recurrent_calls(module: nn.Module, x: Any, keys: Mapping[int, str]) -> Iterator[Call]:
@@ -102,6 +149,10 @@ def _expert_calls(module: nn.Module, index: Tensor) -> Iterator[Call]:
     for weight in module.parameters(recurse=False):
         lengths = (index.numel(), *weight.shape[1:])
         yield Call(None, 2 * math.prod(lengths), lengths)
+
+
+class UncountedFlopsWarning(UserWarning):
+    """An operator reads weights that can be pruned, and its FLOPs are not known."""
 
 
 @contextmanager

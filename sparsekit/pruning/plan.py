@@ -192,7 +192,7 @@ def decide(
         dense=model, call=call, graph=graph, costs=costs, dense_costs=dense, limits=shares, budget=wanted, schedule=schedule,
         multiple_of=multiples, candidates=candidates, calibration=calibration, reconstruct=reconstruct, rules=rules,
         generator=generator if generator is not None else torch_generator(np.random.default_rng(0)), progress=progress,
-        dense_pass=dense_pass, notes=notes,
+        dense_pass=dense_pass, notes=notes if costs.note is None else [*notes, costs.note],
     )  # fmt: skip
 
 

@@ -8,9 +8,10 @@ import zoo
 from laws import random_mask
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import sparsekit as sk
+from sparsekit.measure.flops import UncountedFlopsWarning
 
 
 def _mlp() -> nn.Module:
@@ -63,6 +64,79 @@ def test_compact_flops_are_what_torch_counts_on_the_compact_module(name: str) ->
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
     assert sk.count_cost(model, *args, graph=graph, mask=mask, **kwargs).flops == counter.get_total_flops()
+
+
+class Product(nn.Module):
+    """Applies an operator to the output of a layer and to a weight."""
+
+    def __init__(self, operator: Callable[[Tensor, Tensor], Tensor], *shape: int, width: int = 6) -> None:
+        super().__init__()
+        self.operator, self.weight, self.first = operator, nn.Parameter(torch.randn(shape)), nn.Linear(4, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.operator(self.first(x).relu(), self.weight)
+
+
+_SPARSE = torch.eye(5).to_sparse()
+_FIRST = 2 * 5 * 4 * 6  # of five rows
+
+
+@pytest.mark.parametrize(
+    ("operator", "shape", "flops"),
+    [
+        (lambda h, w: nn.functional.bilinear(h, h, w), (7, 6, 6), 2 * 5 * 7 * 6 * 6),
+        (torch.mv, (6,), 2 * 5 * 6),
+        (lambda h, w: torch.mv(w, h[0]), (3, 6), 2 * 3 * 6),
+        (lambda h, w: torch.addmv(h.sum(1), h, w), (6,), 2 * 5 * 6),
+        (lambda h, w: torch.dot(h[0], w), (6,), 2 * 6),
+        (lambda h, w: torch.addbmm(h, w, h[None].expand(2, -1, -1)), (2, 5, 5), 2 * 2 * 5 * 5 * 6),
+        (lambda h, w: torch.conv_tbc(h[:, None], w, h.new_zeros(4), 1), (3, 6, 4), 2 * 5 * 3 * 6 * 4),
+        (torch.cdist, (3, 6), 2 * 5 * 3 * 6),
+        (lambda h, w: torch.cdist(h.repeat(6, 1), w), (30, 6), 2 * 30 * 30 * 6),
+        (lambda h, w: torch.cdist(h, w, p=1), (3, 6), 2 * 5 * 3 * 6),
+        (lambda h, w: torch.sparse.mm(_SPARSE, h) + w, (6,), 2 * 5 * 6),
+        (lambda h, w: (_SPARSE @ h) @ w, (6, 2), 2 * 5 * 6 + 2 * 5 * 6 * 2),
+        (lambda h, w: torch.sparse.mm(w.to_sparse(), h.T), (2, 6), 2 * 12 * 5),
+    ],
+)
+def test_every_product_has_its_flops(operator: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...], flops: int) -> None:
+    model, x = Product(operator, *shape), torch.randn(5, 4)
+    assert sk.count_cost(model, x).flops == _FIRST + flops
+
+
+@pytest.mark.parametrize("inputs", [(8,), (3, 7, 8), (7, 1, 8)])
+def test_flops_of_a_pass_do_not_depend_on_what_the_first_axis_counts(inputs: tuple[int, ...]) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2)), torch.randn(inputs)
+    graph = sk.trace_units(model, x)
+    rows = x.numel() // 8
+    for units in (1, 3, 5):
+        cost = sk.count_cost(model, x, graph=graph, mask=sk.UnitMask({"0": torch.arange(6) < units}))
+        assert cost.flops == rows * 2 * (8 + 2) * units
+
+
+@torch.library.custom_op("sparsekit_tests::mix", mutates_args=())
+def _mix(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight
+
+
+@_mix.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+def test_an_operator_without_a_formula_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(Product(lambda h, w: _mix(h, w), 6, 3), nn.Linear(3, 2)), torch.randn(5, 4)
+    columns = sk.UnitSlice("0.weight", 0, torch.arange(6)[:, None], "in", True)
+    rows = sk.UnitSlice("0.first.weight", 0, torch.arange(6)[:, None], "out", True)
+    shapes = {name: entry.shape for name, entry in model.state_dict().items()}
+    graph = sk.UnitGraph({"0.first": sk.UnitGroup("0.first", 6, "feature", (rows, columns))}, shapes)
+    with pytest.warns(UncountedFlopsWarning, match="operator 'sparsekit_tests.mix', which reads 0.weight"):
+        costs = sk.cost_model(model, x, graph=graph)
+    assert costs.note is not None
+    monkeypatch.setitem(flop_registry, torch.ops.sparsekit_tests.mix, lambda x, w, **_: 2 * x.shape[0] * w.numel())
+    costs = sk.cost_model(model, x, graph=graph)
+    assert costs.note is None
+    assert costs.costs({"0.first": 3})["flops"] == 2 * (4 * 3 + 3 * 3 + 3 * 2)
 
 
 def test_what_hooks_of_a_recurrent_layer_multiply_is_counted() -> None:
