@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from sparsekit._torch import DispatchMode, operator_packet, storage_id, stored_numbers, tree_leaves, without_fast_path
+from sparsekit._torch import DispatchMode, eager, operator_packet, storage_id, stored_numbers, tree_leaves, without_fast_path
 from sparsekit.errors import TraceError
 from sparsekit.layers import find_rule
 from sparsekit.surgery.rebuild import named_entries
@@ -211,7 +211,8 @@ def record_pass(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     recorder = Recorder(keys, {key: state[key].numel() for key in keys.values()})
     # Fused attention hides its products from a dispatcher.
     attention = sdpa_kernel(SDPBackend.MATH)
-    with told_failure(), torch.no_grad(), without_fast_path(), attention, _calls_of_modules(model, recorder, keys), recorder:
+    own = _calls_of_modules(model, recorder, keys)
+    with told_failure(), torch.no_grad(), without_fast_path(), eager(), attention, own, recorder:
         model(*args, **kwargs)
     return recorder
 

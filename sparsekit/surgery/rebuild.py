@@ -67,7 +67,7 @@ def copy_with(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
             memo[id(own)] = nn.Parameter(new, requires_grad=own.requires_grad) if isinstance(own, nn.Parameter) else new
     twins = [(module, nn.Module.__new__(type(module))) for module in model.modules() if _is_plain(module)]
     memo |= {id(module): twin for module, twin in twins}
-    for module, twin in twins:
+    for module, twin in reversed(twins):  # children first: a wrapper such as that of torch.compile looks into what it wraps
         state = cast(Mapping[str, Any], module.__getstate__())  # without what torch.compile has made of the module
         owner = type(module).__name__
         twin.__setstate__({name: _copied(v, memo, f"{owner}.{name}") for name, v in state.items()})

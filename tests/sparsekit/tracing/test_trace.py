@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sparsekit.errors import NoUnitsError, TraceError, UnsupportedModelError
 from sparsekit.graph.mask import UnitMask
+from sparsekit.measure.cost import count_cost
 from sparsekit.surgery.compaction import compact
 from sparsekit.tracing.trace import UnprunableWarning, trace_units
 
@@ -173,6 +174,26 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
     with pytest.raises(error, match=told) as caught:
         trace_units(model, x)
     assert error is not TraceError or isinstance(caught.value.__cause__, Exception)
+
+
+@pytest.mark.parametrize("part", ["0", "2", "2.1"])
+def test_a_model_with_a_compiled_part_is_cut_costed_and_copied(part: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Sequential(nn.Linear(6, 5), nn.ReLU()), nn.Linear(5, 2))
+    model.set_submodule(part, torch.compile(model.get_submodule(part), backend="eager"))
+    x = torch.randn(4, 3)
+    before = torch._dynamo.utils.counters["frames"]["total"]
+    graph, messages = trace(model, x)
+    assert messages == []
+    sizes = [group.size for group in graph.groups.values()]
+    assert sizes == [6, 5]
+    mask = UnitMask({name: torch.arange(group.size) < 3 for name, group in graph.groups.items()})
+    small = compact(model, graph, mask)
+    cost = count_cost(model, x, graph=graph, mask=mask)
+    assert torch._dynamo.utils.counters["frames"]["total"] == before  # nothing was compiled on the way
+    assert cost.parameters == sum(p.numel() for p in small.parameters()) == 12 + 12 + 8
+    with torch.compiler.set_stance("force_eager"), torch.no_grad():
+        state = graph.gate(model.state_dict(), {name: keep.float() for name, keep in mask.items()})
+        torch.testing.assert_close(small(x), torch.func.functional_call(model, state, (x,)))
 
 
 def test_a_compiled_model_is_traced_as_it_was_written() -> None:
