@@ -130,6 +130,14 @@ def _score(model: nn.Module) -> float:
     return float(model(torch.randn(4, 6)).sum())
 
 
+def _other() -> dict[str, Tensor]:
+    """The state of another mask."""
+    model = sk.LearnableMask(nn.Sequential(*net()), (torch.zeros(2, 6),), ratio=0.25, learning=sk.GradientImportance())
+    with torch.no_grad():
+        model.load({name: value + 1 if value.is_floating_point() else value for name, value in model.dense_state().items()})
+    return dict(model.state_dict())
+
+
 DATA = ("loader", "device", "width", "kind")
 CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[..., None]]] = {
     **{f"finetune, {fault}": (net, lambda m, *_, f=fault: _finetune(m, broken(f))) for fault in (*DATA, "nan")},
@@ -148,6 +156,16 @@ CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[..., None]]] = {
     "prune, loss": (net, lambda m, *_: _prune(m, criterion="fisher", loss=at_second(F.cross_entropy))),
     "prune, finetune": (net, lambda m, *_: _prune(m, schedule="linear", finetune=lambda *_: 1 / 0)),
     "load_importance": (masked, lambda m, *_: m.load_importance({"0": torch.ones(16), "3": torch.full((12,), torch.nan)})),
+    **{
+        f"load_state_dict, {key}": (masked, lambda m, *_, key=key, bad=bad: m.load_state_dict({**_other(), key: bad}))
+        for key, bad in {
+            "3.weight": torch.zeros(3, 3),
+            "sparsekit.mask.3": torch.ones(7) > 0,
+            "sparsekit.importance.3": torch.full((12,), torch.nan),
+            "sparsekit.ratio": torch.tensor(3.0),
+            "foreign": torch.zeros(1),
+        }.items()
+    },
     "change_mask": (masked, lambda m, *_: m.change_mask(sk.UnitMask({"0": torch.ones(16) > 0, "3": torch.ones(7) > 0}))),
 }
 
