@@ -41,6 +41,7 @@ from sparsekit.training.start import (
     narrows,
     read_refits,
     refuse_export,
+    used_magnitudes,
     warn_without_data,
 )
 
@@ -124,7 +125,8 @@ class LearnableMask(MovingMask):
         self._costs = None if example_inputs is None or not narrows(learning) else costs_of(model, example_inputs, graph)
         self._widths = 1.0 if narrows(learning) else ratio
         if graph.groups:
-            self.scores = self._first_importance(self.vectors.magnitudes())
+            used = used_magnitudes(model, graph, example_inputs)
+            self.scores = self._first_importance(self.vectors.magnitudes() if used is None else used)
         if narrows(learning):
             self._rule = self._steps(ratio, () if batches is None else read_refits(batches, model))
         elif budget is not None or batches is not None:

@@ -11,6 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsekit.allocation.shares import by_ratio, check_ratio
 from sparsekit.criteria.batches import Batch, Loss, read_batches
+from sparsekit.criteria.used_weights import used_weights
+from sparsekit.criteria.weights import unit_sums
 from sparsekit.errors import InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.measure.budget import Budget
@@ -154,6 +156,15 @@ def read_refits(batches: Iterable[Batch], model: nn.Module) -> list[Batch]:
         DataError: an empty loader, or a batch on another device than the model.
     """
     return list(read_batches(batches, model, "Refits", limit=_REFITS))
+
+
+def used_magnitudes(model: nn.Module, graph: UnitGraph, example_inputs: Any) -> Tensor | None:
+    """Return the magnitudes of the weights that operators read, float (J,); None where these are the entries themselves."""
+    if example_inputs is None:
+        return None
+    call = ModelInputs.several(example_inputs)[0]
+    used, state = used_weights(model, call.args, call.kwargs), model.state_dict()
+    return torch.cat([unit_sums(group, state, order=1, used=used) for group in graph.groups.values()]) if used else None
 
 
 def warn_without_data(model: nn.Module) -> None:
