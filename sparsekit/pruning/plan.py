@@ -51,6 +51,7 @@ Allocations: TypeAlias = Allocation | str | Sequence[Allocation | str]
 
 CANDIDATES = (
     ("fisher", "by_cost"),
+    ("fisher", "balanced"),
     ("position_fisher", "by_loss"),
     ("wanda", "by_cost"),
     ("wanda", "uniform"),

@@ -111,7 +111,7 @@ def prune(
             data and has none gets `batches` and `loss`. None compares the default candidates; without
             batches, it takes weight magnitudes. Several criteria or allocations need batches.
         allocation: How many units stay in each group: a function or name ("by_cost", "by_loss",
-            "global", "uniform"), or several of them to compare. None takes "by_cost", or those of the
+            "balanced", "global", "uniform"), or several of them to compare. None takes "by_cost", or those of the
             default candidates.
         exclude: Layers that keep all their units, by name, regular expression, type or module; or kinds of
             unit, such as "channel".

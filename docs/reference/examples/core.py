@@ -174,8 +174,8 @@ mask = sk.make_mask(sk.criteria.Magnitude(), graph, 0.5, sk.ScoringContext(weigh
 # sparsekit.trace_units
 graph = sk.trace_units(model, x[:2])
 
-# sparsekit.allocation.by_cost, sparsekit.allocation.by_loss, sparsekit.allocation.global_ranking, sparsekit.allocation.uniform
-for kind in (sk.allocation.by_cost, sk.allocation.by_loss, sk.allocation.global_ranking, sk.allocation.uniform):
+# sparsekit.allocation.balanced, sparsekit.allocation.by_cost, sparsekit.allocation.by_loss, sparsekit.allocation.global_ranking, sparsekit.allocation.uniform
+for kind in (sk.allocation.balanced, sk.allocation.by_cost, sk.allocation.by_loss, sk.allocation.global_ranking, sk.allocation.uniform):
     pruned = sk.prune(model, (x[:1],), budget="params=50%", allocation=kind)
 
 # sparsekit.allocation.by_ratio
