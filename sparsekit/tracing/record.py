@@ -18,7 +18,7 @@ from sparsekit.tracing.inputs import find_tensors
 from sparsekit.tracing.ops.call import tensors_of
 from sparsekit.tracing.passes import ReadOnly, arguments_of
 
-_WHOLE = 65_536  # a value of more numbers is sampled at once, so that a record takes little memory
+_WHOLE = 8_192  # a value of more numbers is sampled at once, so that a record takes little memory
 _SAMPLE = 4_096  # numbers of a value that are compared
 _ITEM = torch.ops.aten._local_scalar_dense.default
 # Uninitialized memory differs from pass to pass. Circular padding, for example, allocates its result with new_empty.

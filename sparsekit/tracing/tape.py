@@ -5,6 +5,7 @@ operator than before.
 """
 
 import functools
+import hashlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -43,6 +44,7 @@ class Tape(DispatchMode):
         self.calls: dict[tuple[str, int], list[tuple[Any, ...]]] = {}
         self._counts: dict[str, int] = {}
         self._frames: list[list[tuple[Any, ...]]] = []
+        self._reads = any(parameter.is_meta for parameter in model.parameters())  # a tensor with values is then a number
         self.model = model
 
     @contextmanager
@@ -73,12 +75,18 @@ class Tape(DispatchMode):
         result = func(*args, **kwargs)
         places, names = _scalars(func)
         given = [v for at, v in enumerate(args) if at in places] + [v for name, v in kwargs.items() if name in names]
+        others = [v for at, v in enumerate(args) if at not in places] + [v for name, v in kwargs.items() if name not in names]
         numbers = [v for v in given if isinstance(v, (int, float, complex))]
-        for tensor in tensors_of(given):
+        for tensor in tensors_of(given) if self._reads else ():
             if not tensor.is_meta and tensor.numel() <= _VALUES:
                 numbers += tensor.flatten().tolist()
-        self.note(func.name(), tuple(tuple(tensor.shape) for tensor in tensors_of((result,))), tuple(numbers))
+        self.note(func.name(), tuple(tuple(tensor.shape) for tensor in tensors_of((result,))), tuple(numbers), repr(others))
         return result
+
+    def digest(self, home: str) -> str:
+        """Return what tells the passes of a module from those of another one."""
+        inside = [calls for (name, _), calls in self.calls.items() if name == home or name.startswith(f"{home}.")]
+        return hashlib.sha256(repr(inside).encode()).hexdigest()
 
     def difference(self, other: "Tape", within: Collection[str] = (), *, shapes: bool = True) -> str | None:
         """Return what differs in another pass of the same code, outside of some modules, or None.

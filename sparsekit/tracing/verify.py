@@ -129,8 +129,8 @@ class Verifier:
             record.finish(outputs)
         return record
 
-    def failures(self, graph: UnitGraph) -> dict[str, str]:
-        """Find the groups whose removal is not exact.
+    def failures(self, graph: UnitGraph, schedule: Sequence[Trial] = ()) -> dict[str, str]:
+        """Find the groups whose removal is not exact, under the masks of a schedule.
 
         Returns:
             Group name → reason; empty if all is well.
@@ -140,7 +140,7 @@ class Verifier:
         # What fails is often all of one kind, and is found sooner if it is together.
         units = sorted(graph.tied_sets, key=lambda names: graph.groups[names[0]].kind)
         self.trials = 0
-        for trial in self._schedule:
+        for trial in schedule or self._schedule:
             self._state.redraw(self._generator, positive=trial.positive)
             bad = self._guilty(graph, units, trial)
             if bad and (bad := self._confirmed(graph, [names for names in units if bad.keys() & set(names)])):
