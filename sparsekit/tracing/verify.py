@@ -20,10 +20,10 @@ from sparsekit.tracing.inputs import ModelInputs, find_numbers, find_tensors, wi
 from sparsekit.tracing.passes import InFloat64, ReadOnly, train_without_dropout
 from sparsekit.tracing.perturbed import PerturbedState
 from sparsekit.tracing.record import PassRecord
+from sparsekit.tracing.search import Failure, Search, blamed, cause
 from sparsekit.tracing.trials import FEW, MANY, Masks, Trial
 
 _MANY_NUMBERS = 2_000_000  # larger models are compared under fewer masks; never by the clock
-_TRIALS = 64  # bound on the work of finding the groups at fault
 _NOISE = 4.0  # relative change of entries, in units of rounding, that shows how far rounding carries
 _NOISE_FACTOR = 16.0
 
@@ -61,7 +61,7 @@ class Verifier:
         self._prepare(entries, torch.float64, self.lean)
         self._calls = [inputs.prepared(torch.float64, self._generator) for inputs in self._drawn()]
         self._is_accepted = False  # the first pass of a trial says whether the model runs on these inputs
-        self.trials = 0
+        self._search = Search()
 
     def _prepare(self, entries: Mapping[str, Tensor], dtype: torch.dtype | None, lean: bool) -> None:
         """Make the dense copy, in a dtype or in its own."""
@@ -139,50 +139,36 @@ class Verifier:
             return dict.fromkeys(graph.groups, self._refusal)
         # What fails is often all of one kind, and is found sooner if it is together.
         units = sorted(graph.tied_sets, key=lambda names: graph.groups[names[0]].kind)
-        self.trials = 0
+        self._search.tried = 0
         for trial in schedule or self._schedule:
             self._state.redraw(self._generator, positive=trial.positive)
-            bad = self._guilty(graph, units, trial)
-            if bad and (bad := self._confirmed(graph, [names for names in units if bad.keys() & set(names)])):
-                return bad
+            bad: Mapping[str, Failure] = self._search.find(graph, units, functools.partial(self._try, graph, trial))
+            if bad and (bad := self._confirmed(graph, [names for names in units if bad.keys() & set(names)], bad)):
+                return {name: failure.reason for name, failure in bad.items()}
         return {}
 
-    def _guilty(self, graph: UnitGraph, units: Sequence[tuple[str, ...]], trial: Trial) -> dict[str, str]:
-        bad: dict[str, str] = {}
-        self._bisect(units, bad, functools.partial(self._try, graph, trial))
-        return bad
-
-    def _confirmed(self, graph: UnitGraph, units: Sequence[tuple[str, ...]]) -> dict[str, str]:
+    def _confirmed(
+        self, graph: UnitGraph, units: Sequence[tuple[str, ...]], bad: Mapping[str, Failure]
+    ) -> Mapping[str, Failure]:
         """Return which groups are wrong with their units in order: some models look at the order of units, not at which there
-        are.
+        are. An exception has nothing to do with the order. Of groups that fail for one cause, one is tried.
         """
+        if raised := {name: failure for name, failure in bad.items() if failure.module is not None}:
+            return raised
+        causes: dict[tuple[str, str], list[tuple[str, ...]]] = {}
+        for tied in units:
+            causes.setdefault(cause(tied, next(bad[name] for name in tied if name in bad)), []).append(tied)
+        if len(causes) < len(units):
+            found = self._confirmed(graph, [sets[0] for sets in causes.values()], bad)
+            return {name: bad[name] for sets in causes.values() if set(sets[0]) & found.keys() for t in sets for name in t}
         largest = max(graph.groups[name].size for names in units for name in names)
         bits = [Trial(0, bit=bit) for bit in range((largest - 1).bit_length())]
         for trial in (*self._schedule, *bits):
-            if bad := self._guilty(graph, units, trial._replace(mixed=False)):
+            if bad := self._search.find(graph, units, functools.partial(self._try, graph, trial._replace(mixed=False))):
                 return bad
         return {}
 
-    def _bisect(
-        self, units: Sequence[tuple[str, ...]], bad: dict[str, str], compare: Callable[[list[str]], str | None]
-    ) -> None:
-        if not units:
-            return
-        reason = compare([name for tied in units for name in tied])
-        if reason is None:
-            return
-        if len(units) == 1 or self.trials >= _TRIALS:
-            bad |= dict.fromkeys((name for tied in units for name in tied), reason)
-            return
-        half = len(units) // 2
-        before = len(bad)
-        self._bisect(units[:half], bad, compare)
-        self._bisect(units[half:], bad, compare)
-        if len(bad) == before:
-            bad |= dict.fromkeys((name for tied in units for name in tied), f"only jointly: {reason}")
-            return
-
-    def _try(self, graph: UnitGraph, trial: Trial, names: Sequence[str]) -> str | None:
+    def _try(self, graph: UnitGraph, trial: Trial, names: Sequence[str]) -> Failure | None:
         """Return why a mask over some groups is not exact, or None if it is."""
         reason, exact = self._compare(graph, trial, names)
         sets = [tied for tied in graph.tied_sets if set(tied) <= set(names)]
@@ -192,39 +178,43 @@ class Verifier:
         alone = (self._compare(graph, trial, tied)[0] for tied in sets)
         return next((why for why in alone if why is not None), None)
 
-    def _compare(self, graph: UnitGraph, trial: Trial, names: Sequence[str]) -> tuple[str | None, bool]:
+    def _compare(self, graph: UnitGraph, trial: Trial, names: Sequence[str]) -> tuple[Failure | None, bool]:
         """Return why the gated and the narrow model differ under a mask over some groups, or None if they do not.
 
         Returns:
             The reason, and whether the two are equal up to rounding, whatever the mask has changed.
         """
-        self.trials += 1
         if trial.training and not self.training:
             trial = trial._replace(training=False)
         if self._refusal is not None:
-            return self._refusal, False
+            return Failure(self._refusal), False
         try:
             keep, small = self._cut(graph, trial, names)
         except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
-            return f"the compacted model fails: {_described(error)}", False
+            return Failure(f"the compacted model fails: {_described(error)}", ""), False
+        put_back = _keep_buffers(small)
+        found: PassRecord | Failure
+        try:
+            found = self._record(small, trial.training)
+        except Exception as error:  # noqa: BLE001
+            found = Failure(f"the compacted model fails: {_described(error)}", blamed(error, small))
+            if self._is_accepted:  # what the gated model does says no more
+                return self._told(graph, trial, names, found, exact=False)
         try:
             with kept_norms(self._dense, graph, keep):
                 expected = self._record(self._dense, trial.training)
             accepted = self._is_accepted or _finite(expected.outputs)
         except Exception as error:  # noqa: BLE001
             if self._is_accepted:
-                why = f"the gated model fails: {_described(error)}"
+                why = Failure(f"the gated model fails: {_described(error)}")
                 return self._told(graph, trial, names, why, exact=False)
             accepted = False
         if not accepted:
             self._find_inputs()
             return self._compare(graph, trial, names)
         self._is_accepted = True
-        put_back = _keep_buffers(small)
-        try:
-            found = self._record(small, trial.training)
-        except Exception as error:  # noqa: BLE001
-            return self._told(graph, trial, names, f"the compacted model fails: {_described(error)}", exact=False)
+        if isinstance(found, Failure):
+            return self._told(graph, trial, names, found, exact=False)
         if not self._by_module and not expected.has_operators_of(found):
             self._by_module = True
             return self._compare(graph, trial, names)
@@ -236,17 +226,17 @@ class Verifier:
         if undefined and reason is None:
             # Statistics of one unit are not defined, and say nothing of the others.
             return self._compare(graph, trial._replace(fewest=2), names)
-        return self._told(graph, trial, names, reason, exact)
+        return self._told(graph, trial, names, None if reason is None else Failure(reason), exact)
 
     def _told(
-        self, graph: UnitGraph, trial: Trial, names: Sequence[str], reason: str | None, exact: bool
-    ) -> tuple[str | None, bool]:
+        self, graph: UnitGraph, trial: Trial, names: Sequence[str], failure: Failure | None, exact: bool
+    ) -> tuple[Failure | None, bool]:
         """Return the answer of a trial; in train mode it counts only if the model can be compared there."""
-        if reason is None or not trial.training:
-            return reason, exact
+        if failure is None or not trial.training:
+            return failure, exact
         if not self._compares_training:
             return self._compare(graph, trial._replace(training=False), names)
-        return f"in training, {reason}", exact
+        return replace(failure, reason=f"in training, {failure.reason}"), exact
 
     def _cut(self, graph: UnitGraph, trial: Trial, names: Sequence[str]) -> tuple[Mapping[str, Tensor], nn.Module]:
         """Gate the dense copy; the mask, and the narrow model."""

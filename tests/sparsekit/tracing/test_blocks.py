@@ -137,3 +137,19 @@ def test_a_cut_in_place_is_the_cut_of_a_copy(tied: bool) -> None:
     assert model.blocks[0].attention.heads == copied.blocks[0].attention.heads
     with torch.no_grad():
         assert torch.equal(model(tokens), copied(tokens))
+
+
+@pytest.mark.usefixtures("all_are_large")
+def test_of_blocks_that_are_alike_one_is_compared_and_all_are_compared_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[str] = []
+    one = BlockVerifier._compared
+    monkeypatch.setattr(
+        BlockVerifier, "_compared", lambda v, g, home, names: (compared.append(home), one(v, g, home, names))[1]
+    )
+    torch.manual_seed(0)
+    model, tokens = Text(blocks=4).eval(), torch.randint(0, 30, (2, 6))
+    model.blocks[2].down.register_forward_hook(lambda m, _, out: out * (20 / m.weight.shape[1]))
+    graph = trace(model, tokens)[0]
+    assert compared.count("blocks.1.attention") == 0
+    assert "blocks.1.up" in graph.groups
+    assert "blocks.2.up" not in graph.groups

@@ -156,3 +156,31 @@ def test_the_least_width_is_tried(forward: Callable[..., Tensor]) -> None:
     model = Lambda(forward, a=nn.Conv2d(3, 16, 1), w=nn.Parameter(torch.randn(16)), head=nn.Linear(16, 1))
     with pytest.raises(NoUnitsError):
         sk.trace_units(model, torch.randn(4, 3, 5, 5))
+
+
+class Refused(nn.Module):
+    """A block with one group that cannot be cut beside one that can."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 16), nn.Linear(16, width)
+        self.first, self.second = nn.Linear(width, 6), nn.Linear(6, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x).relu()
+        if h.shape[-1] != 16:
+            raise ValueError(f"a width of {h.shape[-1]}")
+        x = x + self.down(h)
+        return x + self.second(self.first(x).relu())
+
+
+@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
+def test_a_cause_in_every_block_costs_one_search_and_takes_no_other_group_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes, record = [], Verifier._record
+    monkeypatch.setattr(Verifier, "_record", lambda *args: (passes.append(1), record(*args))[1])
+    model = nn.Sequential(nn.Linear(8, 12), *[Refused(12) for _ in range(16)], nn.Linear(12, 4)).eval()
+    graph = sk.trace_units(model, torch.randn(3, 8))
+    assert list(graph.groups) == ["0", *(f"{number}.first" for number in range(1, 17))]
+    assert len(passes) <= 60
+    monkeypatch.setattr("sparsekit.tracing.search.TRIALS", 4)  # many searches, each of which returns proven guilt only
+    assert list(sk.trace_units(model, torch.randn(3, 8)).groups) == list(graph.groups)

@@ -1,0 +1,110 @@
+"""Search, Failure: which of many groups make a comparison fail, in few trials."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from sparsekit.graph.graph import UnitGraph
+
+TRIALS = 64  # after which a search that has found something ends; never by the clock
+
+Tied = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a comparison failed.
+
+    Args:
+        reason: One phrase.
+        module: The module in which the compacted model raised an exception; None where it ran.
+    """
+
+    reason: str
+    module: str | None = None
+
+
+@dataclass
+class Search:
+    """Finds the sets of groups at fault by halving, beginning where an exception points to.
+
+    Once a set is found, those of the same name in other blocks are tried one by one: most fail for the same reason.
+
+    Args:
+        known: Names and reasons of what was found before, without their numbers; is added to.
+        tried: Trials so far. Beyond a limit, what is proven is returned, and the rest is left to another search.
+    """
+
+    known: set[tuple[str, str]] = field(default_factory=set)
+    tried: int = 0
+
+    def find(
+        self, graph: UnitGraph, units: Sequence[Tied], compare: Callable[[list[str]], Failure | None]
+    ) -> dict[str, Failure]:
+        """Return group name → why it fails.
+
+        Args:
+            graph: Says which modules a group touches.
+            units: Sets of tied groups.
+            compare: Returns why some groups fail together, or None.
+        """
+        bad: dict[str, Failure] = {}
+        self._split(graph, list(units), bad, compare)
+        return bad
+
+    def _split(
+        self, graph: UnitGraph, units: list[Tied], bad: dict[str, Failure], compare: Callable[[list[str]], Failure | None]
+    ) -> None:
+        if not units or (bad and self.tried >= TRIALS):
+            return
+        self.tried += 1
+        failure = compare([name for tied in units for name in tied])
+        if failure is None:
+            return
+        if len(units) == 1:
+            bad |= dict.fromkeys(units[0], failure)
+            self.known.add(cause(units[0], failure))
+            return
+        before = len(bad)
+        for part in self._parts(graph, units, failure):
+            self._split(graph, part, bad, compare)
+        if len(bad) == before:
+            together = replace(failure, reason=f"only jointly: {failure.reason}")
+            bad |= dict.fromkeys((name for tied in units for name in tied), together)
+
+    def _parts(self, graph: UnitGraph, units: list[Tied], failure: Failure) -> list[list[Tied]]:
+        alike = [tied for tied in units if cause(tied, failure) in self.known]
+        if alike:
+            return [*([tied] for tied in alike), [tied for tied in units if tied not in alike]]
+        first, home = units[: len(units) // 2], failure.module
+        while home:
+            near = [tied for tied in units if _touches(graph, tied, home)]
+            if near:
+                first = near if len(near) < len(units) else first
+                break
+            home = home.rpartition(".")[0]
+        return [first, [tied for tied in units if tied not in first]]
+
+
+def cause(tied: Tied, failure: Failure) -> tuple[str, str]:
+    """Return names and reason without their numbers, which differ from block to block."""
+    names, reason = (re.sub(r"\d+", "#", text) for text in (" ".join(tied), failure.reason))
+    return names, reason
+
+
+def _touches(graph: UnitGraph, tied: Tied, module: str) -> bool:
+    paths = [piece.name for name in tied for piece in graph.groups[name].slices]
+    paths += [f"{size.module}." for size in graph.sizes if size.group in tied]
+    return any(path.startswith(f"{module}.") for path in paths)
+
+
+def blamed(error: BaseException, model: nn.Module) -> str:
+    """Return the name of the innermost module of `model` that ran when an exception was raised."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        found = names.get(id(trace.tb_frame.f_locals.get("self")), found)
+        trace = trace.tb_next
+    return found
