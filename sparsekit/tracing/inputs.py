@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
+from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from sparsekit._torch import buffers_of
 from sparsekit.errors import InvalidValueError
 from sparsekit.tracing.passes import WithoutDropout
 
 _PLAIN = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device, nn.Module)
+_OWN = frozenset(vars(nn.Module()))
+_CONTAINERS = (Tensor, dict, list, tuple, deque)
+_DEPTH = 4  # how deep objects of unknown kinds are opened
 _STATES = frozenset({"transformers.cache_utils.Cache"})
 """What a model hands to its own next call: as wide as the model is inside, and so no output of it."""
 
 
 def find_tensors(value: Any) -> list[Tensor]:
-    """Return all tensors in nested tuples, lists, mappings, dataclasses and plain objects, in a fixed order."""
+    """Return all tensors in nested tuples, lists, mappings, dataclasses and other objects, in a fixed order.
+
+    Functions, generators, arrays and objects with slots are opened too, a few levels deep.
+    """
     found: list[Tensor] = []
     seen: set[int] = set()
 
-    def visit(item: Any) -> None:
+    def visit(item: Any, depth: int = 0) -> None:
         if isinstance(item, Tensor):
             found.append(item)
         elif isinstance(item, _PLAIN) or any(f"{k.__module__}.{k.__qualname__}" in _STATES for k in type(item).__mro__):
@@ -41,10 +51,35 @@ def find_tensors(value: Any) -> list[Tensor]:
                 children = [getattr(item, field.name) for field in dataclasses.fields(item)]
             else:
                 children = list(vars(item).values()) if hasattr(item, "__dict__") else []
+                if depth < _DEPTH:
+                    children += _inside(item)
+                    depth += 1
             for child in children:
-                visit(child)
+                visit(child, depth)
 
     visit(value)
+    return found
+
+
+def _inside(item: Any) -> list[Any]:
+    """Return what an object of no known kind refers to."""
+    if isinstance(item, FunctionType):
+        return [*(item.__closure__ or ()), *(item.__defaults__ or ())]
+    if isinstance(item, type | ModuleType):
+        return []
+    return [*gc.get_referents(item), getattr(item, "base", None)]  # an array refers to its tensor by this name alone
+
+
+def held_tensors(model: nn.Module) -> list[Tensor]:
+    """Return the tensors that modules hold in attributes of their own and in containers there, parameters aside."""
+    held: list[Any] = []
+    for module in model.modules():
+        held += buffers_of(module).values()
+        held += [value for name, value in vars(module).items() if name not in _OWN and isinstance(value, _CONTAINERS)]
+    found: list[Tensor] = []
+    for value in held:
+        items = value.values() if isinstance(value, dict) else (value,) if isinstance(value, Tensor) else value or ()
+        found += [item for item in items if isinstance(item, Tensor)]
     return found
 
 

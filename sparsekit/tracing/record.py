@@ -79,6 +79,7 @@ class PassRecord(DispatchMode):
         self._guard = guard
         self.outputs: list[Tensor] = []
         self._ops: list[_Op] = []
+        self._left: set[int] = set()  # memory of what attributes hold
         self._taken_out: set[int] = set()  # memory of the numbers that Python has got
         self._numbers: dict[int, int] = {}  # storage → number
         self._next = 0
@@ -95,9 +96,10 @@ class PassRecord(DispatchMode):
             self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
             self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
 
-    def finish(self, outputs: Iterable[Tensor]) -> None:
-        """Note what the pass has returned, once it is over."""
+    def finish(self, outputs: Iterable[Tensor], left: Iterable[Tensor] = ()) -> None:
+        """Note what the pass has returned and what it has left in attributes, once it is over."""
         self.outputs += outputs
+        self._left |= {self._number(storage_id(tensor)) for tensor in left}
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._held = [], {}
@@ -161,8 +163,8 @@ class PassRecord(DispatchMode):
         return value
 
     def _live(self) -> set[int]:
-        """Return numbers of the memory on which the outputs depend, or a number that Python has got."""
-        live = {self._number(storage_id(tensor)) for tensor in self.outputs} | self._taken_out
+        """Return numbers of the memory on which depends what the pass returns, leaves in attributes or takes out as numbers."""
+        live = {self._number(storage_id(tensor)) for tensor in self.outputs} | self._left | self._taken_out
         for op in reversed(self._ops):
             if not live.isdisjoint(op.writes):
                 live.update(op.reads)

@@ -16,7 +16,7 @@ from sparsekit.layers import LayerRule, find_rule
 from sparsekit.runtime.kept_norms import kept_norms
 from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
 from sparsekit.tracing.compare import compare_tensors, is_undefined, rounding_floor
-from sparsekit.tracing.inputs import ModelInputs, find_numbers, find_tensors, with_tokens
+from sparsekit.tracing.inputs import ModelInputs, find_numbers, find_tensors, held_tensors, with_tokens
 from sparsekit.tracing.passes import InFloat64, ReadOnly, train_without_dropout
 from sparsekit.tracing.perturbed import PerturbedState
 from sparsekit.tracing.record import PassRecord
@@ -114,6 +114,7 @@ class Verifier:
         else:
             model.eval()
         outputs: list[Tensor] = []
+        before = held_tensors(model)
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 self._state.restore_buffers()
@@ -126,7 +127,10 @@ class Verifier:
                         torch.tensor(n, dtype=self._precision if type(n) is float else None) for n in find_numbers(returned)
                     ]
         finally:
-            record.finish(outputs)
+            buffers = {id(buffer) for buffer in model.buffers()} & {
+                id(tensor) for tensor in before
+            }  # written in place, if at all
+            record.finish(outputs, [tensor for tensor in held_tensors(model) if id(tensor) not in buffers])
         return record
 
     def failures(self, graph: UnitGraph, schedule: Sequence[Trial] = ()) -> dict[str, str]:

@@ -1,6 +1,8 @@
 """Verification cannot be fooled: by outputs that say little, tiny scales, the least widths, or second cuts."""
 
+import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -184,3 +186,59 @@ def test_a_cause_in_every_block_costs_one_search_and_takes_no_other_group_along(
     assert len(passes) <= 60
     monkeypatch.setattr("sparsekit.tracing.search.TRIALS", 4)  # many searches, each of which returns proven guilt only
     assert list(sk.trace_units(model, torch.randn(3, 8)).groups) == list(graph.groups)
+
+
+class Slots:
+    __slots__ = ("features",)
+
+    def __init__(self, features: Tensor) -> None:
+        self.features = features
+
+
+@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda h: h.detach().numpy(),
+        Slots,
+        lambda h: collections.deque([h]),
+        lambda h: (t for t in [h]),
+        lambda h: lambda: h,
+        lambda h: functools.partial(torch.add, h),
+    ],
+    ids=["array", "slots", "deque", "generator", "closure", "partial"],
+)
+def test_what_a_model_returns_is_an_output_whatever_it_is_in(wrap: Callable[[Tensor], Any]) -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        h = m.a(x).relu()
+        return m.b(m.c(h).relu()), wrap(h)
+
+    model = Lambda(forward, a=nn.Linear(8, 16), c=nn.Linear(16, 12), b=nn.Linear(12, 4))
+    assert list(sk.trace_units(model, torch.randn(4, 8)).groups) == ["c"]
+
+
+def _aux(m: Any, h: Tensor, value: Callable[[Tensor], Tensor], place: str) -> None:
+    loss = value(h)
+    if place == "list":
+        m.losses = [loss]
+    elif place == "buffer":
+        m.loss = loss
+    else:
+        m.note = loss
+
+
+@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
+@pytest.mark.parametrize("place", ["attribute", "list", "buffer"])
+def test_a_tensor_that_a_pass_leaves_in_an_attribute_is_compared(place: str, large: bool) -> None:
+    def model(value: Callable[[Tensor], Tensor]) -> nn.Module:
+        def forward(m: Any, x: Tensor) -> Tensor:
+            h = m.a(x).relu()
+            _aux(m, h, value, place)
+            return m.b(h)  # type: ignore[no-any-return]
+
+        block = Lambda(forward, a=nn.Linear(8, 16), b=nn.Linear(16, 8), loss=torch.zeros(()))
+        return nn.Sequential(nn.Linear(8, 8), block, nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 90))
+
+    x = torch.randn(4, 8)
+    assert "1.a" in sk.trace_units(model(lambda h: h.abs().sum()), x).groups
+    assert "1.a" not in sk.trace_units(model(lambda h: h.abs().sum() / h.shape[-1]), x).groups
