@@ -57,7 +57,7 @@ def test_a_mask_of_a_model_on_a_device_trains_there_as_on_the_cpu(device: str) -
             train_step(masked, optimizer, x, y)
         assert all(t.device.type == torch.device(place).type for t in masked.dense_state().values())
         saved = {name: tensor.cpu() for name, tensor in masked.state_dict().items()}
-        twin = LearnableMask(model, graph=masked.graph, ratio=0.5)
+        twin = LearnableMask(model, graph=masked.graph, ratio=0.5, learning=GradientImportance(lr=1e-4))
         twin.load_state_dict(saved)  # from the CPU, whatever the device
         torch.testing.assert_close(twin.eval()(x), masked.eval()(x))
         found.append(saved)
