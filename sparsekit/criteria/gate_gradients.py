@@ -125,7 +125,7 @@ def gate_squares(criterion: DataDriven, model: nn.Module, graph: UnitGraph, *, p
     with criterion._passes(model, weights.values()) as passes:
         for batch in passes:
             examples = example_count(batch)
-            mixing = _mixing(model, batch, layers) if mixing is None else mixing
+            mixing = _mixing(model, batch, layers, keep_target=criterion.loss is None) if mixing is None else mixing
             with inputs_of(layers, differentiable=True) as calls:
                 loss = call_model(model, batch, criterion.loss)
                 found = _one_pass(loss, calls, readers, gated, examples, positions, mixing)
@@ -207,7 +207,7 @@ def _by_example(inputs: Sequence[Tensor], axis: int, examples: int) -> bool:
     return bool(inputs) and all(x.dim() >= 1 - axis and x.shape[0] and x.shape[0] % examples == 0 for x in inputs)
 
 
-def _mixing(model: nn.Module, batch: Batch, layers: Iterable[nn.Module]) -> set[nn.Module]:
+def _mixing(model: nn.Module, batch: Batch, layers: Iterable[nn.Module], *, keep_target: bool) -> set[nn.Module]:
     """Return the layers on whose first axis the rows of an example are not together, such as where time comes first.
 
     They are together if only the last rows change when the first example replaces the last one.
@@ -222,7 +222,7 @@ def _mixing(model: nn.Module, batch: Batch, layers: Iterable[nn.Module]) -> set[
     seen = []
     for given in (batch, map_tensors(swap, batch)):
         with torch.no_grad(), inputs_of(layers) as calls:
-            run_model(model, given)
+            run_model(model, given, keep_target=keep_target)
         seen.append(calls)
     found = set()
     for layer, inputs in seen[0].items():

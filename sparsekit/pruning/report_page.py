@@ -20,7 +20,7 @@ _SECTIONS = (
     ("Most time", "The layers of the pruned model that take most of its time."),
     (
         "Candidates",
-        "Cuts that were tried; the one with the lowest loss on batches that neither scored nor reconstructed it was chosen.",
+        "Cuts that were tried; the one with the lowest loss on examples that neither scored nor reconstructed it was chosen.",
     ),
 )
 
