@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparsekit.bandit import field, split_ucbv, tree
 from sparsekit.bandit.base import Box, BoxPull, Interval, Pull
 from sparsekit.bandit.split_ucbv import SplitUCBV
 
@@ -155,3 +157,14 @@ def test_what_is_remembered_of_the_index_is_what_would_be_computed(seed: int, di
         forgetful._field._index = None
         assert forgetful.indices() == bandit.indices()
         assert forgetful.ask() == copy.deepcopy(bandit).ask()
+
+
+def test_the_page_of_constants_names_each_with_its_value() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "concepts" / "bandit-constants.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| `")]
+    told = {name: value for names, values in rows for name, value in zip(names.split(", "), values.split(", "), strict=True)}
+    told = {name.strip(" `"): float(value) for name, value in told.items()}
+    found: dict[str, float] = {}
+    for module in (field, split_ucbv, tree):
+        found |= {n: v for n, v in vars(module).items() if n.strip("_").isupper() and isinstance(v, int | float)}
+    assert told == found
