@@ -22,7 +22,7 @@ STEPS = 24
 def _masked(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[sk.LearnableMask, Tensor, Tensor]:
     model, x, y = convolutions(dtype)
     settings = {"ratio": 0.3} if not options.keys() & {"ratio", "budget"} else {}
-    rule = LearnedNarrowing(steps=STEPS, least_steps=3)
+    rule = LearnedNarrowing(steps=STEPS, least_steps=3, until=0.5, cuts=3)
     return sk.LearnableMask(model, (x,), **{"learning": rule, **settings, **options}), x, y
 
 
@@ -165,7 +165,7 @@ def test_any_optimizer_and_precision_trains_through_the_cuts(name: str, precisio
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     assert masked.unit_mask().counts() == {"0": 3, "3": 2, "7": 3}
     assert losses[-1] < losses[0]
     assert all(leaf.dtype == (torch.bfloat16 if precision == "bfloat16" else torch.float32) for leaf in masked.parameters())
@@ -184,7 +184,7 @@ def test_readers_that_are_frozen_are_measured_and_units_that_nothing_measures_ar
     model = nn.Sequential(nn.LSTM(3, 8, batch_first=True), _Last(), nn.Linear(8, 2)).requires_grad_(False)
     model.append(nn.Linear(2, 2))
     x = torch.randn(4, 5, 3)
-    other = sk.LearnableMask(model, (x,), ratio=0.5, learning=LearnedNarrowing(steps=8, least_steps=1, cuts=1))
+    other = sk.LearnableMask(model, (x,), ratio=0.5, learning=LearnedNarrowing(steps=8, least_steps=1, cuts=1, until=0.5))
     optimizer = torch.optim.SGD([p for p in other.parameters() if p.requires_grad], lr=0.1)
     train_step(other, optimizer, x, torch.tensor([0, 1, 0, 1]))
     with pytest.warns(UserWarning, match="no gradient reached the units of"):  # at the cut
