@@ -20,7 +20,7 @@ from local_grid import LocalGrid
 
 import sparsekit as sk
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.flower import SubmodelStrategy, train_submodel
+from sparsekit_fl.flower import BanditRatios, SubmodelStrategy, train_submodel
 from sparsekit_fl.flower.client import KEY, mask_record, packed, read_mask, traced
 from sparsekit_fl.packed import unpack
 from sparsekit_fl.testing import TinyNet
@@ -226,3 +226,8 @@ def test_a_client_without_the_strategy_and_a_wrong_ratio_are_refused() -> None:
         pass
     with pytest.raises(InvalidValueError, match=r"ratio must be in \(0, 1\]"):
         one_round(SubmodelStrategy(fedavg(), TinyNet(), EXAMPLE, ratio=1.5), app_of(), TinyNet().state_dict())
+
+
+def test_the_ratios_of_a_node_do_not_depend_on_when_others_appear() -> None:
+    first, second = BanditRatios(10), BanditRatios(10)
+    assert {node: first(node) for node in (3, 8, 5)} == {node: second(node) for node in (5, 3, 8)}
