@@ -52,27 +52,26 @@ def run(
     experiment: Mapping[str, Any] | None = None,
     init: Path | str | StateDict | None = None,
 ) -> RunResult:
-    """Run a method over a problem and its clients.
+    """Train a model over clients with a federated method, and score it.
 
-    Before anything else, model, loss and metrics are tried on two examples, so that what cannot work fails at once.
+    Model, loss and metrics are first tried on two examples, so that mistakes show at once.
 
-    A client that fails, and an update that is refused, is dropped: the round continues without it, and its record says why. A
-    round with fewer valid updates than `config.min_replies` changes nothing and ends the run. Everything up to the round before
-    is saved, and a resumed run begins with that round again.
+    If a client fails or its update is invalid, the round continues without it, and the record of the round has the reason.
+    A round with fewer valid updates than `config.min_replies` is discarded and ends the run; a resumed run repeats it.
 
     Args:
-        method: The recipe.
+        method: The method, such as `fl.methods.fedlps()`.
         problem: Model, loss and metrics.
         clients: All clients; ids are distinct.
         config: The options.
         engine: Runs the clients; None trains them in this process, one after the other.
         callbacks: Displays, loggers, early stopping; see `Callback`.
-        out: Folder for the result, the rounds, the checkpoint and the models; None keeps nothing. One run at a time writes to
-            it. A fresh run needs a folder without files of another run.
-        resume: Continue from the checkpoint in `out`, to the same bits as a run that was never interrupted.
-        experiment: Plain JSON values that go into the result, such as the names of data set and model.
-        init: Weights to start from: a state dict, a file of one, or the folder of an earlier run; None: random ones. A run that
-            is resumed needs the same.
+        out: Folder for the result, the rounds, the checkpoint and the models; None keeps nothing. Only one run
+            at a time can use it. A new run needs a folder without files of another run.
+        resume: Continue from the checkpoint in `out`; the result is identical to that of an uninterrupted run.
+        experiment: JSON values to store in the result, such as the names of data set and model.
+        init: Weights to start from: a state dict, a file of one, or the folder of an earlier run; None for
+            random weights. A resumed run needs the same value.
 
     Returns:
         Scores, costs and records.

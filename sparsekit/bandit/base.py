@@ -217,13 +217,16 @@ class BoxPull:
 
 @runtime_checkable
 class Bandit(Protocol):
-    """Finds the value of largest mean reward in an interval, one noisy trial at a time."""
+    """Searches an interval for the value with the largest mean reward, from noisy trials.
+
+    Call `ask` for a value, try it, and `tell` its reward; `best` is the value to use in the end.
+    """
 
     def ask(self, *, upper: float | None = None) -> Pull:
-        """Propose a value. Several pulls may be open at once; one that is never told costs nothing.
+        """Propose a value to try. Several pulls may be open at once; a pull without a reward costs nothing.
 
         Args:
-            upper: The proposal must not exceed it; `None` or more than the interval's end: no bound.
+            upper: Largest value that may be proposed; None for the end of the interval.
 
         Returns:
             An open pull.
@@ -234,26 +237,26 @@ class Bandit(Protocol):
         ...
 
     def tell(self, pull: Pull, reward: float, *, eliminate: Side | None = None) -> None:
-        """Report what came of a pull, in any order. Whatever is refused leaves the bandit as it was, the pull open.
+        """Report the reward of a pull, in any order. Invalid rewards are rejected; the pull then stays open.
 
         Args:
-            pull: What `ask` gave, or the same id with the value that was tried in its place.
+            pull: From `ask`; or its id with another value, if that was tried instead.
             reward: Larger is better.
-            eliminate: Rule out the values near the pull's on this side of it. A bandit that cannot may ignore it.
+            eliminate: Rule out the values next to this one, "below" or "above" it. A bandit may ignore this.
 
         Raises:
             InvalidValueError: the pull is not open, the value is outside the interval, the reward is not finite, or
-                `eliminate` is neither of them.
+                `eliminate` is another word.
         """
         ...
 
     def forget(self, pull: Pull) -> None:
-        """Close a pull that has failed: it counts as a visit with the worst reward that is known, now or as soon as one is.
+        """Close a pull whose trial failed: it counts as a trial with the worst reward so far, or the first one to come.
 
-        A pull that says nothing of its value, such as a lost message, stays open instead, which costs nothing.
+        Leave a pull open if its value is not to blame, for example after a lost message.
 
         Args:
-            pull: What `ask` gave, or the same id with the value that was tried in its place.
+            pull: From `ask`; or its id with another value, if that was tried instead.
 
         Raises:
             InvalidValueError: the pull is not open, or the value is outside the interval.
@@ -261,7 +264,7 @@ class Bandit(Protocol):
         ...
 
     def best(self) -> Pull:
-        """Return the told pull to be recommended so far.
+        """Return the best pull so far.
 
         Raises:
             InvalidValueError: nothing has been told.
@@ -273,12 +276,12 @@ class Bandit(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, with the same bits.
+        """Restore a saved search exactly: it then proposes what the saved one would have proposed.
 
         Args:
             state: From a bandit with the same settings.
 
         Raises:
-            InvalidValueError: the settings differ, or the state is malformed; nothing has changed then.
+            InvalidValueError: the settings differ, or the state is malformed; the bandit is unchanged.
         """
         ...

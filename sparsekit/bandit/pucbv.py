@@ -43,41 +43,41 @@ def _may_split(space: Interval, low: float, value: float, high: float, *, min_wi
 
 
 class PUCBV(LoggedBandit[Pull]):
-    """Prompt Upper Confidence Bound Variance: a `Bandit` over an interval.
+    """Search an interval with P-UCBV, the bandit of FedLPS (Prompt Upper Confidence Bound with Variance).
 
-    The interval is cut into arms, disjoint and ordered. After t rewards and with I arms, an arm with h pulls of mean ḡ
-    and variance v̄ has the index
+    Use it to reproduce the paper, or if a trial can rule out one side of its value; `SplitUCBV` is the better default.
 
-        U = ḡ + sqrt(ρ (v̄ + 2) · max(0, log(ξ ψ ε)) / (4 (h + 1))),   ψ = ξ / I²,   ε = max(decay^t, floor),
+    The interval is divided into arms. The next value is drawn uniformly from the arm with the largest upper bound U. Its
+    reward (G in the paper) splits the arm there: both parts inherit all rewards of the arm and get the new one. `eliminate`
+    removes the part "below" or "above" the value for good. FedLPS eliminates below if the accuracy fell by more than Δ,
+    because smaller submodels would lose more. After t rewards and with I arms, an arm with h rewards of mean ḡ and variance
+    v̄ has
 
-    and the arm of largest index is pulled at a value drawn uniformly from it (on the scale of the space). The reward, G in
-    the paper, splits the arm at the pulled value: both parts inherit all its rewards and get the new one, and `eliminate` takes
-    the part "below" the value, or that from it "above", away for good. FedLPS drops below when the accuracy fell by more
-    than Δ: a smaller ratio would hurt more.
+        U = ḡ + sqrt(ρ (v̄ + 2) · max(0, log(ξ ψ ε)) / (4 (h + 1))),   ψ = ξ / I²,   ε = max(decay^t, floor).
 
-    Where the paper is silent or undefined, this is decided:
+    Decisions where the paper is silent or undefined:
 
     | point | decision |
     |---|---|
-    | the logarithm turns negative | it counts as 0: after about log(ξ²/I²) / log(1/decay) rewards the rule is greedy |
-    | when ε decays | per reward told to this bandit, so that one that is seldom asked keeps its exploration |
+    | the logarithm is negative | it counts as 0, so the search is greedy after about log(ξ²/I²) / log(1/decay) rewards |
+    | when ε decays | with each reward of this bandit, so a bandit that is seldom asked keeps exploring |
     | an unknown horizon (None) | ξ: least power of two above t, at least 2 I₀; ε counts from where ξ last grew |
-    | an arm without rewards | has mean and variance 0, so rewards should be around 0, or below it for what is bad |
+    | an arm without rewards | has mean and variance 0, so scale rewards to be around 0, and negative for bad values |
     | the variance of h rewards | is their mean squared deviation, divided by h |
-    | the first arm, and ties | until the first reward any arm at random, for every open pull; then the lowest |
-    | rewards that a part inherits | all of the arm it is cut from, wherever they were pulled, and the new one |
-    | the part that is eliminated | the caller says: "below" the value (FedLPS, when accuracy fell) or "above" |
-    | the last arm | never goes: elimination takes one part of a split, so at least one arm stands |
-    | a pull on a boundary | belongs to the arm above (at the end of the space: the last), which is not split |
-    | a part below `min_width` | is not split off; the arm gets the reward whole, and `eliminate` does nothing |
-    | a value where arms were dropped | the nearest arm (ties: the lower) gets the reward and is not split |
-    | `upper` | only arms that begin below it compete; the draw stops there; if none does, it is proposed itself |
-    | another value was executed | the value in the told pull counts, whatever was proposed |
-    | several open pulls | are told in any order, each credited to the arm that holds its value by then |
+    | the first arm, and ties | a random arm until the first reward; after that, ties go to the lowest arm |
+    | rewards that a part inherits | all rewards of the arm, wherever their values were, and the new one |
+    | the eliminated part | the caller decides: "below" the value (FedLPS, when accuracy fell) or "above" |
+    | the last arm | is never removed: elimination takes one part of a split, so one part is left |
+    | a value on a boundary | belongs to the arm above it (the last arm, at the end of the space), which is not split |
+    | a part narrower than `min_width` | is not split off; the whole arm gets the reward, and `eliminate` has no effect |
+    | a value in an eliminated part | the nearest arm (ties: the lower) gets the reward and is not split |
+    | `upper` | only arms that begin below it compete, cut off at it; without any, `upper` itself is proposed |
+    | another value was tried | the value passed to `tell` counts, not the proposed one |
+    | several open pulls | are told in any order; a reward goes to the arm that contains its value at that time |
     | a reply that never comes | costs nothing |
     | a pull that failed | `forget` credits it with the worst reward known, then or as soon as there is one; ε stays |
     | a reward of NaN or infinity | is refused, and the pull stays open |
-    | `best` | of the arm of largest mean the pull of largest reward, then the first; at dropped values only if all are |
+    | `best` | the pull with the largest reward in the arm with the largest mean; ties: the first one |
 
     Source: Xue et al., "Learnable Sparse Customization in Heterogeneous Edge Computing", ICDE 2025 (arXiv 2412.07216),
     Algorithm 2. Its index is that of Mukherjee, Naveen, Sudarsanam, Ravindran, "Efficient-UCBV: An Almost Optimal Algorithm

@@ -30,17 +30,19 @@ _LOCK = threading.Lock()
 
 @dataclass(frozen=True, eq=False)
 class UnitGraph:
-    """The groups of a model, in forward order, with the shape of every entry of its state.
+    """Describes as plain data which units a model has, and which tensor slices each unit occupies.
+
+    `trace_units` returns one. Masks, cuts, costs and uploads are all computed from it, without the model's code.
 
     Args:
-        groups: Group name → group.
-        shapes: State-dict key → shape, for the whole state.
-        ties: Sets of groups that must keep equally many units (the layers of a stacked LSTM have one hidden size).
-        unprunable: Units that were found but cannot be removed exactly.
+        groups: Group name → group, in forward order.
+        shapes: State-dict key → shape, for all entries of the state.
+        ties: Sets of groups that must keep equally many units, such as the layers of a stacked LSTM.
+        unprunable: Units that cannot be removed exactly, with the reasons.
         sizes: Integers of the model's own modules that follow the number of units.
-        norms: Calls that average over kept units only, found with prune_hidden_size=True; see `sparsekit.runtime.kept_norms`.
-        layers: Who reads which entries, in forward order, where somebody asked for it; see `sparsekit.tracing.layer_order`.
-        aliases: The state-dict keys of each tensor that has several, as tied weights have.
+        norms: Normalization calls that average over the kept units only; empty unless `prune_hidden_size=True`.
+        layers: Which layers consume which entries, in forward order; only if requested.
+        aliases: State-dict keys that share one tensor, such as tied weights.
     """
 
     groups: Mapping[str, UnitGroup]

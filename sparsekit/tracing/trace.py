@@ -52,12 +52,14 @@ def trace_units(
     verify: bool = True,
     prune_hidden_size: bool = False,
 ) -> UnitGraph:
-    """Find the units of a model: everything that can be removed exactly, with all tensors that go when one goes.
+    """Find the units of a model: the channels, features, cells, heads and experts that can be removed exactly.
+
+    `prune` and `LearnableMask` call this themselves. Call it to inspect a model, or to reuse the graph for several cuts.
 
     The model runs on the example inputs, as a private copy, in eval mode and in train mode, some fifteen times in all: copies
-    of its hooks run too, so a hook that counts or writes should be added afterwards. Each operator says which positions
-    of its outputs belong to which units; an operator that is not known keeps its inputs whole. The model itself and the global
-    generators are not touched. What is known is what these passes do: a branch that no example takes is not traced.
+    of its hooks run too, so a hook that counts or writes should be added afterwards. Units are followed through each operator;
+    units that pass through an unsupported operator cannot be pruned. The model itself and the global generators are not
+    changed. Only code that these passes execute is traced: for another branch, add an example that takes it.
 
     Args:
         model: Any module.
@@ -66,10 +68,10 @@ def trace_units(
             are traced and verified. Their shapes should be typical, and their values matter only where the model branches on
             them. One example is enough: where train mode needs two, as a batch norm may, it is doubled.
         rules: Module type → rule, for layers of your own; asked before the built-in ones.
-        verify: Compare the outputs of a masked and a compacted copy, and keep whole every group for which they differ by more
-            than rounding, judged channel by channel against what the mask changes. Models of 50 million numbers and more, and
-            those on the meta device, are compared block by block, so that a trace takes little more memory than the model;
-            blocks on the meta device are filled with random values for it.
+        verify: Compare the outputs of a masked and a compacted copy, and mark every group as unprunable for which they differ
+            by more than rounding, relative to the change that the mask makes in each channel. Models of 50 million numbers and
+            more, and those on the meta device, are compared block by block, so that a trace takes little more memory than the
+            model; blocks on the meta device are filled with random values for it.
         prune_hidden_size: Also find the units that a layer norm, an RMS norm or a plain mean averages over, such as the width
             of a transformer. A model under a mask then takes these statistics over the kept units, as the narrow model does. By
             default these units cannot be pruned, since removing some of them changes the statistics.
