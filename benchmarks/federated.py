@@ -238,6 +238,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             column[2].plot(LEVELS, levels, "o-", color=color)
         for axis, label in zip(column, ("simulated seconds", "TFLOPs, scoring included", "capability"), strict=True):
             axis.set_xlabel(label)
+        column[0].set_xlim(left=0)
+        column[1].set_xlim(left=0)
         column[2].set_xscale("log", base=2)
     axes[0, 0].legend(frameon=False)
     figure.savefig(path, metadata={"Date": None})
