@@ -13,6 +13,7 @@ from sparsekit.labels.values import TensorLabels
 from sparsekit.labels.views import written_over
 from sparsekit.tracing.ops import MAKE_CONSTANTS, SAME_IN_TRAIN_MODE, find_handler
 from sparsekit.tracing.ops.call import Call, Outputs, tensors_of
+from sparsekit.tracing.ops.probe import probe
 from sparsekit.tracing.passes import arguments_of
 
 _MOST_WORK = 300_000_000  # positions looked at in one pass: some ten seconds; a transformer of 7e9 parameters takes 5e7
@@ -100,12 +101,12 @@ class Dispatcher(DispatchMode):
             call.fix_inputs(f"stacked states of several layers used as a whole by {call.name!r}")
             answer = None
         elif handler is None:
-            if units:
-                call.fix_inputs(f"operator {call.name!r} is not known to keep units apart")
+            answer = None
+            if units and (call.outputs or arguments_of(call.func)[1]):  # else it checks something, and returns nothing
                 for each in map(self.tracer.labels, call.tensors):
                     if each.entry is not None and each.axes:
                         self.tracer.make(each, 0)  # a weight that is computed from parameters: their rows are what stays
-            answer = None
+                answer = probe(call, f"operator {call.name!r} is not known to keep units apart")
         else:
             try:
                 answer = handler(call)
@@ -156,6 +157,7 @@ class Dispatcher(DispatchMode):
 
     def _mutate_viewed(self, call: Call, tensor: Tensor, before: TensorLabels | None, after: TensorLabels | None) -> None:
         # The other tensors on this memory change too. That is harmless only if the labels say nothing new.
+        after = None if after is None else self.tracer.settle(after)
         if before is not None and before.same(after) and not any(axis is not None and axis.is_uniform for axis in before.axes):
             return
         storage = storage_id(tensor)

@@ -262,7 +262,7 @@ def build(tracer: Tracer, shapes: Mapping[str, torch.Size]) -> Built:
     fixed = builder.fixed()
     candidates = find_sizes(tracer, builder.root, group_of, groups)
     sizes, shared = chosen_sizes(tracer, candidates)
-    whole = tuple(item for item, cause in fixed if cause is not _UNREAD)
+    whole = tuple(item for item, _ in fixed)
     graph = UnitGraph(
         groups,
         dict(shapes),

@@ -8,6 +8,7 @@ from torch import Tensor
 from sparsekit.labels.values import ALWAYS_ZERO, NO_UNIT, NOT_ZERO, Labels, TensorLabels, joined, uniform
 from sparsekit.tracing.ops.call import Call, Outputs, handles
 from sparsekit.tracing.ops.pointwise import combine
+from sparsekit.tracing.ops.probe import probe
 
 CREATORS = frozenset(
     # What is empty is filled before it is used, and until then fits any unit.
@@ -86,14 +87,13 @@ def _pad(call: Call) -> Outputs:
 
 
 def _same_for_all_units(call: Call, index: Tensor, labels: TensorLabels, dim: int) -> bool:
-    """Return false if an index as wide as the units moves them apart; then they are fixed."""
+    """Return false if an index as wide as the units may move them apart."""
     if index.dim() != len(labels.axes):
         return True
     along = call.tracer.labels(index)
     for d, axis in enumerate(labels.axes):
         own = along.axes[d]
         if d != dim and axis is not None and not axis.is_uniform and (own is None or not own.is_uniform):
-            call.fix_inputs(f"moved by {call.name!r} with an index of its own for each unit")
             return False
     return True
 
@@ -109,7 +109,7 @@ def _indexed(call: Call) -> Outputs:
     dim = call.arg("dim", 0) % out.dim()
     pieces = [tracer.labels(out, dim), tracer.labels(source, dim)]
     if not all(_same_for_all_units(call, index, labels, dim) for labels in pieces):
-        return None
+        return probe(call, f"moved by {call.name!r} with an index of its own for each unit")
     tracer.fix(tracer.labels(index), f"used as an index by {call.name!r}")
     tracer.fix([labels.axes[dim] for labels in pieces], f"moved by {call.name!r} along its units")
     flat = [labels.with_axis(dim, None) for labels in pieces]
@@ -127,7 +127,7 @@ def _gather(call: Call) -> Outputs:
     dim = call.dim()
     labels = tracer.labels(tensor, dim)
     if not _same_for_all_units(call, index, labels, dim):
-        return None
+        return probe(call, f"moved by {call.name!r} with an index of its own for each unit")
     tracer.fix(tracer.labels(index), "used as an index by 'gather'")
     axes: list[Labels | None] = []
     for d, axis in enumerate(labels.axes):

@@ -2,6 +2,7 @@
 
 from sparsekit.labels.values import Labels, TensorLabels
 from sparsekit.tracing.ops.call import Call, Outputs, handles
+from sparsekit.tracing.ops.probe import probe
 
 _SUMS = frozenset({"sum", "linalg_vector_norm", "norm", "nansum"})
 _KEEP_ZERO = frozenset({"sum", "mean", "amax", "amin", "max", "min", "linalg_vector_norm", "norm", "std", "var"})
@@ -59,8 +60,7 @@ def _distance(call: Call) -> Outputs:
     tracer, pair = call.tracer, [call.labels("x1", -1), call.labels("x2", -1)]
     left, right = (labels.axes[-1] for labels in pair)
     if left is None or right is None or left.is_uniform or right.is_uniform or call.arg("p", 2.0) <= 0:
-        call.fix_inputs(f"compared by {call.name!r} with values that belong to no unit")
-        return None
+        return probe(call, f"compared by {call.name!r} with values that belong to no unit")
     tracer.unite(left.nodes, right.nodes)
     for labels in pair:
         tracer.make(labels, -1)
