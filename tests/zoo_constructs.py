@@ -210,7 +210,7 @@ def _unsaved(**scale: Any) -> nn.Module:
 
 _OUTSIDE = ("'a' (6 units) cannot be pruned: combined by 'mul' with values that belong to no unit at zoo_constructs.py",)
 add("unsaved-buffer", images(4, 3), {"b": 5}, fixed=_OUTSIDE)(lambda: _unsaved(persistent=False))
-add("bilinear", images(4, 3), {}, fixed=("operator '_trilinear' is not known to keep units apart",))(
+add("bilinear", images(4, 3), {"both": 4}, fixed=("operator '_trilinear' is not known to keep units apart",))(
     lambda m, x: m.head(F.relu(m.both(F.relu(m.a(x)), F.relu(m.b(x))))),
     a=(3, 6),
     b=(3, 5),

@@ -1,6 +1,6 @@
 """probe(): what an operator that has no handler does to units, found by running it with some of their values changed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,7 +21,7 @@ def probe(call: Call, reason: str) -> Outputs:
     """Labels of the outputs of any operator; units that it does not keep apart stay whole.
 
     Along an axis of units, positions are changed bit by bit of their number, and those that are left. A position of an output
-    belongs to the unit whose number can be read off the changes that reach it. Verification decides about the rest.
+    belongs to the unit whose number can be read off the changes that reach it. Last, it runs on half of the units.
 
     Args:
         call: An operator that has run.
@@ -29,37 +29,36 @@ def probe(call: Call, reason: str) -> Outputs:
     """
     tracer, runner = call.tracer, _Runner(call)
     owners = {id(tensor): (tensor, tracer.labels(tensor)) for tensor in call.tensors}
-    if not runner.can_run:
+    axes = [(tensor, labels, dim) for tensor, labels in owners.values() for dim, axis in enumerate(labels.units) if axis]
+    made: list[list[Labels | None]] = [[None] * out.dim() for out in call.outputs]
+    found = [runner.places(tensor, dim) for tensor, _, dim in axes] if runner.can_run else []
+    known = [(each, places) for each, places in zip(axes, found, strict=False) if places is not None]
+    if not runner.can_run or not runner.can_lose([(tensor, dim, places) for (tensor, _, dim), places in known]):
         call.fix_inputs(reason)
         return None
-    made: list[list[Labels | None]] = [[None] * out.dim() for out in call.outputs]
+    for (_, labels, dim), places in zip(axes, found, strict=True):
+        if places is None:
+            tracer.fix(labels.axes[dim], reason, quiet=labels.entry is not None and not labels.entry.is_parameter)
     zeros = runner.zeros([tensor for tensor, labels in owners.values() if labels.has_units])
-    for tensor, labels in owners.values():
-        for dim, axis in enumerate(labels.units):
-            if axis is None:
-                continue
-            places = runner.places(tensor, dim)
-            if places is None:
-                tracer.fix(axis, reason, quiet=labels.entry is not None and not labels.entry.is_parameter)
-                continue
-            tracer.make(labels, dim)
-            for output, (at, place) in places.items():
-                nodes = np.where(place >= 0, axis.nodes[place], NO_UNIT)
-                known = zeros is not None and (id(tensor) in zeros)
-                sources = np.where((place >= 0) & known, axis.sources[place], NOT_ZERO)
-                before = made[output][at]
-                if before is None:
-                    made[output][at] = Labels(nodes, sources)
-                else:
-                    both = (nodes >= 0) & (before.nodes >= 0)
-                    tracer.unite(nodes[both], before.nodes[both])
-                    joined = np.where(before.sources != NOT_ZERO, before.sources, sources)
-                    made[output][at] = Labels(np.maximum(nodes, before.nodes), joined)
+    for (tensor, labels, dim), places in known:
+        axis = labels.axes[dim]
+        assert axis is not None
+        tracer.make(labels, dim)
+        for output, (at, place) in places.items():
+            nodes = np.where(place >= 0, axis.nodes[place], NO_UNIT)
+            sources = np.where((place >= 0) & (id(tensor) in zeros), axis.sources[place], NOT_ZERO)
+            before = made[output][at]
+            if before is not None:
+                both = (nodes >= 0) & (before.nodes >= 0)
+                tracer.unite(nodes[both], before.nodes[both])
+                nodes = np.maximum(nodes, before.nodes)
+                sources = np.where(before.sources != NOT_ZERO, before.sources, sources)
+            made[output][at] = Labels(nodes, sources)
     return [TensorLabels(tuple(axes)) for axes in made]
 
 
 class _Runner:
-    """Runs an operator again, with one of its tensors changed."""
+    """Runs an operator again, with some of its tensors changed."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -74,14 +73,18 @@ class _Runner:
         self._expected: list[Tensor] = []
         if self.can_run:
             try:
-                self._expected = self._run(None, None)
+                self._expected = self._run({})
             except Exception:  # noqa: BLE001 - whatever an operator of somebody else's raises
                 self.can_run = False
         self.can_run = self.can_run and [t.shape for t in self._expected] == [t.shape for t in call.outputs]
 
-    def _run(self, tensor: Tensor | None, changed: Tensor | None) -> list[Tensor]:
+    def _run(self, changed: Mapping[int, Tensor]) -> list[Tensor]:
         def own(value: Any, is_written: bool) -> Any:
-            return tree_map_only(Tensor, lambda t: changed if t is tensor else t.clone() if is_written else t, value)
+            def one(tensor: Tensor) -> Tensor:
+                new = changed.get(id(tensor), tensor)
+                return new.clone() if is_written else new
+
+            return tree_map_only(Tensor, one, value)
 
         arguments = {name: own(value, name in self._written) for name, value in self._call.arguments.items()}
         with torch.random.fork_rng(devices=[]):
@@ -89,12 +92,37 @@ class _Runner:
             found = list(tensors_of((self._call.func(**arguments),)))
         return [found[k] if k < len(found) else out for k, out in enumerate(self._call.outputs)]
 
+    def can_lose(self, axes: Sequence[tuple[Tensor, int, dict[int, tuple[int, IntArray]]]]) -> bool:
+        """Tell whether the operator does the same to half of the units, in reverse order."""
+        kept: dict[int, tuple[int, IntArray]] = {}  # output → axis, positions
+        changes: dict[int, Tensor] = {}
+        for tensor, dim, places in axes:
+            order = np.arange(tensor.shape[dim])[::-2].copy()
+            for output, (at, place) in places.items():
+                mine = np.flatnonzero(np.isin(place, order))
+                if len(mine) != len(order) or len(set(place.tolist())) != len(place):
+                    return True  # several positions of one unit: verification decides
+                mine = mine[np.argsort(np.searchsorted(-order, -place[mine]))]
+                if output in kept and not np.array_equal(kept[output][1], mine):
+                    return True
+                kept[output] = at, mine
+            changes[id(tensor)] = changes.get(id(tensor), tensor).index_select(dim, torch.from_numpy(order).to(tensor.device))
+        try:
+            found = self._run(changes)
+            for output, (at, mine) in kept.items():
+                expected = self._expected[output].index_select(at, torch.from_numpy(mine).to(found[output].device))
+                if not torch.allclose(found[output].nan_to_num(), expected.nan_to_num(), rtol=1e-3, atol=1e-5):
+                    return False
+        except Exception:  # noqa: BLE001 - whatever an operator of somebody else's raises
+            return False
+        return True
+
     def zeros(self, tensors: Sequence[Tensor]) -> frozenset[int]:
         """Return ids of the tensors that make all outputs zero if they are."""
         found = set()
         for tensor in tensors:
             with suppress(Exception):
-                if all(not bool(out.any()) for out in self._run(tensor, torch.zeros_like(tensor))):
+                if all(not bool(out.any()) for out in self._run({id(tensor): torch.zeros_like(tensor)})):
                     found.add(id(tensor))
         return frozenset(found)
 
@@ -130,9 +158,8 @@ class _Runner:
         reached = [torch.zeros(out.shape, dtype=torch.bool, device=out.device) for out in self._call.outputs]
         for other in _others(tensor, dim):
             with suppress(Exception):
-                for seen, out, before in zip(
-                    reached, self._run(tensor, torch.where(which.reshape(shape), other, tensor)), self._expected, strict=True
-                ):
+                found = self._run({id(tensor): torch.where(which.reshape(shape), other, tensor)})
+                for seen, out, before in zip(reached, found, self._expected, strict=True):
                     seen |= ~((out == before) | (out.isnan() & before.isnan()))
         return [
             [seen.any(tuple(d for d in range(seen.dim()) if d != axis)).cpu().numpy() if seen.dim() > 1 else seen.cpu().numpy()

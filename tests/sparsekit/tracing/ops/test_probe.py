@@ -88,8 +88,9 @@ def test_operators_in_no_table_keep_the_units_that_they_keep_apart() -> None:
         lambda y: torch.linalg.svdvals(y.flatten(2)),
         lambda y: torch.linalg.qr(y.flatten(2).mT)[0],
         lambda y: y.renorm(2, 0, 1.0),
+        lambda y: y.transpose(1, 3).tril(),
     ],
-    ids=["svdvals", "qr", "renorm"],
+    ids=["svdvals", "qr", "renorm", "tril"],
 )
 def test_units_that_an_unknown_operator_mixes_stay(mixes: Any) -> None:
     model = Lambda(lambda m, x: m.b(mixes(m.a(x)).flatten(1)), a=nn.Conv2d(3, 5, 1), b=nn.LazyLinear(2))
