@@ -23,7 +23,7 @@ from sparsekit.tracing.blocks import BlockVerifier, is_large, is_meta
 from sparsekit.tracing.dispatch import Dispatcher
 from sparsekit.tracing.followed import FollowNumbers, hold_numbers
 from sparsekit.tracing.grouping.build import Built, build
-from sparsekit.tracing.grouping.sizes import try_other_sizes
+from sparsekit.tracing.grouping.sizes import literal_cause, try_other_sizes
 from sparsekit.tracing.inputs import ModelInputs, find_tensors
 from sparsekit.tracing.norms import NormRecorder
 from sparsekit.tracing.passes import ReadOnly, lent_copy, private_passes, train_without_dropout
@@ -305,10 +305,13 @@ def _opaque(tracer: Tracer, rule: LayerRule, module: nn.Module, forward: Any, *a
 
 def _verified(verifier: Verifier | BlockVerifier, tracer: Tracer, built: Built) -> Built:
     """Return the graph without the groups whose removal is not exact."""
+    first: dict[int, str] = {}  # unit → why the best choice of integers to follow it failed
     while built.graph.groups and (failures := verifier.failures(built.graph)):
         for name, reason in failures.items():
+            units = built.nodes[name]
+            why = first.setdefault(int(units[0]), reason)
             if not try_other_sizes(tracer, built.sizes, name):
-                tracer.fix(built.nodes[name], Cause("", reason))
+                tracer.fix(units, literal_cause(tracer, built.root, units) or Cause("", why))
         built = build(tracer, built.graph.shapes)
     return built
 

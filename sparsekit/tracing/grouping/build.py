@@ -29,12 +29,14 @@ class Built:
         nodes: Group → the first node of each of its units.
         loud: What stays whole for a cause that is worth a warning.
         sizes: All integers of the model that may follow the number of units; those of the graph are some of them.
+        root: The unit of each node.
     """
 
     graph: UnitGraph
     nodes: Mapping[str, IntArray]
     loud: tuple[tuple[Unprunable, Cause], ...]
     sizes: tuple[Candidate, ...]
+    root: IntArray
 
 
 class _Builder:
@@ -272,7 +274,7 @@ def build(tracer: Tracer, shapes: Mapping[str, torch.Size]) -> Built:
         norms,
         aliases=tuple(tuple(entry.names) for entry in tracer.entries if len(entry.names) > 1),
     )
-    return Built(graph, nodes, tuple((item, cause) for item, cause in fixed if not cause.quiet), candidates)
+    return Built(graph, nodes, tuple((item, cause) for item, cause in fixed if not cause.quiet), candidates, builder.root)
 
 
 def find_sites(tracer: Tracer, root: IntArray, nodes: Mapping[str, IntArray]) -> tuple[NormSite, ...] | None:

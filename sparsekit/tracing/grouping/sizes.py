@@ -5,6 +5,7 @@ runs says where it was read, so the length of an axis of units names its integer
 right with it.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from sparsekit.graph.groups import SizeAttribute, UnitGroup
 from sparsekit.graph.held_numbers import Path
 from sparsekit.labels.numbers import Held
 from sparsekit.labels.tracer import Tracer
-from sparsekit.labels.values import Count, IntArray
+from sparsekit.labels.values import Cause, Count, IntArray
 
 _CHOICES = 4
 _ALWAYS = frozenset(range(_CHOICES))
@@ -156,3 +157,14 @@ def try_other_sizes(tracer: Tracer, candidates: Sequence[Candidate], group: str)
         if following is not None:
             tracer.attempts[module], changed = following, True
     return changed
+
+
+def literal_cause(tracer: Tracer, root: IntArray, units: IntArray) -> Cause | None:
+    """Return that a number in the code is the length of an axis of these units, if there is one."""
+    for nodes, size, cause in tracer.literals:
+        code = cause.reason.partition(" (")[2]
+        lengths = [nodes.shape[dim] for dim in _varying(nodes, root)]
+        if size in lengths and np.isin(root[nodes], units).any() and re.search(rf"\b{size}\b", code):
+            what = "write -1 in its place, or read it from an attribute of the module"
+            return Cause(cause.module, f"the number {size} is written in the code{cause.reason}; {what}")
+    return None

@@ -30,10 +30,12 @@ def probe(call: Call, reason: str) -> Outputs:
     tracer, runner = call.tracer, _Runner(call)
     owners = {id(tensor): (tensor, tracer.labels(tensor)) for tensor in call.tensors}
     axes = [(tensor, labels, dim) for tensor, labels in owners.values() for dim, axis in enumerate(labels.units) if axis]
+    every = [(tensor, dim, axis) for tensor, labels in owners.values() for dim, axis in enumerate(labels.axes)]
+    alike = [(tensor, dim) for tensor, dim, axis in every if axis is not None and axis.is_uniform]
     made: list[list[Labels | None]] = [[None] * out.dim() for out in call.outputs]
     found = [runner.places(tensor, dim) for tensor, _, dim in axes] if runner.can_run else []
     known = [(each, places) for each, places in zip(axes, found, strict=False) if places is not None]
-    if not runner.can_run or not runner.can_lose([(tensor, dim, places) for (tensor, _, dim), places in known]):
+    if not runner.can_run or not runner.can_lose([(tensor, dim, places) for (tensor, _, dim), places in known], alike):
         call.fix_inputs(reason)
         return None
     for (_, labels, dim), places in zip(axes, found, strict=True):
@@ -92,8 +94,10 @@ class _Runner:
             found = list(tensors_of((self._call.func(**arguments),)))
         return [found[k] if k < len(found) else out for k, out in enumerate(self._call.outputs)]
 
-    def can_lose(self, axes: Sequence[tuple[Tensor, int, dict[int, tuple[int, IntArray]]]]) -> bool:
-        """Tell whether the operator does the same to half of the units, in reverse order."""
+    def can_lose(
+        self, axes: Sequence[tuple[Tensor, int, dict[int, tuple[int, IntArray]]]], alike: Sequence[tuple[Tensor, int]]
+    ) -> bool:
+        """Tell whether the operator does the same to half of the units, in reverse order. `alike`: axes of equal values."""
         kept: dict[int, tuple[int, IntArray]] = {}  # output → axis, positions
         changes: dict[int, Tensor] = {}
         for tensor, dim, places in axes:
@@ -107,6 +111,10 @@ class _Runner:
                     return True
                 kept[output] = at, mine
             changes[id(tensor)] = changes.get(id(tensor), tensor).index_select(dim, torch.from_numpy(order).to(tensor.device))
+        sizes = {tensor.shape[dim] for tensor, dim, _ in axes}
+        for tensor, dim in alike:
+            if tensor.shape[dim] in sizes:
+                changes[id(tensor)] = changes.get(id(tensor), tensor).narrow(dim, 0, (tensor.shape[dim] + 1) // 2)
         try:
             found = self._run(changes)
             for output, (at, mine) in kept.items():

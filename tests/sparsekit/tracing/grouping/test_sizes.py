@@ -8,17 +8,20 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from laws import check_masked_equals_compact, random_mask, trace
 from torch import Tensor, nn
 from zoo_base import Lambda
 
+from sparsekit.errors import NoUnitsError
 from sparsekit.graph.edit import narrow
 from sparsekit.graph.held_numbers import held_numbers, set_number
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.compaction import compact, compact_state, expand
 from sparsekit.surgery.saving import load_compact, save_compact
+from sparsekit.tracing.trace import UnprunableWarning, trace_units
 
 
 @dataclass(frozen=True)
@@ -226,6 +229,13 @@ def test_code_that_takes_nothing_but_exact_integers_is_traced_without_following_
 
     graph, _ = trace(Lambda(run, width=6, a=nn.Linear(4, 6), out=nn.Linear(6, 2)), torch.randn(3, 4))
     assert graph.groups["a"].size == 6
+
+
+def test_a_number_that_is_written_in_the_code_is_named_with_its_line() -> None:
+    model = Lambda(lambda m, x: m.b(m.a(x).sigmoid().reshape(2, 3, 6)), a=nn.Linear(4, 6), b=nn.Linear(6, 2))
+    told = r"the number 6 is written in the code at test_sizes.py:\d+ .*; write -1"
+    with pytest.warns(UnprunableWarning, match=told), pytest.raises(NoUnitsError):
+        trace_units(model, torch.randn(2, 3, 4))
 
 
 def test_one_integer_of_a_module_is_set_without_touching_what_others_hold() -> None:
