@@ -70,6 +70,25 @@ def test_what_an_error_tells_to_install_can_be_installed_from_a_checkout_and_has
     assert sorted(own) == ["sparsekit/bandit/optuna.py", "sparsekit/errors.py"], "use errors.require"
 
 
+NEEDS = {
+    r"sparsekit (?:fedlps|run|compare|report|list|describe|flower-app)|import sparsekit_fl": "fl",
+    r"sparsekit tune|optuna": "tune",
+    r"--dataset (?:cifar10|cifar100|tiny-imagenet|reddit|shakespeare)": "data",
+    r"export_onnx|--onnx": "export",
+}
+"""What a page shows → the extra that its install line must have."""
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/howto/install.md"])
+def test_the_install_line_of_a_page_covers_what_the_pages_show(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    installed = set(",".join(re.findall(r'constraints\.txt "\.\[([\w,-]+)\]"', text)).split(","))
+    shown = text + "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "tutorials").glob("*.md"))
+    assert {extra for pattern, extra in NEEDS.items() if re.search(pattern, shown)} <= installed
+    trained = re.findall(r"sparsekit prune [^`\n]*--init[^`\n]*(?:\n[^`\n]*--[^`\n]*)?", shown)
+    assert [line for line in trained if "--dataset" not in line] == [], "a trained network is pruned with its data"
+
+
 def test_every_dependency_has_its_reason_and_is_pinned_for_the_tests() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     reasons = (ROOT / "docs" / "howto" / "install.md").read_text(encoding="utf-8")
