@@ -270,6 +270,7 @@ class Tracer:
         reason: str | Cause,
         *,
         quiet: bool = False,
+        averaged: bool = False,
     ) -> None:
         """Keep units whole.
 
@@ -277,17 +278,19 @@ class Tracer:
             what: Labels, several of them, or nodes.
             reason: Why; if it is not a `Cause`, the line of the user's code is added.
             quiet: It is normal and needs no warning.
+            averaged: A norm or an average over the units is the cause.
         """
         if what is None:
             return
         if not isinstance(what, TensorLabels | Labels | np.ndarray):
             for labels in what:
-                self.fix(labels, reason, quiet=quiet)
+                self.fix(labels, reason, quiet=quiet, averaged=averaged)
             return
         nodes = what.all_nodes() if isinstance(what, TensorLabels) else what.nodes if isinstance(what, Labels) else what
         nodes = nodes[nodes >= 0]
         if nodes.size:
-            self.fixed.append((nodes, self.cause(reason, quiet=quiet) if isinstance(reason, str) else reason))
+            cause = replace(self.cause(reason, quiet=quiet), averaged=averaged) if isinstance(reason, str) else reason
+            self.fixed.append((nodes, cause))
 
     def cause(self, reason: str, *, quiet: bool = False) -> Cause:
         """Return why units stay whole, with the user's own source line."""

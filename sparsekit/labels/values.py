@@ -33,11 +33,13 @@ class Cause:
         module: Qualified name of the module in which it happened.
         reason: One phrase.
         quiet: True for what is normal and needs no warning, such as the units of the output layer.
+        averaged: True for a norm or an average over the units, which `prune_hidden_size=True` takes over the kept ones.
     """
 
     module: str
     reason: str
     quiet: bool = False
+    averaged: bool = False
 
 
 OUTPUT = Cause("", "model output", True)

@@ -29,8 +29,6 @@ from sparsekit.tracing.norms import NormRecorder
 from sparsekit.tracing.passes import ReadOnly, lent_copy, private_passes, train_without_dropout
 from sparsekit.tracing.verify import Verifier
 
-_AVERAGES = ("mean", "var", "std", "var_mean", "std_mean")
-
 
 class UnprunableWarning(UserWarning):
     """Some units cannot be pruned, because removing them would not be exact."""
@@ -129,7 +127,7 @@ def trace_units(
         listed = "; ".join(f"{item.module} ({item.size}): {item.reason}" for item in found) or "no layer makes units"
         raise NoUnitsError(
             f"nothing in {type(model).__name__} can be removed exactly. Found: {listed}"
-            f"{hint if any(map(_is_average, found)) else ''}."
+            f"{hint if any(cause.averaged for _, cause in built.loud) else ''}."
             " A hidden layer of its own (Linear, convolution, LSTM, …) between input and output has units",
             found,
         )
@@ -316,10 +314,6 @@ def _verified(verifier: Verifier | BlockVerifier, tracer: Tracer, built: Built) 
     return built
 
 
-def _is_average(item: Unprunable) -> bool:
-    return item.reason.startswith(("normalized over", *(f"reduced over its units by '{name}'" for name in _AVERAGES)))
-
-
 def _warn(built: Built, hint: str) -> None:
     causes: dict[Cause, list[Unprunable]] = {}
     for item, cause in built.loud:
@@ -328,7 +322,7 @@ def _warn(built: Built, hint: str) -> None:
         modules = ", ".join(f"{item.module!r} ({item.size} units)" for item in items)
         where = f" in {cause.module!r}" if cause.module and cause.module != items[0].module else ""
         warnings.warn(
-            f"{modules} cannot be pruned: {cause.reason}{where}{hint if _is_average(items[0]) else ''}",
+            f"{modules} cannot be pruned: {cause.reason}{where}{hint if cause.averaged else ''}",
             UnprunableWarning,
             stacklevel=level_of_user(),
         )

@@ -70,7 +70,7 @@ class Mamba2Rule(LayerRule):
         tracer.unite(of_values, columns)
         tracer.read(Labels(columns, np.zeros_like(columns)), columns)
         if not tracer.kept_norms:
-            tracer.fix(heads, "normalized over all heads by the gated norm of Mamba-2")
+            tracer.fix(heads, "normalized over all heads by the gated norm of Mamba-2", averaged=True)
             return
         cause = tracer.cause("averaged over by one call that sees other heads from time to time")
         note = NormNote("mean", of_values, -1, cause)

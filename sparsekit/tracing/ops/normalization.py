@@ -30,7 +30,7 @@ def _group_norm(call: Call) -> Outputs:
     channel = x.units[1]
     if channel is not None:
         if groups == 1:
-            tracer.fix(channel, "normalized over all its units by 'group_norm'")
+            tracer.fix(channel, "normalized over all its units by 'group_norm'", averaged=True)
         else:
             # Part of a norm group cannot go (its statistics would change), a whole one can.
             rows = channel.nodes.reshape(groups, -1)
@@ -52,7 +52,7 @@ def _layer_norm(call: Call) -> Outputs:
     tracer, count = call.tracer, len(call.arg("normalized_shape", []))
     whole = range(-count, 0)
     x = call.labels("input self", *whole)
-    tracer.fix(x.axes[len(x.axes) - count :], "normalized over its units by 'layer_norm'")
+    tracer.fix(x.axes[len(x.axes) - count :], "normalized over its units by 'layer_norm'", averaged=True)
     for name in ("weight", "bias"):
         if isinstance(call.arguments.get(name), Tensor):
             tracer.fix(call.labels(name), "scale of a norm over all units", quiet=True)

@@ -6,6 +6,7 @@ from sparsekit.tracing.ops.probe import probe
 
 _SUMS = frozenset({"sum", "linalg_vector_norm", "norm", "nansum"})
 _KEEP_ZERO = frozenset({"sum", "mean", "amax", "amin", "max", "min", "linalg_vector_norm", "norm", "std", "var"})
+_AVERAGES = frozenset({"mean", "var", "std", "var_mean", "std_mean"})
 
 
 @handles(
@@ -29,7 +30,7 @@ def _reduce(call: Call) -> Outputs:
         if call.name in _SUMS:
             call.tracer.read(axis, None)  # exact where the value of a dropped unit is zero
         else:
-            call.tracer.fix(axis, f"reduced over its units by {call.name!r}")
+            call.tracer.fix(axis, f"reduced over its units by {call.name!r}", averaged=call.name in _AVERAGES)
     kept = labels if call.name in _KEEP_ZERO else labels.without_zero()
     keepdim = call.outputs[0].dim() == rank and rank > 0 and bool(gone)
     axes = [None if d in gone else axis for d, axis in enumerate(kept.units) if keepdim or d not in gone]
