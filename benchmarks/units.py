@@ -6,6 +6,7 @@ theirs in turn:
     python benchmarks/units.py                       a table
     python benchmarks/units.py --json                one line per model, for machines
     python benchmarks/units.py --models vit-s --repeats 9
+    python benchmarks/units.py --models llama-135m llama-1b-meta refused-blocks --repeats 1    (needs transformers)
 
 torch-pruning (`pip install torch-pruning`) builds and lists its groups but verifies nothing; without it only our
 times are shown.
@@ -13,6 +14,7 @@ times are shown.
 
 import argparse
 import multiprocessing
+import resource
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -25,6 +27,55 @@ from nets import NETS
 from torch import Tensor, nn
 
 from sparsekit import trace_units
+
+
+class Refused(nn.Module):
+    """A block with one group that cannot be cut beside one that can."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 16), nn.Linear(16, width)
+        self.first, self.second = nn.Linear(width, 6), nn.Linear(6, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x).relu()
+        if h.shape[-1] != 16:
+            raise ValueError(f"a width of {h.shape[-1]}")
+        x = x + self.down(h)
+        return x + self.second(self.first(x).relu())
+
+
+def llama(device: str, **sizes: int) -> nn.Module:
+    """A Llama with random weights, or without any on the meta device."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(tie_word_embeddings=True, use_cache=False, attn_implementation="eager", **sizes)
+    with torch.device(device):
+        return LlamaForCausalLM(config)  # type: ignore[no-any-return]
+
+
+def llama_135m() -> nn.Module:
+    """The sizes of SmolLM-135M."""
+    return llama("cpu", hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+                 num_key_value_heads=3, vocab_size=49152)  # fmt: skip
+
+
+def llama_1b() -> nn.Module:
+    """The sizes of Llama 3.2 1B, on the meta device."""
+    return llama("meta", hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+                 num_key_value_heads=8, vocab_size=128256)  # fmt: skip
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    **{name: (make, lambda shape=shape: torch.randn(*shape)) for name, (make, shape) in NETS.items()},  # type: ignore[misc]
+    "llama-135m": (llama_135m, lambda: torch.randint(0, 1000, (1, 16))),
+    "llama-1b-meta": (llama_1b, lambda: torch.zeros(1, 16, dtype=torch.long, device="meta")),
+    "refused-blocks": (
+        lambda: nn.Sequential(nn.Linear(8, 12), *[Refused(12) for _ in range(16)], nn.Linear(12, 4)),
+        lambda: torch.randn(3, 8),
+    ),
+}
+"""Name → factories of a model and of an example input."""
 
 
 def list_groups(model: nn.Module, x: Tensor) -> int:
@@ -40,16 +91,18 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    make, shape = NETS[name]
-    model, x = make(), torch.randn(*shape)
+    make, example = CASES[name]
+    model, x = make(), example()
     trace_units(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)), torch.zeros(1, 2))  # imports
     row: dict[str, Any] = {"model": name, "parameters": sum(p.numel() for p in model.parameters())}
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     row["first_seconds"] = processor_seconds(lambda: trace_units(model, x))
+    row["memory_mb"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024
     cases: dict[str, Callable[[], Any]] = {
         "seconds": lambda: trace_units(model, x),
         "unverified_seconds": lambda: trace_units(model, x, verify=False),
     }
-    if find_spec("torch_pruning"):
+    if find_spec("torch_pruning") and name in NETS:
         cases["torch_pruning_seconds"] = lambda: list_groups(model, x)
     row |= {key: min(values) for key, values in in_turns(cases, repeats).items()}
     graph = trace_units(model, x)
@@ -59,7 +112,7 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
 def main() -> None:
     """Read the options and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=NETS, default=list(NETS))
+    parser.add_argument("--models", nargs="+", choices=CASES, default=list(NETS))
     parser.add_argument("--repeats", type=int, default=5, help="later calls, of which the best counts (default 5)")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()

@@ -53,7 +53,7 @@ class Tape(DispatchMode):
         hooks = []
         for name, module in self.model.named_modules():
             hooks.append(module.register_forward_pre_hook(functools.partial(self._enter, name), prepend=True))
-            hooks.append(module.register_forward_hook(lambda *_: self._frames.pop() and None, always_call=True))
+            hooks.append(module.register_forward_hook(self._leave, always_call=True))
         try:
             with _Made(self), self:
                 yield
@@ -64,6 +64,10 @@ class Tape(DispatchMode):
     def _enter(self, name: str, _module: nn.Module, _args: Any) -> None:
         self._counts[name] = self._counts.get(name, 0) + 1
         self._frames.append(self.calls.setdefault((name, self._counts[name]), []))
+
+    def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        if self._frames:
+            self._frames.pop()
 
     def note(self, *entry: Any) -> None:
         """Add to the module that runs."""

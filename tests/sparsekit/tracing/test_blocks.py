@@ -46,7 +46,7 @@ class Text(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(30, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-        self.middle, self.head = nn.Linear(width, 12), nn.Linear(12, 5)
+        self.middle, self.head = nn.Sequential(nn.Linear(width, 12), nn.Identity()), nn.Linear(12, 5)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -102,7 +102,7 @@ def test_a_wrong_group_is_found_in_its_block() -> None:
     graph = trace(model, tokens)[0]
     with private_passes():
         assert BlockVerifier(model, [ModelInputs((tokens,), {})]).failures(graph) == {}
-        for name in ("blocks.1.up", "blocks.2.attention.query", "middle"):
+        for name in ("blocks.1.up", "blocks.2.attention.query", "middle.0"):
             failures = BlockVerifier(model, [ModelInputs((tokens,), {})]).failures(spoiled(graph, name))
             assert list(failures) == [name]
             assert "removing units changes the output" in failures[name]
