@@ -83,7 +83,11 @@ class GradientImportance:
     """Step importance along the gradient of each unit's gate, pulled by a regularizer, after every step of the weights.
 
     The mask follows where the order of importance has changed. Both gradients are computed in closed form from those of the
-    weights, so optimizers need not know importance. Dropped units learn from the regularizer alone.
+    weights, so optimizers need not know importance. This is the rule of the paper, literally, for comparisons with it.
+
+    What it cannot see: dropped units have no gradient and learn from the regularizer alone, and the gradient of a kept gate
+    vanishes where training converges. The pull to magnitudes then decides, so with the defaults the mask stays that of the
+    largest weights. To learn which units stay, use `LearnedNarrowing`.
 
     ```python
     masked = sk.LearnableMask(model, (x,), ratio=0.25, learning=sk.GradientImportance(lr=0.02))
