@@ -114,8 +114,12 @@ class GradientImportance:
     def __post_init__(self) -> None:
         if not isinstance(self.refresh_every, int) or self.refresh_every < 1:
             raise InvalidValueError(f"refresh_every must be a whole number >= 1, got {self.refresh_every!r}")
-        if not 0.0 <= self.lr < math.inf:
-            raise InvalidValueError(f"lr must be a finite number >= 0, got {self.lr}")
+        if not isinstance(self.lr, int | float) or not 0.0 <= self.lr < math.inf:
+            raise InvalidValueError(f"lr must be a finite number >= 0, got {self.lr!r}")
+        if not isinstance(self.regularizer, ImportanceRegularizer):
+            raise InvalidValueError(
+                f"regularizer must be ImportanceRegularizer(…), got {self.regularizer!r}; strength=0 has none"
+            )
 
 
 class ImportanceSteps:

@@ -118,6 +118,8 @@ class LearnableMask(MovingMask):
         learning: Learning | None = None,
     ) -> None:
         ratio = check_arguments(model, ratio, budget, learning)
+        if loss is not None and batches is None:
+            raise InvalidValueError("a loss needs batches; pass batches=, training data such as a loader")
         graph = graph_of(model, example_inputs, graph, rules, prune_hidden_size=prune_hidden_size)
         super().__init__(NarrowModel(model, graph, rules=rules), learning)
         self.budget = None if budget is None else Budget.of(budget)
