@@ -25,7 +25,6 @@ ParametrizedSpectralNorm = parametrizations._SpectralNorm
 ParametrizedOrthogonal = parametrizations._Orthogonal
 
 foreach_copy_ = torch._foreach_copy_
-foreach_lerp_ = torch._foreach_lerp_
 
 
 class DispatchMode(TorchDispatchMode):
