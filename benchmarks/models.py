@@ -324,8 +324,10 @@ def line(name: str, row: dict[str, Any], before: dict[str, Any]) -> str:
         return f"| {' | '.join(cells)} |"
     cells += [_change(before.get("groups"), row["groups"], "{}"), _change(before.get("share"), row["share"], "{:.0%}")]
     cells += [_change(before.get("floor"), row["floor"], "{:.0%}"), f"{row['difference']:.0e}" if row["difference"] else "0"]
-    whole = [(reason, units) for reason, units in row["reasons"] if reason != "model output"]
-    cells.append("; ".join(f"{units} units: {_short(reason)}" for reason, units in whole[:2]))
+    whole: Counter[str] = Counter()
+    for reason, units in row["reasons"]:
+        whole[_short(reason)] += units if reason != "model output" else 0
+    cells.append("; ".join(f"{reason}: {units}" for reason, units in whole.most_common(2) if units))
     return f"| {' | '.join(cells)} |"
 
 
@@ -349,7 +351,7 @@ models are small configurations of their class, so seconds compare versions, not
 - **Groups** of units, and **parameters**: the share that is in tensors with units.
 - **Least FLOPs**: the share that is left where every group keeps as few units as it may.
 - **Error**: largest difference between the outputs of the cut and of the masked model, in float32, as a share of the largest.
-- **Not prunable**: units that stay whole and why; outputs of the model, which must stay, are left out.
+- **Not prunable**: why units stay whole, and how many; outputs of the model, which must stay, are left out.
 
 Where a cell has an arrow, the first value is that of version {before}.
 
@@ -361,6 +363,10 @@ Where a cell has an arrow, the first value is that of version {before}.
 def write_page(rows: dict[str, Any], before: dict[str, Any], version: str) -> None:
     """Write the page of the site."""
     lines = [line(name, rows[name], before.get(name, {})) for name in MODELS if name in rows]
+    old = [name for name in MODELS if name in before and name not in rows]
+    if old:
+        lines += ["", f"At version {version} alone:", "", *HEAD.strip().split("\n")[-2:]]
+        lines += [line(name, before[name], {}) for name in old]
     PAGE.write_text(HEAD.format(before=version) + "\n".join(lines) + "\n", encoding="utf-8")
 
 
