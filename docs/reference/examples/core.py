@@ -475,7 +475,7 @@ print([layer.name for layer in layers])  # ['0', '4']
 
 # sparsekit.training.NarrowingReport
 narrowing = sk.LearnableMask(model, (x[:2],), ratio=0.5, learning=sk.LearnedNarrowing(steps=500))
-print(narrowing.report)  # steps, FLOPs and cuts so far
+report: sk.training.NarrowingReport | None = narrowing.report  # steps, FLOPs and cuts so far
 
 # sparsekit.training.ImportanceRegularizer
 regularizer = sk.training.ImportanceRegularizer(strength=0.5)
