@@ -156,13 +156,18 @@ def _first_line(found: Any) -> str:
 
 
 def _home(found: Any) -> str | None:
-    """Return where a class or function is defined; None for other objects."""
+    """Return where a class or function is defined; None for other objects, and for functions that other functions made."""
     if not (inspect.isclass(found) or inspect.isfunction(found)):
+        return None
+    source = inspect.getsource(importlib.import_module(found.__module__))
+    if not re.search(rf"^ *(?:def|class) {found.__name__}\b", source, re.M):
         return None
     return f"{found.__module__}.{found.__qualname__}"
 
 
 def _value_text(found: Any) -> str:
+    if inspect.isroutine(found):
+        return inspect.getdoc(found) or ""
     if type(found).__name__ == "Registry":
         return f"The names of each {found.kind}, a mapping: {', '.join(f'`{each}`' for each in found)}."
     return "A type, for annotations." if get_origin(found) else f"A value of type `{type(found).__name__}`."
