@@ -66,10 +66,13 @@ def llama_1b() -> nn.Module:
                  num_key_value_heads=8, vocab_size=128256)  # fmt: skip
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     **{name: (make, lambda shape=shape: torch.randn(*shape)) for name, (make, shape) in NETS.items()},  # type: ignore[misc]
     "llama-135m": (llama_135m, lambda: torch.randint(0, 1000, (1, 16))),
-    "llama-1b-meta": (llama_1b, lambda: torch.zeros(1, 16, dtype=torch.long, device="meta")),
+    "llama-1b-meta": (
+        llama_1b,  # without a mask, transformers reads values
+        lambda: dict.fromkeys(("input_ids", "attention_mask"), torch.ones(1, 16, dtype=torch.long, device="meta")),
+    ),
     "refused-blocks": (
         lambda: nn.Sequential(nn.Linear(8, 12), *[Refused(12) for _ in range(16)], nn.Linear(12, 4)),
         lambda: torch.randn(3, 8),

@@ -133,7 +133,7 @@ class BlockVerifier:
             homes = above
         if self._meta:
             return self._without_values(graph, places, reasons)
-        return self._whole.failures(graph, FEW if "" in places.values() else FEW[:2])
+        return self._whole.failures(graph)
 
     @functools.cached_property
     def _whole(self) -> Verifier:

@@ -133,8 +133,8 @@ class Verifier:
             record.finish(outputs, [tensor for tensor in held_tensors(model) if id(tensor) not in buffers])
         return record
 
-    def failures(self, graph: UnitGraph, schedule: Sequence[Trial] = ()) -> dict[str, str]:
-        """Find the groups whose removal is not exact, under the masks of a schedule.
+    def failures(self, graph: UnitGraph) -> dict[str, str]:
+        """Find the groups whose removal is not exact.
 
         Returns:
             Group name → reason; empty if all is well.
@@ -144,7 +144,7 @@ class Verifier:
         # What fails is often all of one kind, and is found sooner if it is together.
         units = sorted(graph.tied_sets, key=lambda names: graph.groups[names[0]].kind)
         self._search.tried = 0
-        for trial in schedule or self._schedule:
+        for trial in self._schedule:
             self._state.redraw(self._generator, positive=trial.positive)
             bad: Mapping[str, Failure] = self._search.find(graph, units, functools.partial(self._try, graph, trial))
             if bad and (bad := self._confirmed(graph, [names for names in units if bad.keys() & set(names)], bad)):
