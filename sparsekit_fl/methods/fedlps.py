@@ -379,11 +379,12 @@ p_ucbv_fix = _variant("p-ucbv-fix", "P-UCBV-Fix: the paper's parts, and capabili
 p_ucbv_dyn = _variant("p-ucbv-dyn", "P-UCBV-Dyn: the same, and capabilities drawn again in every round.", _AGAIN, **_PAPER)
 rcr_fix = _variant("rcr-fix", "RCR-Fix: ratios are the clients' capabilities, drawn once.", _ONCE, **_RCR)
 rcr_dyn = _variant("rcr-dyn", "RCR-Dyn: ratios are capabilities, drawn again in every round.", _AGAIN, **_RCR)
-fedlps_random, fedlps_ordered, fedlps_magnitude = (
-    _variant(f"fedlps-{pattern}", f"The paper's parts, and {what}.", **_PAPER | {"pattern": pattern})
-    for pattern, what in (
-        ("random", "random units, drawn for each client and round"),
-        ("ordered", "the first units of every layer"),
-        ("magnitude", "the units of largest absolute weights in the received model"),
-    )
-)
+
+
+def _pattern(name: str, what: str) -> type[FedLPS]:
+    return _variant(f"fedlps-{name}", f"The paper's parts, and {what}.", **_PAPER | {"pattern": name})
+
+
+fedlps_random = _pattern("random", "random units, drawn for each client and round")
+fedlps_ordered = _pattern("ordered", "the first units of every layer")
+fedlps_magnitude = _pattern("magnitude", "the units of largest absolute weights in the received model")

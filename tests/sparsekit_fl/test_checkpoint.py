@@ -143,7 +143,9 @@ class Sizes(fl.Callback):
         self.seen.append((run.out / "checkpoint.state").stat().st_size)
 
 
-@pytest.mark.parametrize("method", ["fedspa", "hermes", "fedlps", "fedmp", pytest.param("lotteryfl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "method", ["fedspa", "hermes", "p-ucbv-fix", "fedmp", pytest.param("lotteryfl", marks=pytest.mark.slow)]
+)
 def test_the_checkpoint_does_not_grow_with_the_clients_that_took_part(method: str, tmp_path: Path) -> None:
     sizes, problem = Sizes(), fl.Problem(model=wide, example_inputs=(torch.zeros(2, 6),))
     result = tiny_run(method, problem=problem, clients=tiny_clients(40), rounds=6, out=tmp_path, callbacks=[sizes])
