@@ -2,7 +2,8 @@
 
 Over three trials each set of tied groups keeps about half of its units, one unit, and most of them, so that every unit is
 kept at least once and dropped at least once. All sets keep one unit in the same trial. In the two others their shares differ,
-so that code that compares two widths shows: equal ones become unequal, and unequal ones equal.
+so that code that compares two widths shows: equal ones become unequal, and unequal ones equal. In two further trials, widths
+rise or fall with the number of the set, so that code that asks which of two is the wider takes its other branch.
 """
 
 import math
@@ -22,7 +23,8 @@ class Trial(NamedTuple):
 
     Args:
         turn: 0: sets whose number has an even bit keep about half of their units, the others most; 1: one unit each; 2: as
-            0, the other way round.
+            0, the other way round; 3: as many units as the number of the set says, so that of any two sets the later is the
+            wider, as far as their sizes allow; 4: the other way round.
         order: Number of the random order of the units, by which they are kept or dropped, and of that bit.
         fewest: Units that the least width keeps.
         training: Compare in train mode, where the model accepts it.
@@ -43,7 +45,9 @@ class Trial(NamedTuple):
     mixed: bool = True
 
 
-FEW = (Trial(0, positive=True), Trial(1, twice=True, positive=True), Trial(2, training=True, positive=True))
+_ROLES = (Trial(0, positive=True), Trial(1, twice=True, positive=True), Trial(2, training=True, positive=True))
+_ORDERS = (Trial(3), Trial(4, training=True))
+FEW = (*_ROLES, *_ORDERS)
 """For larger models. All biases are positive: a few silent units in the wrong order show under none but all three roles."""
 MANY = (*FEW, Trial(0, 1, training=True), Trial(1, 1), Trial(2, 1, training=True), Trial(1, 2, positive=True))
 
@@ -63,12 +67,12 @@ class Masks:
         for name, group in graph.groups.items():
             first[name], keep[name] = (torch.ones(group.size, dtype=torch.bool) for _ in range(2))
             if name in names:
-                dropped = self._dropped(name, group.size, trial, number[name])[: group.size - group.least]
+                dropped = self._dropped(name, group.size, trial, number[name], len(graph.tied_sets))[: group.size - group.least]
                 first[name][dropped[: len(dropped) // 2]] = False
                 keep[name][dropped] = False
         return first, keep
 
-    def _dropped(self, name: str, size: int, trial: Trial, number: int) -> Tensor:
+    def _dropped(self, name: str, size: int, trial: Trial, number: int, sets: int) -> Tensor:
         if trial.bit is not None:
             return torch.nonzero((torch.arange(size) >> trial.bit) % 2).flatten()
         key = (trial.order, name)
@@ -78,6 +82,8 @@ class Masks:
         half, few = (number * step % 1 for step in _STEPS)
         if trial.turn == 1:
             return order[trial.fewest :]
+        if trial.turn > 2:
+            return order[min(1 + (number if trial.turn == 3 else sets - 1 - number), size - 1) :]
         if ((number >> trial.order) + trial.turn // 2) % 2 == 0:  # about half, not the unit that the least width keeps
             # Of two kept units, each may have the positions of the other in any order.
             kept = math.ceil((0.3 + 0.4 * half) * size) if size > 4 else 1

@@ -227,8 +227,10 @@ def is_distributed() -> bool:
 def find_holders(masked: Any) -> None:
     """Add the optimizers that step leaves of a mask already, and watch over the wrappers that hold it."""
     for each in gc.get_objects():
-        if issubclass(type(each), Optimizer) and each not in masked.optimizers and _holds(each, masked):
-            masked.add_optimizer(each)
+        if issubclass(type(each), Optimizer) and each not in masked.optimizers:
+            # One that wraps another, as accelerate does, has no groups of its own; the other is found as well.
+            if "param_groups" in vars(each) and _holds(each, masked):
+                masked.add_optimizer(each)
         elif issubclass(type(each), DistributedDataParallel) and masked in list(each.modules()):
             _refuse_other_shapes(each, masked)
 
