@@ -182,7 +182,7 @@ def measure(name: str, arm: str, seed: int, out: Path, data: Path) -> dict[str, 
     levels = {client.id: client.capability.ratio for client in everyone}
     scores = {level: [] for level in LEVELS}  # type: dict[float, list[float]]
     for one in result.final.per_client:
-        scores[levels[one.client_id]].append(one.personal["accuracy"])
+        scores[levels[one.id]].append(one.personal["accuracy"])
     cost = result.cost
     return {
         "setting": name, "arm": arm, "seed": seed,
