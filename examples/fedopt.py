@@ -30,21 +30,15 @@ class FedAdam(fl.Method):
     m ← β₁ m + (1 − β₁) Δ, v ← β₂ v + (1 − β₂) Δ², x ← x + lr · m / (√v + τ); m starts at 0 and v at τ², without bias
     correction, as in the paper. Buffers, such as the statistics of batch norms, move by the plain mean.
 
-    Args:
-        lr: Learning rate of the server, above 0.
-        beta1: Decay of the first moment, in [0, 1).
-        beta2: Decay of the second moment, in [0, 1).
-        tau: The larger, the less the step adapts; above 0.
-
     Source: Reddi et al., Adaptive Federated Optimization, ICLR 2021 (arXiv 2003.00295), Algorithm 2.
     """
 
     source: ClassVar[str] = "Reddi et al., ICLR 2021"
 
-    lr: Positive = 0.03
-    beta1: Decay = 0.9
-    beta2: Decay = 0.99
-    tau: Positive = 1e-3
+    lr: Positive = fl.option(0.03, "Learning rate of the server, above 0.")
+    beta1: Decay = fl.option(0.9, "Decay of the first moment, in [0, 1).")
+    beta2: Decay = fl.option(0.99, "Decay of the second moment, in [0, 1).")
+    tau: Positive = fl.option(1e-3, "The larger, the less the step adapts; above 0.")
 
     def aggregate(self, server: fl.ServerContext, updates: Sequence[fl.Update]) -> StateDict:
         """Step the global model; the moments live in the memory of the server, so a resumed run has the same bits."""

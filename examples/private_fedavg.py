@@ -36,17 +36,13 @@ class PrivateFedAvg(fl.Method):
     The change of each client is scaled to norm `clip` at most, all clients count equally, Gaussian noise of standard deviation
     `noise` · `clip` is added to the sum, and the sum is divided by the *expected* number of clients, whoever answered.
 
-    Args:
-        clip: Largest norm C of a client's change, over all floating-point entries.
-        noise: Noise multiplier z, the standard deviation of the noise over C.
-
     Source: McMahan, Ramage, Talwar, Zhang, Learning Differentially Private Recurrent Language Models, ICLR 2018.
     """
 
     source: ClassVar[str] = "McMahan et al., ICLR 2018"
 
-    clip: Positive = 1.0
-    noise: Positive = 1.0
+    clip: Positive = fl.option(1.0, "Largest norm C of a client's change, over all floating-point entries.")
+    noise: Positive = fl.option(1.0, "Noise multiplier z, the standard deviation of the noise over C.")
 
     def sample(self, server: fl.ServerContext) -> list[int]:
         """Draw each client independently, so that the cohort has the configured size on average; if it is empty, draw again."""

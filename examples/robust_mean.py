@@ -26,17 +26,17 @@ ROUNDS = 10
 class RobustMean(fl.Method):
     """FedAvg with a robust mean, entry by entry. Every client counts equally and must send the whole model.
 
-    Args:
-        rule: "median", or "trimmed": the mean of the values that remain after trimming.
-        trim: Share of the values to trim at each end, rounded up, below 0.5. Choose at least the share of malicious clients.
-
     Source: Yin, Chen, Ramchandran, Bartlett, Byzantine-Robust Distributed Learning, ICML 2018.
     """
 
     source: ClassVar[str] = "Yin et al., ICML 2018"
 
-    rule: Literal["median", "trimmed"] = "median"
-    trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.2
+    rule: Literal["median", "trimmed"] = fl.option(
+        "median", '"median", or "trimmed": the mean of the values that remain after trimming.'
+    )
+    trim: Annotated[float, Field(ge=0, lt=0.5)] = fl.option(
+        0.2, "Share of the values to trim at each end, rounded up, below 0.5. Choose at least the share of malicious clients."
+    )
 
     def aggregate(self, server: fl.ServerContext, updates: Sequence[fl.Update]) -> StateDict:
         """Combine each entry of the changes by the rule."""

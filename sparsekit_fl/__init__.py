@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.methods.submodels import units as units
     from sparsekit_fl.methods.client import Result as Result, Task as Task
     from sparsekit_fl.config import RunConfig as RunConfig, TrainingConfig as TrainingConfig
+    from sparsekit_fl.options import option as option
     from sparsekit_fl.paper.presets import preset_for as preset_for
     from sparsekit_fl.problem.partition import partitions as partitions, Partition as Partition
     from sparsekit_fl.problem import metrics as metrics
@@ -50,6 +51,7 @@ _HOMES = {
     "sparsekit_fl.methods.client": "sgd Result Task",
     "sparsekit_fl.methods.submodels": "units",
     "sparsekit_fl.config": "RunConfig TrainingConfig",
+    "sparsekit_fl.options": "option",
     "sparsekit_fl.paper.presets": "preset_for",
     "sparsekit_fl.problem.partition": "partitions Partition",
     "sparsekit_fl.problem": "metrics",

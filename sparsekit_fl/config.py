@@ -12,7 +12,7 @@ from pydantic import Field, TypeAdapter
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.registry import load_object
-from sparsekit_fl.options import Checked, Count, NonNegative, NonNegativeCount, Positive
+from sparsekit_fl.options import Checked, Count, NonNegative, NonNegativeCount, Positive, option
 
 if TYPE_CHECKING:
     import torch
@@ -55,22 +55,6 @@ class TrainingConfig(Checked):
     Pass it as `RunConfig(training=...)`. A client starts each round with a fresh optimizer, makes
     `local_epochs` passes over its training data, and sends what changed to the server.
 
-    Args:
-        local_epochs: Passes over a client's training data per round. More passes train longer
-            between two averages, and let the clients drift further apart. Default: 5.
-        batch_size: Examples per step. The last batch of a pass may be smaller. Default: 20.
-        lr: Learning rate of the first round. `RunConfig(lr_decay=...)` lowers it over the rounds.
-            Default: 0.1 for SGD, the default of torch for another optimizer.
-        momentum: Momentum of SGD and RMSprop, in [0, 1). Other optimizers refuse it. Default: 0.
-        weight_decay: Weight decay of the optimizer. Default: 0 for SGD, the default of torch for
-            another optimizer.
-        clip: Largest norm of the gradient in a step. A larger gradient is scaled down to it.
-            None does not clip. Default: None.
-        optimizer: Optimizer of each client: sgd, adam, adamw, another of torch.optim, or
-            package.module:Class. Its state is dropped after each round. Default: sgd.
-        amp: Data type of forward passes: off (float32) or bfloat16. Weights, updates and scores
-            stay float32. Default: off.
-
     Raises:
         InvalidValueError: a value that is not allowed.
         UnknownNameError: torch has no such optimizer. It is looked up if a default depends on it.
@@ -82,15 +66,35 @@ class TrainingConfig(Checked):
         (0.001, 20)
     """
 
-    local_epochs: Count = 5
-    batch_size: Count = 20
+    local_epochs: Count = option(
+        5,
+        "Passes over a client's training data per round. More passes train longer between two averages, and let the "
+        "clients drift further apart. Default: 5.",
+    )
+    batch_size: Count = option(20, "Examples per step. The last batch of a pass may be smaller. Default: 20.")
     # A number once made, as is the weight decay.
-    lr: NonNegative = None  # type: ignore[assignment]
-    momentum: Momentum = 0.0
-    weight_decay: NonNegative = None  # type: ignore[assignment]
-    clip: Positive | None = None
-    optimizer: str = "sgd"
-    amp: Amp = "off"
+    lr: NonNegative = option(  # type: ignore[assignment]
+        None,
+        "Learning rate of the first round. `RunConfig(lr_decay=...)` lowers it over the rounds. Default: 0.1 for SGD, the "
+        "default of torch for another optimizer.",
+    )
+    momentum: Momentum = option(0.0, "Momentum of SGD and RMSprop, in [0, 1). Other optimizers refuse it. Default: 0.")
+    weight_decay: NonNegative = option(  # type: ignore[assignment]
+        None,
+        "Weight decay of the optimizer. Default: 0 for SGD, the default of torch for another optimizer.",
+    )
+    clip: Positive | None = option(
+        None,
+        "Largest norm of the gradient in a step. A larger gradient is scaled down to it. None does not clip. Default: None.",
+    )
+    optimizer: str = option(
+        "sgd",
+        "Optimizer of each client: sgd, adam, adamw, another of torch.optim, or package.module:Class. Its state is "
+        "dropped after each round. Default: sgd.",
+    )
+    amp: Amp = option(
+        "off", "Data type of forward passes: off (float32) or bfloat16. Weights, updates and scores stay float32. Default: off."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,44 +117,6 @@ class RunConfig(Checked):
     Pass it to `fl.run(method, problem, clients, config)`. Method, model, data and configuration
     decide every number of a result; the engine and the number of workers change the speed only.
 
-    Args:
-        rounds: Number of rounds. In each, the server sends a model to some clients, they train,
-            and their updates are combined.
-        cohort: Clients per round. It must not exceed the number of clients. Default: 10.
-        training: How each client trains. Default: `TrainingConfig()`, 5 local epochs of SGD.
-        seed: Seed of all random numbers. Equal seeds give equal results on every engine.
-            Default: 0.
-        eval_every: Rounds between two scores of the personal models. They are also scored after
-            the last round. Default: a tenth of all rounds, but at most 10.
-        eval_global_every: Rounds between two scores of the global model. It is also scored after
-            the last round. None scores it after the last round only. Default: None.
-        eval_clients: Clients scored before the last round, drawn again each time. Fewer make
-            scores faster and noisier. The last round always scores all. None scores all every
-            time. Default: None.
-        device: Device that clients train on: cpu, cuda, cuda:0 or mps. Separate several by
-            commas; workers share them. Default: cpu.
-        deterministic: Repeat results exactly on a GPU. Its operators are slower, and TF32 is off.
-            The CPU always repeats them. Default: false.
-        capability_of: What the capabilities of clients, and all ratios, are shares of. flops: the
-            FLOPs of a step of the whole model; every layer keeps the largest equal share of its
-            units that fits, so that a device of capability 1/4, at a quarter of the speed, needs
-            as long as a full one. units: the units of each layer, as HeteroFL, FedRolex and FjORD
-            define it. A quarter of the units costs about a sixteenth of the FLOPs. Default: flops.
-        capability_levels: Capabilities to draw from, each in (0, 1]. Every level is equally
-            likely. None keeps the capability that each client brings along. Default: None.
-        redraw_capability: Draw the capability of each client again in every round, and not once.
-            Default: false.
-        deploy: Model that each client is scored with. last: what the method deploys after the last
-            round, such as the global model of FedAvg, or the last personal model of FedLPS. best:
-            for every method alike, the model with the best score on the client's own validation
-            data among those that the client trained itself; its batch norm statistics are computed
-            again from its training data. Default: last.
-        lr_decay: Factor on the learning rate after each round, in (0, 1]. Default: 1.
-        min_replies: Valid updates that a round needs. With fewer, the run stops, and a resumed
-            run repeats the round. None takes half of the cohort, rounded up. Default: None.
-        upload: Data type of updates: float32, or bfloat16, which halves the bytes sent up and
-            rounds the changes. Default: float32.
-
     Raises:
         InvalidValueError: a value, or a combination of values, that is not allowed.
 
@@ -161,22 +127,73 @@ class RunConfig(Checked):
         (10, 5)
     """
 
-    rounds: Count
-    cohort: Count = 10
-    training: TrainingConfig = field(default_factory=TrainingConfig)
-    seed: NonNegativeCount = 0
-    eval_every: Count | None = None
-    eval_global_every: Count | None = None
-    eval_clients: Count | None = None
-    device: str = "cpu"
-    deterministic: bool = False
-    capability_of: CapabilityOf = "flops"
-    capability_levels: tuple[Factor, ...] | None = None
-    redraw_capability: bool = False
-    deploy: Deploy = "last"
-    lr_decay: Factor = 1.0
-    min_replies: Count | None = None
-    upload: Upload = "float32"
+    rounds: Count = field(
+        metadata={"description": "Number of rounds. In each, some clients train, and the server combines their updates."}
+    )
+    cohort: Count = option(10, "Clients per round. It must not exceed the number of clients. Default: 10.")
+    training: TrainingConfig = field(
+        default_factory=TrainingConfig,
+        metadata={"description": "How each client trains. Default: `TrainingConfig()`, 5 local epochs of SGD."},
+    )
+    seed: NonNegativeCount = option(
+        0, "Seed of all random numbers. Equal seeds give equal results on every engine. Default: 0."
+    )
+    eval_every: Count | None = option(
+        None,
+        "Rounds between two scores of the personal models. They are also scored after the last round. Default: a tenth of "
+        "all rounds, but at most 10.",
+    )
+    eval_global_every: Count | None = option(
+        None,
+        "Rounds between two scores of the global model. It is also scored after the last round. None scores it after the "
+        "last round only. Default: None.",
+    )
+    eval_clients: Count | None = option(
+        None,
+        "Clients scored before the last round, drawn again each time. Fewer make scores faster and noisier. The last "
+        "round always scores all. None scores all every time. Default: None.",
+    )
+    device: str = option(
+        "cpu",
+        "Device that clients train on: cpu, cuda, cuda:0 or mps. Separate several by commas; workers share them. Default: cpu.",
+    )
+    deterministic: bool = option(
+        False,
+        "Repeat results exactly on a GPU. Its operators are slower, and TF32 is off. The CPU always repeats them. "
+        "Default: false.",
+    )
+    capability_of: CapabilityOf = option(
+        "flops",
+        "What the capabilities of clients, and all ratios, are shares of. flops: the FLOPs of a step of the whole model; "
+        "every layer keeps the largest equal share of its units that fits, so that a device of capability 1/4, at a "
+        "quarter of the speed, needs as long as a full one. units: the units of each layer, as HeteroFL, FedRolex and "
+        "FjORD define it. A quarter of the units costs about a sixteenth of the FLOPs. Default: flops.",
+    )
+    capability_levels: tuple[Factor, ...] | None = option(
+        None,
+        "Capabilities to draw from, each in (0, 1]. Every level is equally likely. None keeps the capability that each "
+        "client brings along. Default: None.",
+    )
+    redraw_capability: bool = option(
+        False, "Draw the capability of each client again in every round, and not once. Default: false."
+    )
+    deploy: Deploy = option(
+        "last",
+        "Model that each client is scored with. last: what the method deploys after the last round, such as the global "
+        "model of FedAvg, or the last personal model of FedLPS. best: for every method alike, the model with the best "
+        "score on the client's own validation data among those that the client trained itself; its batch norm statistics "
+        "are computed again from its training data. Default: last.",
+    )
+    lr_decay: Factor = option(1.0, "Factor on the learning rate after each round, in (0, 1]. Default: 1.")
+    min_replies: Count | None = option(
+        None,
+        "Valid updates that a round needs. With fewer, the run stops, and a resumed run repeats the round. None takes "
+        "half of the cohort, rounded up. Default: None.",
+    )
+    upload: Upload = option(
+        "float32",
+        "Data type of updates: float32, or bfloat16, which halves the bytes sent up and rounds the changes. Default: float32.",
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.capability_levels, list):

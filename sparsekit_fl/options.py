@@ -1,16 +1,10 @@
-"""Options: dataclasses whose annotations say what a field may hold, and whose docstrings say what it means.
+"""Options: fields of dataclasses. The annotation says what a field may hold, and its description what it means.
 
     @dataclass(frozen=True, kw_only=True)
-    class FedProx(Method):                                         # a Method is Checked
-        \"\"\"...
+    class FedProx(Method):  # a Method is Checked
+        mu: NonNegative = option(0.01, "Weight of the proximal term; 0 is FedAvg.")
 
-        Args:
-            mu: Weight of the proximal term.
-        \"\"\"
-
-        mu: Annotated[NonNegative, Hint("0 is plain SGD")] = 0.01
-
-    FedProx(mu=-1)  # InvalidValueError: mu must be greater than or equal to 0, got -1; 0 is plain SGD
+    FedProx(mu=-1)  # InvalidValueError: mu must be greater than or equal to 0, got -1; mu: Weight of the proximal term; …
 
 pydantic checks every value, and converts text only. Flags of commands, TOML files, Flower's run configuration and
 `--set PATH=VALUE` all follow from `options_of`; there is no second list of options.
@@ -21,29 +15,19 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, dataclass
 from functools import cache, cached_property
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 """How values are checked: nothing is converted, so "3" is not a number, and True is neither 1 nor 1.0."""
-
-
-@dataclass(frozen=True)
-class Hint:
-    """Adds to the error about an option: what to do, or what a value stands for.
-
-    Args:
-        text: Ends the message, after a semicolon; empty adds nothing.
-    """
-
-    text: str = ""
-
 
 Count = Annotated[int, Field(ge=1)]
 """An integer >= 1."""
@@ -63,8 +47,21 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 """A number in (0, 1)."""
 
-Ratio = Annotated[float, Field(gt=0, le=1), Hint("a ratio is the share kept, so to prune 30 % pass 0.7")]
+Ratio = Annotated[float, Field(gt=0, le=1, description="Share that is kept: to prune 30 %, pass 0.7.")]
 """A share of units kept, in (0, 1]."""
+
+T = TypeVar("T")
+
+
+def option(default: T, description: str) -> T:
+    """Return the default of a dataclass field that is an option.
+
+    Args:
+        default: The default of the field.
+        description: Meaning of the option, for help texts. Its first sentence ends errors about the option.
+    """
+    field: Any = dataclasses.field(default=default, metadata={"description": description})
+    return field  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +72,7 @@ class Option:
         name: Name of the field.
         hint: Its annotation, such as `Annotated[int, Field(ge=1)]`.
         default: Its default; MISSING if it has none.
-        about: Meaning, from the section `Args` of the docstring; empty if that does not name it.
+        about: Its description; empty if it has none.
     """
 
     name: str
@@ -95,14 +92,14 @@ class Option:
             name: Replaces the name in the message.
 
         Raises:
-            InvalidValueError: says which value was given, what is allowed, and what to do if there is a `Hint`.
+            InvalidValueError: says which value was given, what is allowed, and what the option means.
         """
         if value is self.default:
             return
         try:
             self._adapter.validate_python(value)
         except ValidationError as error:
-            raise self.refusal(error, value, name=name) from None
+            raise self._refusal(error, value, name=name) from None
 
     def read(self, value: object, *, name: str | None = None) -> Any:
         """Return a value that is allowed, converted if it is text.
@@ -124,85 +121,81 @@ class Option:
             except ValidationError as error:
                 refused = refused or error
         assert refused is not None
-        raise self.refusal(refused, value, name=name)
+        raise self._refusal(refused, value, name=name)
 
-    def refusal(self, error: ValidationError, value: object, *, name: str | None = None) -> InvalidValueError:
-        """Return the error about a value that is not allowed, in the words of pydantic."""
+    def _refusal(self, error: ValidationError, value: object, *, name: str | None) -> InvalidValueError:
         told = [one["msg"].removeprefix("Input should be ").partition(", unable")[0] for one in error.errors()]
-        advice = next((f"; {hint.text}" for hint in _hints(self.hint) if hint.text), "")
+        advice = f"; {self.name}: {re.split(r'(?<=[.]) ', self.about)[0].rstrip('.')}" if self.about else ""
         return InvalidValueError(f"{name or self.name} must be {' or '.join(told)}, got {value!r}{advice}")
 
 
-def _hints(hint: Any) -> list[Hint]:
-    """Return the hints in an annotation, outermost first."""
-    parts = reversed(get_args(hint))
-    return [found for part in parts for found in ([part] if isinstance(part, Hint) else _hints(part))]
+def _described(hint: Any) -> str:
+    """Return the description in an annotation, the outermost if it has several; empty if none."""
+    own = [one.description for one in get_args(hint) if isinstance(one, FieldInfo) and one.description]
+    return own[-1] if own else next(filter(None, map(_described, get_args(hint))), "")
 
 
 def _is_limited(hint: Any) -> bool:
-    """Tell whether an annotation holds a range, a `Hint` or a `Literal`."""
-    return get_origin(hint) in (Annotated, Literal) or any(map(_is_limited, get_args(hint)))
+    """Tell whether pydantic knows every type in an annotation, or a range that it states."""
+    return get_origin(hint) in (Annotated, Literal) or hint in (bool, int, float, str) or any(map(_is_limited, get_args(hint)))
 
 
 class Checked:
     """Base of dataclasses that check their own fields, when they are made and when they are replaced.
 
-    A field is checked if its annotation has a range, a `Hint` or a `Literal`; its default is always allowed. Rules between
-    fields go into a `__post_init__` that calls this one first.
+    A field is checked if its annotation has a range, a `Literal` or a plain type such as `bool`; its default is always allowed.
+    Rules between fields go into a `__post_init__` that calls this one first. The descriptions of options end the docstring.
 
     Raises:
         InvalidValueError: a value outside of what its annotation allows.
     """
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        fields = {name: one.metadata for name, one in vars(cls).items() if isinstance(one, dataclasses.Field)}
+        told = [f"{name}: {one['description']}" for name, one in fields.items() if "description" in one]
+        if told:
+            lines = [textwrap.fill(one, 96, initial_indent=" " * 4, subsequent_indent=" " * 8) for one in told]
+            cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", "Args:", *lines])
+
     def __post_init__(self) -> None:
         kind: Any = type(self)  # which the cache does not take for hashable
-        for option in _limited_options(kind):
-            option.check(getattr(self, option.name))
+        for one in _limited_options(kind):
+            one.check(getattr(self, one.name))
 
 
 @cache
 def _limited_options(owner: type) -> list[Option]:
-    return [option for option in options_of(owner).values() if _is_limited(option.hint)]
+    return [one for one in options_of(owner).values() if _is_limited(one.hint)]
 
 
 @cache
 def options_of(owner: Callable[..., Any]) -> dict[str, Option]:
     """Return the options of a dataclass, of a pydantic model or of a function, by name and in their order.
 
-    The options of a function are its keyword-only arguments; without an annotation, they are of the type of their default.
+    The options of a function are its keyword-only arguments; without an annotation, they are of the type of their default. A
+    description is that of the field, else that in the annotation: `Annotated[int, Field(ge=1, description="…")]`.
     """
-    texts = documented(owner)
     if isinstance(owner, type) and issubclass(owner, BaseModel):
         fields = owner.model_fields.items()
         return {
-            name: Option(name, Annotated[one.annotation, *one.metadata, Hint()], one.default, one.description or texts[name])
+            name: Option(name, Annotated[one.annotation, *one.metadata, Field()], one.default, one.description or "")
             for name, one in fields
         }
-    hints = get_type_hints(owner, include_extras=True)
+    hints, texts = get_type_hints(owner, include_extras=True), dict[str, str]()
     if isinstance(owner, type):
         assert dataclasses.is_dataclass(owner)
         defaults = {one.name: one.default for one in dataclasses.fields(owner) if one.init}
+        # A subclass that changes a default alone keeps the description.
+        above = [one for base in reversed(owner.__mro__) for one in getattr(base, "__dataclass_fields__", {}).values()]
+        texts = {one.name: one.metadata["description"] for one in above if "description" in one.metadata}
     else:
         keywords = [one for one in inspect.signature(owner).parameters.values() if one.kind is one.KEYWORD_ONLY]
         defaults = {one.name: MISSING if one.default is one.empty else one.default for one in keywords}
-    return {
-        name: Option(name, hints.get(name, Any if default in (None, MISSING) else type(default)), default, texts.get(name, ""))
-        for name, default in defaults.items()
-    }
-
-
-def documented(owner: Callable[..., Any]) -> dict[str, str]:
-    """Return what the docstring of a function, or of a class and its bases, says of its arguments, by name."""
-    found: dict[str, str] = {}
-    for one in reversed(owner.__mro__) if isinstance(owner, type) else (owner,):
-        text = vars(one).get("__doc__") if isinstance(one, type) else one.__doc__
-        section = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)*)", inspect.cleandoc(text or ""), re.MULTILINE)
-        name = ""
-        for line in section[1].splitlines() if section else ():
-            if begun := re.match(r"    (\w+): (.*)", line):
-                name, found[begun[1]] = begun[1], begun[2]
-            elif name and line.strip():
-                found[name] += " " + line.strip()
+    found = {}
+    for name, default in defaults.items():
+        hint = hints.get(name, Any if default in (None, MISSING) else type(default))
+        found[name] = Option(name, hint, default, texts.get(name) or _described(hint))
     return found
 
 

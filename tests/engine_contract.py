@@ -19,15 +19,10 @@ from sparsekit_fl.methods.whole_models import Local
 
 @dataclass(frozen=True, kw_only=True)
 class Failing(Method):
-    """FedAvg that raises on some clients, and counts the participations of the others in their memories.
+    """FedAvg that raises on some clients, and counts the participations of the others in their memories."""
 
-    Args:
-        clients: Ids of those; None for all.
-        unscored: Id of a client that cannot be scored; -1: all can.
-    """
-
-    clients: tuple[int, ...] | None = None
-    unscored: int = -1
+    clients: tuple[int, ...] | None = None  # the ids that fail; None: all
+    unscored: int = -1  # an id that cannot be scored; -1: all can be
 
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train, or raise."""

@@ -2,10 +2,12 @@
 
 import copy
 import importlib.util
+import operator
 import re
 import runpy
 import shlex
 import sys
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import sparsekit_fl
 from sparsekit.cli.main import execute
 from sparsekit.cli.table import COMMANDS as COMMAND_TABLE
 
@@ -35,6 +38,14 @@ def test_every_public_name_is_on_a_page_with_its_signature_and_an_example_that_s
     assert without == [], "write a line `# name` and code below it in docs/reference/examples"
     assert set(EXAMPLES) - set(PUBLIC) == set(), "names that are gone"
     assert {name for name, code in EXAMPLES.items() if not re.search(rf"\b{name.rpartition('.')[2]}\b", code)} == set()
+
+
+def test_the_entry_of_a_class_of_options_describes_each() -> None:
+    text = "\n".join(page.text for page in REFERENCE.pages_of(ROOT))
+    for name in ("RunConfig", "TrainingConfig", "methods.hermes"):
+        entry = text.partition(f"## `sparsekit_fl.{name}`")[2].partition("\n## ")[0]
+        kind = operator.attrgetter(name)(sparsekit_fl)
+        assert [field.name for field in fields(kind) if f"\n- `{field.name}`: " not in entry] == []
 
 
 @cache

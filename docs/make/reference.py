@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_origin
 
+from sparsekit_fl.options import Checked, options_of
+
 _WIDTH = 96
 TASKS: dict[str, str] = {
     "Prune": "prune Budget Pruned PruneReport finetune reconstruct recalibrate_batchnorm finetuning BudgetError",
@@ -137,6 +139,9 @@ def _page(task: str, names: list[str], examples: dict[str, str], first: dict[int
         else:
             home = _home(found)
             lines += [*_code(signature_of(name, found)), _value_text(found) if home is None else f"::: {home}", ""]
+            # Options are described where they are declared, and not in the docstring.
+            options = options_of(found) if inspect.isclass(found) and issubclass(found, Checked) else {}
+            lines += [*(f"- `{each}`: {option.about}" for each, option in options.items() if option.about), ""]
         lines += _example(examples.get(name) or examples.get(elsewhere))
     return "\n".join(lines)
 

@@ -62,57 +62,61 @@ _RunFields: Any = create_model("_RunFields", __config__=ConfigDict(**STRICT, fro
 class RunOptions(_RunFields):  # type: ignore[misc]
     """What the user gave, of the options of a run and of these. `model_fields_set` tells what has its default.
 
-    Args:
-        preset: Experiment of the paper, by name (`sparsekit list presets`). Default: that of the data set, or digits.
-        dataset: A data set by name, or package.module:factory.
-        model: A model by name, or package.module:factory.
-        data_dir: Folder that contains DATASET/. Default: download the data once.
-        clients: Number of clients.
-        partition: How examples are split over clients: pathological, dirichlet, natural, or package.module:function. Its own
-            options are --set partition.NAME=VALUE.
-        heterogeneity: Draw capabilities from 1 and 1/2 (low), from 1 to 1/4 (median) or from 1 to 1/16 (high), or keep those of
-            the clients (own).
-        set: PATH=VALUE for any option of the run, its partition or its method, such as training.momentum=0.5,
-            partition.alpha=0.3 or mu=0.1. Repeat it for several. `sparsekit list options` and `sparsekit describe METHOD` list
-            them.
-        config: TOML file of options, such as the run.toml that --out writes. Options on the command line override it.
-        init: Start from these weights: a .safetensors or .pt file of a state dict, or the folder of an earlier run. Default:
-            random weights.
-        engine: Execution engine: processes or flower. Default: processes.
-        supernodes: Number of virtual nodes in Flower's simulation. Default: one per client, at most 100.
-        ray_address: HOST:PORT of a running Ray cluster, for --engine flower.
-        workers: Number of worker processes. Results do not depend on it. Default: the number of cores, at most 8.
-        out: Folder for the result, the rounds, the checkpoint and the models.
-        resume: Continue the run in --out with its options, to the same bits.
-        callback: A callback: tensorboard, best (keep the best model), early-stopping, or package.module:Class. Repeat it for
-            several.
-        quiet: Show no progress on stderr.
-        as_json: Print the result as JSON on stdout and nothing else.
-
     Raises:
         UnknownNameError: no such option.
         InvalidValueError: a value that is not allowed.
     """
 
-    preset: str | None = None
-    dataset: str | None = None
-    model: str | None = None
-    data_dir: Path | None = None
-    clients: Count | None = None
-    partition: str | None = None
-    heterogeneity: Literal["low", "median", "high", "own"] | None = None
-    set: tuple[str, ...] | None = None
-    config: Path | None = None
-    init: Path | None = None
-    engine: str | None = None
-    supernodes: int | None = None
-    ray_address: str | None = None
-    workers: Count | None = None
-    out: Path | None = None
-    resume: bool = False
-    callback: tuple[str, ...] | None = None
-    quiet: bool = False
-    as_json: bool = False
+    preset: str | None = Field(
+        None,
+        description="Experiment of the paper, by name (`sparsekit list presets`). Default: that of the data set, or digits.",
+    )
+    dataset: str | None = Field(None, description="A data set by name, or package.module:factory.")
+    model: str | None = Field(None, description="A model by name, or package.module:factory.")
+    data_dir: Path | None = Field(None, description="Folder that contains DATASET/. Default: download the data once.")
+    clients: Count | None = Field(None, description="Number of clients.")
+    partition: str | None = Field(
+        None,
+        description="How examples are split over clients: pathological, dirichlet, natural, or package.module:function. "
+        "Its own options are --set partition.NAME=VALUE.",
+    )
+    heterogeneity: Literal["low", "median", "high", "own"] | None = Field(
+        None,
+        description="Draw capabilities from 1 and 1/2 (low), from 1 to 1/4 (median) or from 1 to 1/16 (high), or keep "
+        "those of the clients (own).",
+    )
+    set: tuple[str, ...] | None = Field(
+        None,
+        description="PATH=VALUE for any option of the run, its partition or its method, such as training.momentum=0.5, "
+        "partition.alpha=0.3 or mu=0.1. Repeat it for several. `sparsekit list options` and `sparsekit "
+        "describe METHOD` list them.",
+    )
+    config: Path | None = Field(
+        None,
+        description="TOML file of options, such as the run.toml that --out writes. Options on the command line override it.",
+    )
+    init: Path | None = Field(
+        None,
+        description="Start from these weights: a .safetensors or .pt file of a state dict, or the folder of an earlier "
+        "run. Default: random weights.",
+    )
+    engine: str | None = Field(None, description="Execution engine: processes or flower. Default: processes.")
+    supernodes: int | None = Field(
+        None, description="Number of virtual nodes in Flower's simulation. Default: one per client, at most 100."
+    )
+    ray_address: str | None = Field(None, description="HOST:PORT of a running Ray cluster, for --engine flower.")
+    workers: Count | None = Field(
+        None, description="Number of worker processes. Results do not depend on it. Default: the number of cores, at most 8."
+    )
+    out: Path | None = Field(None, description="Folder for the result, the rounds, the checkpoint and the models.")
+    resume: bool = Field(False, description="Continue the run in --out with its options, to the same bits.")
+    callback: tuple[str, ...] | None = Field(
+        None,
+        description="A callback: tensorboard, best (keep the best model), early-stopping, or package.module:Class. Repeat "
+        "it for several.",
+    )
+    quiet: bool = Field(False, description="Show no progress on stderr.")
+    as_json: bool = Field(False, description="Print the result as JSON on stdout and nothing else.")
 
     def __init__(self, **given: Any) -> None:
         kind: Any = type(self)  # which the cache does not take for hashable

@@ -45,8 +45,8 @@ class Method(Checked):
     """A federated method: FedAvg, unless a subclass overrides a hook.
 
     A subclass is a frozen, keyword-only dataclass. Attributes such as `source` and `masked` are set without an annotation.
-    Annotated fields are its options: an annotation such as `NonNegative` or `Literal["a", "b"]` says what is allowed, and the
-    section `Args` of the docstring says what it means. The command line then takes `--set FIELD=VALUE`.
+    Annotated fields are its options: an annotation such as `NonNegative` or `Literal["a", "b"]` says what is allowed, and
+    `option(default, "…")` what it means. The command line then takes `--set FIELD=VALUE`.
 
     Raises:
         InvalidValueError: the value of an option is not allowed.

@@ -8,7 +8,7 @@ not copied. In the ablations of the paper's Table II, one part of the paper's me
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, make_dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, Se
 from sparsekit_fl.methods.client import keep_model, kept_model
 from sparsekit_fl.methods.server import learn_limits, offered
 from sparsekit_fl.methods.submodels import affordable, units
-from sparsekit_fl.options import Fraction, Hint, NonNegative, Ratio
+from sparsekit_fl.options import Fraction, NonNegative, Ratio, option
 
 _CRITERIA: Mapping[str, Criterion] = {"ordered": Ordered(), "magnitude": Magnitude(), "random": Random()}
 _EXPLORATION = 0.5  # ρ of P-UCBV, in the released code
@@ -58,22 +58,6 @@ class FedLPS(Method):
     The head stays on the client. Every other entry is averaged over the clients that hold it. A client that fails by an
     exception of its own code is offered half of the ratio next time, and twice as much after each success.
 
-    Args:
-        ratios: What chooses the ratio of a client, a share of the FLOPs: its "capability", "half" of that, a "bandit",
-            "random", uniform up to the capability, or a number, the same for everybody. "auto": "capability" for a network
-            that was trained before, else "half".
-        pattern: Which units a client trains: those of largest "importance", the second moment of gates on its own examples;
-            the first ones ("ordered"), those of largest "magnitude" in the received model, "random" ones, or those "learned"
-            while it trains by the paper's rule. "auto": "importance" for a network that was trained before, else "ordered".
-        refit: Whether a client refits its submodel of a network that was trained before. The passes are counted.
-        head: Whether each client keeps its "own" head, or all have a "shared" one.
-        average: Whether an entry is averaged over the clients that hold it ("holders"), or over "all", as unchanged elsewhere.
-        fill: Whether a client whose ratio is below its capability trains as many more epochs as fit into the same time.
-        low: Least ratio, the lower end of the bandit's arms.
-        threshold: Δ: if accuracy changed by less than this, the bandit eliminates smaller ratios.
-        strength: λ, of the pattern "learned".
-        mu: μ, a pull towards the weights that training starts from.
-
     The bandit is P-UCBV, one per client, in the server's memory, asked for a ratio within the capability. The reward of a
     participation is (U(a) − U(a⁻)) / T: training accuracy a, that of the participation before a⁻ (at first: of the global state
     of round 0), and the simulated seconds T of computing and sending both ways. The ratio that ran gets it.
@@ -93,16 +77,33 @@ class FedLPS(Method):
     literal: ClassVar[bool] = False
     """Whether the paper's words decide where ours differ."""
 
-    ratios: Literal["auto", "capability", "half", "bandit", "random"] | Ratio = "auto"
-    pattern: Literal["auto", "importance", "ordered", "magnitude", "random", "learned"] = "auto"
-    refit: bool = True
-    head: Literal["own", "shared"] = "own"
-    average: Literal["holders", "all"] = "holders"
-    fill: bool = True
-    low: Annotated[Fraction, Hint("the arms cover [low, 1]")] = 1 / 16
-    threshold: float = -0.05
-    strength: NonNegative = 1.0
-    mu: Annotated[NonNegative, Hint("0 switches it off")] = 1.0
+    ratios: Literal["auto", "capability", "half", "bandit", "random"] | Ratio = option(
+        "auto",
+        'What chooses the ratio of a client, a share of the FLOPs: its "capability", "half" of that, a "bandit", '
+        '"random", uniform up to the capability, or a number, the same for everybody. "auto": "capability" for a network '
+        'that was trained before, else "half".',
+    )
+    pattern: Literal["auto", "importance", "ordered", "magnitude", "random", "learned"] = option(
+        "auto",
+        'Which units a client trains: those of largest "importance", the second moment of gates on its own examples; the '
+        'first ones ("ordered"), those of largest "magnitude" in the received model, "random" ones, or those "learned" '
+        'while it trains by the paper\'s rule. "auto": "importance" for a network that was trained before, else "ordered".',
+    )
+    refit: bool = option(
+        True, "Whether a client refits its submodel of a network that was trained before. The passes are counted."
+    )
+    head: Literal["own", "shared"] = option("own", 'Whether each client keeps its "own" head, or all have a "shared" one.')
+    average: Literal["holders", "all"] = option(
+        "holders",
+        'Whether an entry is averaged over the clients that hold it ("holders"), or over "all", as unchanged elsewhere.',
+    )
+    fill: bool = option(
+        True, "Whether a client whose ratio is below its capability trains as many more epochs as fit into the same time."
+    )
+    low: Fraction = option(1 / 16, "Least ratio; the bandit's arms cover [low, 1].")
+    threshold: float = option(-0.05, "Δ: if accuracy changed by less than this, the bandit eliminates smaller ratios.")
+    strength: NonNegative = option(1.0, 'λ, of the pattern "learned".')
+    mu: NonNegative = option(1.0, "μ, a pull towards the weights that training starts from; 0 switches it off.")
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise if the model has no units, or if the problem lacks the accuracy that bandits learn from."""

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from sparsekit_fl.methods.client import Leaves
 from sparsekit_fl.methods.server import Over
 from sparsekit_fl.methods.submodels import units
 from sparsekit_fl.methods.weight_masks import SparseWeights, keep_largest, largest_weights, prunable_weights, weight_count
-from sparsekit_fl.options import Fraction, Hint, NonNegative, Ratio, Share
+from sparsekit_fl.options import Fraction, NonNegative, Ratio, Share, option
 
 _STEP = 0.1  # share of what is left that one pruning removes, in the reference codes of LotteryFL and Hermes
 _NEXT = "next_mask"
@@ -66,18 +66,13 @@ class OwnMasks(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class PruneWhenAccurate(OwnMasks):
-    """A client prunes a little more whenever the received model does well enough on its validation data.
-
-    Args:
-        threshold: Validation accuracy, a fraction, above which a client prunes.
-        target: A client prunes as long as it keeps more than this share; the last step may end below.
-    """
+    """A client prunes a little more whenever the received model does well enough on its validation data."""
 
     rewinds: ClassVar[bool] = False
     """Whether a client that has just pruned trains from the values of round 0."""
 
-    threshold: Annotated[Share, Hint("it is an accuracy, and 1 never prunes")] = 0.5
-    target: Annotated[Fraction, Hint("it is a share of what is kept")] = 0.5
+    threshold: Share = option(0.5, "Validation accuracy, a fraction, above which a client prunes; 1 never prunes.")
+    target: Fraction = option(0.5, "A client prunes as long as it keeps more than this share; the last step may end below.")
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise InvalidValueError if the problem has no accuracy."""
@@ -122,10 +117,8 @@ class LotteryFL(PruneWhenAccurate, SparseWeights):
     validation data decide, and the model of the last round is reported. The global model comes late: as long as clients prune,
     each of their participations begins at round 0 again.
 
-    Args:
-        threshold: Validation accuracy above which a client prunes; 0.5 in the released code of Xue et al., ICDE 2025. The
-            reference code has 0.2 for 60 local epochs, at which a client of two classes and 5 epochs rewinds nearly every time.
-        target: Share of weights at which it stops; `prune_end_rate` of the reference code, 0.5. The paper also goes lower.
+    `threshold` is 0.5 in the released code of Xue et al., ICDE 2025. The reference code has 0.2 for 60 local epochs, at which a
+    client of two classes and 5 epochs rewinds nearly every time. `target` is its `prune_end_rate`; the paper also goes lower.
     """
 
     source = "Li et al., LotteryFL: Personalized FL with Lottery Ticket Hypothesis, arXiv 2008.03371, SEC 2021"
@@ -146,19 +139,16 @@ class Hermes(PruneWhenAccurate):
     the method's predecessor LotteryFL does.
 
     The loss of a client has the term lasso · Σ over units ‖weights of the unit‖₂. The weights of a unit are the rows that
-    make it, in all its matrices; biases and norms are not penalised.
+    make it, in all its matrices; biases and norms are not penalized.
 
-    Args:
-        threshold: Validation accuracy above which a client prunes; in the released code of Xue et al., ICDE 2025, 0.5 on MNIST,
-            0.45 on CIFAR-10, 0.25 on CIFAR-100, 0.06 on Tiny-ImageNet and 0.15 on Reddit.
-        target: Share of units at which it stops; 0.5, 0.3, 0.3, 0.4 and 0.5 there.
-        lasso: λ; 0.001 there, where its gradient is lost on the way.
+    In the released code of Xue et al., ICDE 2025, `threshold` is 0.5 on MNIST, 0.45 on CIFAR-10, 0.25 on CIFAR-100, 0.06 on
+    Tiny-ImageNet and 0.15 on Reddit, and `target` 0.5, 0.3, 0.3, 0.4 and 0.5. `lasso` is 0.001 there, but its gradient is lost.
     """
 
     source = "Li et al., Hermes: An Efficient FL Framework for Heterogeneous Mobile Clients, MobiCom 2021"
     needs_units = True
 
-    lasso: Annotated[NonNegative, Hint("0 switches it off")] = 0.001
+    lasso: NonNegative = option(0.001, "λ, the weight of the group lasso; 0 switches it off.")
 
     def prune(self, client: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
         """Return the units of largest L1 norm, max(1, ⌈ratio · size⌉) of each group; dropped units are zero and come last."""
@@ -212,18 +202,17 @@ class FedSpa(OwnMasks, SparseWeights):
     the same sparse models without a server: densities per layer by Erdős–Rényi–Kernel, one random initial mask for all clients,
     a share of each layer pruned by magnitude and regrown by the gradient of one batch. An entry moves by the sum of changes
     over the number of all clients; a client sends its next mask with its update.
-
-    Args:
-        ratio: Share of the weights that is active; 0.5 in the paper's main comparison.
-        anneal: α₀: the share of each layer that moves after round r of R is α₀/2 (1 + cos(π (r − 1) / R)); 0 keeps the
-            random masks ("RSM" in the paper).
     """
 
     source = "Huang et al., Achieving Personalized FL with Sparse Local Models (FedSpa), arXiv 2201.11380"
     over = "all"
 
-    ratio: Ratio = 0.5
-    anneal: Annotated[Share, Hint("0 never moves the masks")] = 0.5
+    ratio: Ratio = option(0.5, "Share of the weights that is active; 0.5 in the paper's main comparison.")
+    anneal: Share = option(
+        0.5,
+        "α₀: the share of each layer that moves after round r of R is α₀/2 (1 + cos(π (r − 1) / R)); 0 keeps the random "
+        'masks ("RSM" in the paper).',
+    )
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
         """Return the client's mask, or the random one."""

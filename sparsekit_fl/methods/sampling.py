@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from sparsekit_fl.client.fit import Batch
 from sparsekit_fl.methods.base import ClientContext, Method, Result, ServerContext, StateDict, Task, Update, mean, sgd
 from sparsekit_fl.methods.server import ClientInfo, drawn, mean_change
-from sparsekit_fl.options import Hint, NonNegativeCount, Ratio
+from sparsekit_fl.options import NonNegativeCount, Ratio, option
 
 # Oort
 _SQUARES = "mean_squared_loss"
@@ -172,18 +172,19 @@ class REFL(Method):
 
     The paper has traces of availability. Here a client stays there or away as in the round before with a probability of its
     own, drawn once from 0.5 to 1. The forecast for the next round is right with probability 0.9, as in the paper.
-
-    Args:
-        target: Share of the cohort that a round waits for; 0.8 in the paper, 1 waits for everybody. A deadline at the
-            moving average of the lengths themselves would only ever shrink, so it is not used.
-        cool_down: Rounds before a client is asked again while others have rested; 5 in the reference code.
     """
 
     source = "Abdelmoniem et al., REFL: Resource-Efficient Federated Learning, EuroSys 2023, arXiv 2111.01108"
     note = "Its clients are intermittently available; the other methods may ask anybody at any time."
 
-    target: Annotated[Ratio, Hint("1 waits for everybody")] = 0.8
-    cool_down: NonNegativeCount = 5
+    target: Ratio = option(
+        0.8,
+        "Share of the cohort that a round waits for; 0.8 in the paper, 1 waits for everybody. A deadline at the moving "
+        "average of the lengths themselves would only ever shrink, so it is not used.",
+    )
+    cool_down: NonNegativeCount = option(
+        5, "Rounds before a client is asked again while others have rested; 5 in the reference code."
+    )
 
     def sample(self, server: ServerContext) -> list[int]:
         """Sample the clients that are expected to be away in the next round first."""

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from sparsekit_fl.client.fit import Batch
 from sparsekit_fl.client.messages import Cost
 from sparsekit_fl.methods.base import ClientContext, Method, Result, ServerContext, StateDict, Task, Update, sgd
 from sparsekit_fl.methods.server import Over, Weights, learn_limits, offered
-from sparsekit_fl.options import Fraction, Hint, Positive
+from sparsekit_fl.options import Fraction, Positive, option
 
 _LARGEST_BATCH = 256
 _DISCOUNT, _MIN_WIDTH = 0.98, 0.05  # of E-UCB; ours, as we know the paper in outline
@@ -115,21 +115,23 @@ class HeteroFL(Submodels):
     paper takes those of all clients. The masked loss, in which classes that a client lacks count as logit 0, is left out: it is
     meant to be scored among a client's own classes, while here all methods are scored among all classes. On the digits (two
     classes per client, 60 rounds, two seeds) it lowered the accuracy from 0.76 to 0.65.
-
-    Args:
-        scaler: While training, divide the outputs of every layer that lost units by the ratio, so that the next layers get
-            inputs of the size that the whole model would give them. It changes nothing before a batch norm. Without a batch
-            norm it needs `clip`: at a ratio of 1/16 it multiplies by 16 in every layer. Recurrent layers have no such output
-            and are left alone.
-        clip: Largest norm of the gradient of a step, unless the run asks for a smaller one; None leaves it to the run.
-            Units that were trained in narrow models give too large sums in a wide one, whose first gradients may be so
-            large that training diverges.
     """
 
     source = "Diao, Ding, Tarokh, HeteroFL: Computation and Communication Efficient FL, ICLR 2021, arXiv 2010.01264"
 
-    scaler: bool = True
-    clip: Positive | None = 1.0
+    scaler: bool = option(
+        True,
+        "While training, divide the outputs of every layer that lost units by the ratio, so that the next layers get "
+        "inputs of the size that the whole model would give them. It changes nothing before a batch norm. Without a batch "
+        "norm it needs `clip`: at a ratio of 1/16 it multiplies by 16 in every layer. Recurrent layers have no such "
+        "output and are left alone.",
+    )
+    clip: Positive | None = option(
+        1.0,
+        "Largest norm of the gradient of a step, unless the run asks for a smaller one; None leaves it to the run. Units "
+        "that were trained in narrow models give too large sums in a wide one, whose first gradients may be so large that "
+        "training diverges.",
+    )
 
     def train(self, client: ClientContext, task: Task) -> Result:
         clip = min(filter(None, (self.clip, client.training.clip)), default=None)
@@ -341,9 +343,6 @@ class FedMP(Submodels):
     mean of the round. The paper divides by |T − T̄| itself, whose scale depends on the devices while the index of the bandit
     has none; we have its reward from other descriptions of the paper, so this form is ours where they are silent. A first
     participation has nothing to compare with and is not credited.
-
-    Args:
-        low: Least ratio; 0.2 in the comparison of Xue et al., ICDE 2025.
     """
 
     source = "Jiang et al., FedMP: FL through Adaptive Model Pruning in Heterogeneous Edge Computing, ICDE 2022"
@@ -352,7 +351,7 @@ class FedMP(Submodels):
     over = "all"
     required = ("loss",)
 
-    low: Annotated[Fraction, Hint("the arms cover [low, 1]")] = 0.2
+    low: Fraction = option(0.2, "Least ratio; the arms cover [low, 1]. It is 0.2 in the comparison of Xue et al., ICDE 2025.")
 
     def ratio_of(self, server: ServerContext, client_id: int) -> float:
         """Draw a ratio for this client. A draw without an answer is proposed again."""

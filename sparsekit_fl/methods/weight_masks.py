@@ -7,7 +7,6 @@ one does. To save time, drop units.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, ServerContext, Task, Update, mean, sgd
 from sparsekit_fl.methods.client import Leaves
 from sparsekit_fl.methods.server import mean_change, moved
-from sparsekit_fl.options import Count, Hint, NonNegativeCount, Positive, Ratio
+from sparsekit_fl.options import Count, NonNegativeCount, Positive, Ratio, option
 from sparsekit_fl.problem.data import Capability
 
 _PROCESSED = "processed_examples"
@@ -101,17 +100,13 @@ class CS(SparseWeights):
     uploads the entries that the server had pruned, which are not pruned again; the server adds η times their mean, prunes by
     magnitude per layer, and the pruned model is the global one. Biases and norms are exchanged whole and averaged; the output
     layer is not pruned here, as the paper's FLOPs of Xue et al. imply.
-
-    Args:
-        ratio: Share of each layer's weights that the server keeps; 0.5 in the reference code.
-        rate: η, the aggregation ratio; 1.5 in the reference code.
     """
 
     source = "Jiang and Borcea, Complement Sparsification: Low-Overhead Model Pruning for FL, AAAI 2023, arXiv 2303.06237"
     note = "Masks of single weights save bytes and not time: a client trains the whole model, whatever the paper's FLOPs say."
 
-    ratio: Ratio = 0.5
-    rate: Annotated[Positive, Hint("1 is a plain mean")] = 1.5
+    ratio: Ratio = option(0.5, "Share of each layer's weights that the server keeps; 0.5 in the reference code.")
+    rate: Positive = option(1.5, "η, the aggregation ratio; 1 is a plain mean, and 1.5 is in the reference code.")
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
         """Send the largest weights of each layer; everything in the first round."""
@@ -150,18 +145,20 @@ class PruneFL(SparseWeights):
     What is ours: the initial pruning takes the first round, since a run has a fixed number of them; a client's gradients are
     those of the round in which they are asked for, and not of all rounds since the last reconfiguration, which would need a
     dense tensor per client between participations; the seconds per weight are those of a full device of our clock.
-
-    Args:
-        every: Rounds between two reconfigurations. The reference code takes 50 rounds of 5 steps; 5 rounds of some 45 steps
-            are as many.
-        initial: Most reconfigurations of the initial pruning, one after as many epochs as a round has; 0 leaves it out. As in
-            the reference code, it ends before when the density has changed by at most a tenth five times in a row.
     """
 
     source = "Jiang et al., Model Pruning Enables Efficient FL on Edge Devices (PruneFL), IEEE TNNLS 2022, arXiv 1909.12326"
 
-    every: Count = 5
-    initial: NonNegativeCount = 10
+    every: Count = option(
+        5,
+        "Rounds between two reconfigurations. The reference code takes 50 rounds of 5 steps; 5 rounds of some 45 steps "
+        "are as many.",
+    )
+    initial: NonNegativeCount = option(
+        10,
+        "Most reconfigurations of the initial pruning, one after as many epochs as a round has; 0 leaves it out. As in "
+        "the reference code, it ends before when the density has changed by at most a tenth five times in a row.",
+    )
 
     def alone(self, round: int) -> bool:
         """Return whether the initial pruning takes this round."""

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, Se
 from sparsekit_fl.methods.client import Leaves, keep_model, kept_model, load_leaves, trained_leaves
 from sparsekit_fl.methods.submodels import affordable, units
 from sparsekit_fl.methods.weight_masks import largest_weights
-from sparsekit_fl.options import Count, Hint, NonNegative, Ratio
+from sparsekit_fl.options import Count, NonNegative, Ratio, option
 
 _HEAD_SHARE = 0.4  # of FedRep's local epochs
 _LARGEST_BATCH = 256  # of Per-FedAvg's adaptation step before deployment
@@ -37,16 +37,15 @@ class FedAvg(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class FedProx(Method):
-    """FedAvg on loss + (mu / 2) · ‖θ − ω‖², Algorithm 2 of the paper. All clients do all their epochs.
-
-    Args:
-        mu: μ, which the paper tunes per data set over {0.001, 0.01, 0.1, 1}; 0 is FedAvg. 0.01 is stable at every learning
-            rate of our presets, even at the 8 of the text tasks, at which 1 is not.
-    """
+    """FedAvg on loss + (mu / 2) · ‖θ − ω‖², Algorithm 2 of the paper. All clients do all their epochs."""
 
     source = "Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020, arXiv 1812.06127"
 
-    mu: Annotated[NonNegative, Hint("0 is plain SGD")] = 0.01
+    mu: NonNegative = option(
+        0.01,
+        "μ, which the paper tunes per data set over {0.001, 0.01, 0.1, 1}; 0 is FedAvg. 0.01 is stable at every learning "
+        "rate of our presets, even at the 8 of the text tasks, at which 1 is not.",
+    )
 
     def train(self, client: ClientContext, task: Task) -> Result:
         return sgd(client, task, pull=self.mu)
@@ -59,10 +58,6 @@ class PerFedAvg(Method):
     With independent batches D, D′ of the size of the run: w̃ = w − α ∇f(w; D), then w ← w − β ∇f(w̃; D′). This is the
     first-order one of the paper's two approximations. β is the learning rate of the run, with its momentum, weight decay and
     clipping; D′ are the batches that FedAvg would train on. Clients count equally.
-
-    Args:
-        adaptation_lr: α; None takes a tenth of the learning rate of the run. At the 0.1 of the image tasks that is 0.01, the
-            adaptation rate of FL-bench; at α = β = 0.1 the initial model hardly learns on clients of two classes.
     """
 
     called = "per-fedavg"
@@ -70,7 +65,11 @@ class PerFedAvg(Method):
     weights = "uniform"
     note = "Deployed after 1 step on the client's own data, as in its paper."
 
-    adaptation_lr: Annotated[NonNegative | None, Hint("0 does not adapt")] = None
+    adaptation_lr: NonNegative | None = option(
+        None,
+        "α; None takes a tenth of the learning rate of the run. At the 0.1 of the image tasks that is 0.01, the "
+        "adaptation rate of FL-bench; at α = β = 0.1 the initial model hardly learns on clients of two classes.",
+    )
 
     def _adaptation(self, client: ClientContext, leaves: Leaves) -> LocalStep:
         """Return plain gradient descent at the adaptation rate, clipped as the run clips."""
@@ -129,14 +128,13 @@ class Ditto(Method):
 
     As in the reference code, both models learn from the same batches, the personal one is pulled to the received global model,
     and it continues from round to round, at first from the model of round 0.
-
-    Args:
-        lam: λ; the paper chooses among 0.1, 1 and 2. Of these, 0.1 alone is stable at the learning rate 8 of the text tasks.
     """
 
     source = "Li et al., Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021, arXiv 2012.04221"
 
-    lam: Annotated[NonNegative, Hint("0 trains alone")] = 0.1
+    lam: NonNegative = option(
+        0.1, "λ; the paper chooses among 0.1, 1 and 2. Of these, 0.1 alone is stable at the learning rate 8 of the text tasks."
+    )
 
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train the global model, which is uploaded, then the client's own. Both are work."""
@@ -153,15 +151,13 @@ class Ditto(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class FedPer(Method):
-    """FedAvg on all but the head, which each client keeps and trains for itself, together with the rest.
-
-    Args:
-        layers: Number of last layers that make the head. The paper takes the classifier alone, or with the last blocks.
-    """
+    """FedAvg on all but the head, which each client keeps and trains for itself, together with the rest."""
 
     source = "Arivazhagan et al., Federated Learning with Personalization Layers, arXiv 1912.00818"
 
-    layers: Annotated[Count, Hint("to share everything, use fedavg")] = 1
+    layers: Count = option(
+        1, "Number of last layers that make the head. The paper takes the classifier alone, or with the last blocks."
+    )
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise InvalidValueError if the model cannot be split into a head and a shared part."""
@@ -234,11 +230,6 @@ class FedP3(Method):
     weights that arrive as zero train like the others. The head stays with the client. The reference code has no local pruning;
     of the paper's strategies we take ordered dropout at the client's capability, which is the same first units at every step,
     so the client trains one narrow model. Each entry is averaged over the clients that send it.
-
-    Args:
-        layers: Number of layers that a client owns; 1, 2 and 3 are "LowerB", "OPU2" and "OPU3" of the reference code. It owns
-            all but the head if there are no more.
-        kept: Share of the weights of each other layer that is sent.
     """
 
     source = "Yi et al., FedP3: Federated Personalized and Privacy-friendly Network Pruning, ICLR 2024, arXiv 2404.09816"
@@ -247,8 +238,12 @@ class FedP3(Method):
     over = "holders"
     needs_units = True
 
-    layers: Count = 2
-    kept: Ratio = 0.9
+    layers: Count = option(
+        2,
+        'Number of layers that a client owns; 1, 2 and 3 are "LowerB", "OPU2" and "OPU3" of the reference code. It owns '
+        "all but the head if there are no more.",
+    )
+    kept: Ratio = option(0.9, "Share of the weights of each other layer that is sent.")
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise if the model has no units, or no head that can stay with a client."""

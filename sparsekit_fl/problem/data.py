@@ -15,7 +15,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit_fl.config import HETEROGENEITY
-from sparsekit_fl.options import Checked, Hint, NonNegativeCount, Positive
+from sparsekit_fl.options import Checked, NonNegativeCount, Positive
 
 Transform = Callable[[Tensor], Tensor]
 """Raw rows of one input → the model's input; it must treat every row separately."""
@@ -176,7 +176,7 @@ class Capability(Checked):
         110.6 MiB/s down as in the authors' released code.
     """
 
-    ratio: Annotated[float, Field(gt=0, le=1), Hint("1 is a device that can train the whole model")] = 1.0
+    ratio: Annotated[float, Field(gt=0, le=1, description="1 is a device that can train the whole model")] = 1.0
     flops_per_second: Positive = math.nan  # the default stands for what the ratio gives
     uplink_bytes_per_second: Positive = 14.0 * _MIB
     downlink_bytes_per_second: Positive = 110.6 * _MIB

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.registry import Registry
-from sparsekit_fl.options import Count, Hint, NonNegativeCount, Positive
+from sparsekit_fl.options import Count, NonNegativeCount
 from sparsekit_fl.problem.data import ClientData
 from sparsekit_fl.problem.datasets import DataSource
 
@@ -19,6 +19,14 @@ _LEAST = 10  # examples of a client, at least
 _ATTEMPTS = 200  # to draw shares that give every client enough
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
+
+Concentration = Annotated[
+    float,
+    Field(
+        gt=0, description="Concentration; the smaller, the fewer classes per client: 0.1 is very uneven, 100 is nearly even."
+    ),
+]
+"""Parameter of a symmetric Dirichlet distribution, a finite number > 0."""
 
 partitions = Registry(
     "partition",
@@ -72,10 +80,26 @@ def pathological(
     *,
     clients: int,
     rng: np.random.Generator,
-    classes_per_client: Count = 2,
-    images_per_class: Annotated[int, Field(ge=2), Hint("one to train, one to validate")] = 100,
-    distinct: bool = True,
-    lack_classes: NonNegativeCount | None = None,
+    classes_per_client: Annotated[Count, Field(description="Shards per client.")] = 2,
+    images_per_class: Annotated[
+        int,
+        Field(
+            ge=2,
+            description="Examples per shard, at least one to train and one to validate. With too few shards, they are smaller,"
+            " with a warning.",
+        ),
+    ] = 100,
+    distinct: Annotated[
+        bool,
+        Field(
+            description="Whether the classes of a client differ, as long as enough classes have shards left. False draws each"
+            " shard from all that are left, as the authors' released code does: with 2 of 10 classes, about one client in ten"
+            " has a single class."
+        ),
+    ] = True,
+    lack_classes: Annotated[
+        NonNegativeCount | None, Field(description="Number of classes that every client lacks. Its shards are then distinct.")
+    ] = None,
 ) -> list[ClientData]:
     """Deal shards of one class each to clients.
 
@@ -84,16 +108,8 @@ def pathological(
     shards left. The last tenth of each shard is held out for validation. A client is tested on `images_per_class` test
     examples, drawn again for each client, of each class it owns, or on all there are if the class has fewer.
 
-    Args:
-        classes_per_client: Shards per client.
-        images_per_class: Examples per shard. Where there are too few shards, they are as much smaller as it takes, with a
-            warning.
-        distinct: Whether the classes of a client differ, as long as enough classes have shards left. False draws each shard
-            from all that are left, as the authors' released code does: with 2 of 10 classes, about one client in ten has a
-            single class.
-        lack_classes: Let every client lack exactly this many of the classes: its `classes_per_client` · `images_per_class`
-            examples are cut into shards of all other classes, so that the level changes what a client sees and not how much,
-            which the paper leaves open. Shards are then distinct.
+    With `lack_classes`, the `classes_per_client` · `images_per_class` examples of a client are cut into shards of all classes
+    that it does not lack. So the level changes what a client sees and not how much, which the paper leaves open.
 
     Raises:
         InvalidValueError: more classes per client than there are, or no class left.
@@ -152,16 +168,13 @@ def _shard_size(name: str, rows: list[Indices], clients: int, per_client: int, s
     return fitting
 
 
-def dirichlet(source: DataSource, *, clients: int, rng: np.random.Generator, alpha: Positive = 0.5) -> list[ClientData]:
+def dirichlet(source: DataSource, *, clients: int, rng: np.random.Generator, alpha: Concentration = 0.5) -> list[ClientData]:
     """Deal each class to the clients in shares drawn from a symmetric Dirichlet distribution; each example is dealt once.
 
     A client that already has its even part of all examples gets no more, as is usual. The test examples of a class are dealt in
     the same shares as its training examples. A draw that gives a client less than ten training and validation examples
     together, or no test example, is repeated. A tenth of each client's training examples, at random, is held out for
     validation.
-
-    Args:
-        alpha: Concentration; the smaller, the fewer classes per client: 0.1 is very uneven, 100 nearly even.
 
     Raises:
         DataError: no draw gave every client enough.

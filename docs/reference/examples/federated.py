@@ -22,20 +22,16 @@ problem = fl.Problem(model=make_model, example_inputs=(torch.zeros(1, 8),))
 clients = [fl.Client(id=k, data=fl.ClientData(split(30), split(10), split(10))) for k in range(4)]
 config = fl.RunConfig(rounds=1, cohort=2, training=fl.TrainingConfig(local_epochs=1), seed=0)
 # --- examples ---
-# sparsekit_fl.Method, sparsekit_fl.ServerContext, sparsekit_fl.Task, sparsekit_fl.units, sparsekit_fl.mean
+# sparsekit_fl.Method, sparsekit_fl.ServerContext, sparsekit_fl.Task, sparsekit_fl.units, sparsekit_fl.mean, sparsekit_fl.option
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedHalf(fl.Method):
-    """Slow clients train a random half of the units.
-
-    Args:
-        threshold: Clients whose capability is below it train half of the units.
-    """
+    """Slow clients train a random half of the units."""
 
     masked = True  # clients send parts of entries
-    threshold: float = 0.5
+    threshold: float = fl.option(0.5, "Clients whose capability is below it train half of the units.")
 
     def assign(self, server: fl.ServerContext, client_id: int) -> fl.Task:
         slow = server.roster[client_id].capability.ratio < self.threshold

@@ -133,7 +133,10 @@ def test_clients_that_cannot_train_are_named_in_the_summary_and_the_exit_code_is
         ("fedlps --data-dir /no/such/folder", "is not a folder"),
         ("fedlps --partition dirichlet --set partition.distinct=true", "'dirichlet' has no option 'distinct'"),
         ("fedlps --set partition.classes_per_client=99", "classes_per_client must be in [1, 10], got 99"),
-        ("fedlps --set partition.images_per_class=1", "must be greater than or equal to 2, got '1'; one to train"),
+        (
+            "fedlps --set partition.images_per_class=1",
+            "must be greater than or equal to 2, got '1'; images_per_class: Examples",
+        ),
         ("fedlps --set partition.lack_classes=10", "lack_classes must be in [0, 9], got 10"),
         ("fedlps --set training.momentun=1", "did you mean 'training.momentum'"),
         ("run local --set keep=last", "no option 'keep'"),

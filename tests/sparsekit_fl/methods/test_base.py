@@ -68,7 +68,7 @@ def test_a_run_calls_the_hooks_in_the_order_that_is_written_down():
     ("text", "error", "message"),
     [
         ("fedprox muu=1", UnknownNameError, "method 'fedprox' has no option 'muu'; did you mean 'mu'"),
-        ("fedprox mu=-1", InvalidValueError, "mu must be greater than or equal to 0, got '-1'; 0 is plain SGD"),
+        ("fedprox mu=-1", InvalidValueError, "mu must be greater than or equal to 0, got '-1'; mu: μ, .*; 0 is FedAvg"),
         (
             "fedlps pattern=best",
             InvalidValueError,

@@ -6,16 +6,17 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import pytest
+from pydantic import Field
 
 from sparsekit.errors import InvalidValueError, UnknownNameError
-from sparsekit_fl.options import Checked, Count, Fraction, Hint, NonNegative, Positive, Ratio, options_of, read_keywords
+from sparsekit_fl.options import Checked, Count, Fraction, NonNegative, Positive, Ratio, option, options_of, read_keywords
 
 
 @dataclass(frozen=True)
 class Policy(Checked):
     """One field of each kind."""
 
-    proximal: Annotated[NonNegative, Hint("0 is plain SGD")] = 0.0
+    proximal: NonNegative = option(0.0, "A weight; 0 is plain SGD. It pulls.")
     clip: Positive | None = None
     every: Count = 1
     select: Literal["last", "best"] = "last"
@@ -29,24 +30,26 @@ class Ordered(Policy):
     """With a field of its own."""
 
     high: Fraction = 0.5
+    proximal: NonNegative = 0.1
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"proximal": -1}, "proximal must be greater than or equal to 0, got -1; 0 is plain SGD"),
-        ({"proximal": float("nan")}, "proximal must be a finite number, got nan; 0 is plain SGD"),
-        ({"proximal": "1"}, "proximal must be a valid number, got '1'; 0 is plain SGD"),
+        ({"proximal": -1}, "proximal must be greater than or equal to 0, got -1; proximal: A weight; 0 is plain SGD"),
+        ({"proximal": float("nan")}, "proximal must be a finite number, got nan; proximal: A weight; 0 is plain SGD"),
+        ({"proximal": "1"}, "proximal must be a valid number, got '1'; proximal: A weight; 0 is plain SGD"),
         ({"clip": float("inf")}, "clip must be a finite number, got inf"),
         ({"every": True}, "every must be a valid integer, got True"),
         ({"every": 1.0}, "every must be a valid integer, got 1.0"),
         ({"select": "first"}, "select must be 'last' or 'best', got 'first'"),
         (
             {"ratios": 1.5},
-            "ratios must be 'capability' or less than or equal to 1, got 1.5; a ratio is the share kept, so to prune 30 %"
-            " pass 0.7",
+            "ratios must be 'capability' or less than or equal to 1, got 1.5; ratios: Share that is kept: to prune"
+            " 30 %, pass 0.7",
         ),
         ({"high": 1.0}, "high must be less than 1, got 1.0"),
+        ({"anything": "0"}, "anything must be a valid number, got '0'"),
     ],
 )
 def test_a_value_that_is_not_allowed_is_refused_with_what_is(given: dict[str, object], message: str) -> None:
@@ -55,22 +58,16 @@ def test_a_value_that_is_not_allowed_is_refused_with_what_is(given: dict[str, ob
     assert str(caught.value) == message
 
 
-def split(*, clients: int, share: Fraction = 0.5, distinct: bool = True, most=20) -> None:
-    """Split nothing.
-
-    Args:
-        clients: How many.
-        share: Share of each,
-            in words.
-        distinct: Whether they differ.
-        most: Of one class.
-    """
+def split(
+    *, clients: int, share: Annotated[Fraction, Field(description="Share of each.")] = 0.5, distinct: bool = True, most=20
+) -> None:
+    """Split nothing."""
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"share": "abc"}, "split.share must be a valid number, got 'abc'"),
+        ({"share": "abc"}, "split.share must be a valid number, got 'abc'; share: Share of each"),
         ({"share": "2"}, "split.share must be less than 1, got '2'"),
         ({"distinct": "maybe"}, "split.distinct must be a valid boolean, got 'maybe'"),
         ({"distinct": 1}, "split.distinct must be a valid boolean, got 1"),
@@ -92,4 +89,15 @@ def test_text_becomes_what_the_annotation_says() -> None:
     texts = {"clip": "none", "ratios": "0.5", "levels": "0.5, 1", "select": "best"}
     read = read_keywords(Policy, texts, name="policy")
     assert read == {"clip": None, "ratios": 0.5, "levels": (0.5, 1.0), "select": "best"}
-    assert options_of(split)["share"].about == "Share of each, in words."
+
+
+def test_a_description_is_that_of_the_field_or_of_the_keyword_and_ends_the_docstring() -> None:
+    assert options_of(split)["share"].about == "Share of each."
+    found = {name: one.about for name, one in options_of(Ordered).items()}
+    assert {name: about for name, about in found.items() if about} == {
+        "proximal": "A weight; 0 is plain SGD. It pulls.",
+        "ratios": "Share that is kept: to prune 30 %, pass 0.7.",
+        "levels": "Share that is kept: to prune 30 %, pass 0.7.",
+    }
+    assert Policy.__doc__ == "One field of each kind.\n\nArgs:\n    proximal: A weight; 0 is plain SGD. It pulls."
+    assert Ordered.__doc__ == "With a field of its own."
