@@ -93,6 +93,6 @@ def refuse_history(optimizer: object) -> None:
     """Raise InvalidValueError for LBFGS, whose history of whole steps cannot follow a change of units."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InvalidValueError(
-            "LBFGS keeps a history of whole steps, which cannot follow a change of mask; make a new LBFGS after the change, or"
-            " use an optimizer with state for each entry, such as SGD or Adam"
+            "LBFGS keeps a history of whole steps, which cannot follow a change of mask; use an optimizer with state for each"
+            " entry, such as SGD or Adam, or make a new LBFGS when the mask no longer changes"
         )

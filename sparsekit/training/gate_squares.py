@@ -38,14 +38,12 @@ class GateSquares:
         self.version = vectors.narrow_model.version
         """That of the narrow model for whose mask this was made."""
         self._passes: list[dict[str, Tensor]] = []
-        """Group name → Σ x·∂L/∂x, float (examples, units), of each pass since the last step."""
-        self._examples = 0
+        """Group name → Σ x·∂L/∂x, float (examples, units), of each pass since the last step; empty before its backward pass."""
 
-    def run(self, call: Callable[[], Any], examples: int) -> Any:
-        """Run a forward pass whose backward pass is to be read."""
-        if all(leaf.grad is None for leaf in self._vectors.narrow_model.parameters()):
-            self._passes, self._examples = [], 0  # passes before were of a step that was not taken
-        self._examples += examples
+    def run(self, call: Callable[[], Any], examples: int, *, fresh: bool) -> Any:
+        """Run a forward pass whose backward pass is to be read, the first of a step if `fresh`."""
+        if fresh:
+            self._passes = [each for each in self._passes if not each]
         layers = {layer for found in self._readers.values() for layer, _, _ in found or ()}
         with inputs_of(layers, differentiable=True) as calls:
             outputs = call()
@@ -58,17 +56,18 @@ class GateSquares:
         self._passes.append(sums)
         return outputs
 
-    def take(self, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None, group: Any) -> Tensor:
+    def take(self, gradients: Mapping[Tensor, Tensor] | None, examples: int, scale: Tensor | None, group: Any) -> Tensor:
         """Return ½·B·g² of every unit, float (J,), 0 for those that are not there, and begin again.
 
         Args:
             gradients: Weight → gradient; None takes `.grad` of the weights.
+            examples: Examples of the step.
             scale: The factor of a GradScaler that gradients still contain.
             group: The process group that gradients of the weights were averaged over, if any.
         """
         ranks = 1 if group is None else torch.distributed.get_world_size(group)
         graph = self._vectors.narrow_model.graph
-        found = 0.5 * max(self._examples, 1) * self._vectors.gate_gradient(gradients).square()
+        found = 0.5 * examples * self._vectors.gate_gradient(gradients).square()
         for name, part in split_units(graph, found).items():
             rows = [each[name] for each in self._passes if name in each]
             if rows:
@@ -77,7 +76,7 @@ class GateSquares:
                 part[kept] = torch.nan_to_num(own.to(part), nan=0.0, posinf=0.0)
         if group is not None:
             torch.distributed.all_reduce(found, group=group)
-        self._passes, self._examples = [], 0
+        self._passes = []
         return found if scale is None else found / scale**2
 
 

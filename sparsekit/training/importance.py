@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from sparsekit.graph.groups import group_order
 from sparsekit.graph.index import StateDict, wide
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.optimizer_state import HasState
+from sparsekit.tracing.inputs import find_tensors
 from sparsekit.training.narrow_model import NarrowModel
 
 Target = Literal["standardized", "absolute"]
@@ -128,13 +129,17 @@ class ImportanceSteps:
     def __init__(self, settings: GradientImportance, units: int) -> None:
         self.settings = settings
         self.due = False
-        """Whether importance has yet to take the step that goes with the latest pass."""
+        """Whether importance has yet to take the step that goes with the latest backward pass."""
         self._target = torch.zeros(units)
         self._gates = torch.zeros(units)
         """∂L/∂gate of each unit, 0 of dropped ones, as it was last computed."""
         self._gates_of = -1
         """The version of the narrow model for which it was computed."""
         self._age = 0
+
+    def count(self, _examples: int) -> None:
+        """Learn from a pass at the next step, since its backward pass runs."""
+        self.due = True
 
     @torch.no_grad()
     def take(
@@ -180,6 +185,22 @@ class ImportanceSteps:
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         """Move to the device to which `function` moves; dtypes stay."""
         self._target, self._gates = (each.to(function(each).device) for each in (self._target, self._gates))
+
+
+def on_backward(outputs: Any, call: Callable[[], None]) -> None:
+    """Call once when a backward pass reaches the outputs of a model; at once if no tensor is found in them."""
+    found, reached = find_tensors(outputs), list[bool]()
+
+    def note(_: Tensor) -> None:
+        if not reached:
+            reached.append(True)
+            call()
+
+    if not found:
+        call()
+    for tensor in found:
+        if tensor.requires_grad:
+            tensor.register_hook(note)
 
 
 def split_units(graph: UnitGraph, flat: Tensor) -> dict[str, Tensor]:

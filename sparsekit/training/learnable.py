@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from sparsekit._torch import in_transform, is_exporting, is_followed, outside_compiler
 from sparsekit.allocation.shares import check_ratio, ratio_counts
-from sparsekit.criteria.batches import Batch, Loss
+from sparsekit.criteria.batches import Batch, Loss, example_count
 from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import StateDict
@@ -23,6 +24,7 @@ from sparsekit.training.importance import (
     GradientImportance,
     ImportanceRegularizer,
     ImportanceSteps,
+    on_backward,
     set_importance,
 )
 from sparsekit.training.moving_mask import MovingMask
@@ -243,11 +245,13 @@ class LearnableMask(MovingMask):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiling: bool) -> Any:
         if compiling:
             warnings.warn(UNCOMPILED, stacklevel=2)
-        if isinstance(self._rule, NarrowingSteps) and torch.is_grad_enabled():
-            return self._rule.run(self.vectors, args, kwargs)
-        if self._rule is not None:
-            self._rule.due = torch.is_grad_enabled() or self._rule.due
-        return self.narrow_model.run(args, kwargs)
+        rule, run = self._rule, partial(self.narrow_model.run, args, kwargs)
+        if rule is None or not torch.is_grad_enabled():
+            return run()
+        examples = example_count((args, kwargs))
+        outputs = rule.run(self.vectors, run, examples) if isinstance(rule, NarrowingSteps) else run()
+        on_backward(outputs, partial(rule.count, examples))
+        return outputs
 
     def load(
         self,

@@ -56,6 +56,11 @@ class MovingMask(NarrowModule):
         return isinstance(self._rule, NarrowingSteps) and self._rule.cuts_left > 0
 
     @property
+    def may_change(self) -> bool:
+        """Whether a step may change the mask."""
+        return self.narrows or isinstance(self._rule, ImportanceSteps)
+
+    @property
     def report(self) -> NarrowingReport | None:
         """What `LearnedNarrowing` has done and cost so far; None for other masks."""
         return self._rule.report() if isinstance(self._rule, NarrowingSteps) else None
@@ -146,13 +151,13 @@ class MovingMask(NarrowModule):
 
         When the mask changes, units that stay keep their state; units that enter start with fresh state. Optimizers that are
         not torch's own, or whose state is not one value for each weight (`Adafactor`, `AdamW8bit`), start with fresh state at
-        every weight whose units change. `LBFGS` is refused when the mask changes.
+        every weight whose units change. `LBFGS` is refused while the mask may change.
 
         Args:
             optimizer: Steps some of `parameters()`, or has state for them; held weakly.
 
         Raises:
-            InvalidValueError: `optimizer` steps none of them.
+            InvalidValueError: `optimizer` steps none of them, or is an LBFGS, and the mask may still change.
         """
         self.optimizers.add(optimizer, self)
 

@@ -158,9 +158,9 @@ class NarrowingSteps:
             raise InvalidValueError("learning=LearnedNarrowing(…) needs a ratio below 1 or a budget to narrow to")
         self.settings, self.graph, self.costs, self.batches = settings, graph, costs, batches
         self.due = False
-        """Whether importance has yet to be measured in the latest pass."""
+        """Whether importance has yet to be measured in the latest backward pass."""
         self.examples = 0
-        """Examples of the passes since the last step."""
+        """Examples of the backward passes since the last step."""
         self._ratio = ratio
         self._limits: dict[str, tuple[float, float]] = {}
         if budget is not None:
@@ -169,7 +169,7 @@ class NarrowingSteps:
             dense = costs.dense_costs()
             self._limits = {name: (dense[name], min(limit, dense[name])) for name, limit in budget.limits(dense).items()}
             ends = {name: end for name, (_, end) in self._limits.items()}
-            Problem(graph, {}, costs, ends, free_counts(graph, {}, 1)).check_reachable()
+            Problem(graph, {}, costs, ends, free_counts(graph, {}, 1), budget).check_reachable()
         shares = [self._share(number / settings.cuts) for number in range(settings.cuts + 1)]
         self.cut_steps = settings.cut_steps(shares)
         """Steps after which cuts are made, ascending."""
@@ -198,14 +198,16 @@ class NarrowingSteps:
         shares = {name: (0.0, count / self.graph.groups[name].size) for name, count in present.items()}
         return allocate(rule, self.graph, scores, self.costs, budget=Budget(**limits), limits=shares)
 
-    def run(self, vectors: UnitVectors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the narrow model, in a pass from which the next step learns."""
-        examples = example_count((args, kwargs))
+    def run(self, vectors: UnitVectors, call: Callable[[], Any], examples: int) -> Any:
+        """Run a forward pass of the narrow model, from whose backward pass the next step learns."""
+        if all(leaf.grad is None for leaf in vectors.narrow_model.parameters()):
+            self.examples = 0  # backward passes before were of a step that was not taken
+        return self._measure(vectors).run(call, examples, fresh=not self.examples) if self.cuts_left else call()
+
+    def count(self, examples: int) -> None:
+        """Learn from a pass of so many examples at the next step, since its backward pass runs."""
         self.due = True
         self.examples += examples
-        if not self.cuts_left:
-            return vectors.narrow_model.run(args, kwargs)
-        return self._measure(vectors).run(lambda: vectors.narrow_model.run(args, kwargs), examples)
 
     def _measure(self, vectors: UnitVectors) -> GateSquares:
         if self._squares is None or self._squares.version != vectors.narrow_model.version:
@@ -238,7 +240,7 @@ class NarrowingSteps:
             self._dense_flops += 3.0 * examples * self.costs.forward_flops()
         if not self.cuts_left:
             return
-        found = self._measure(vectors).take(gradients, scale, group).to(scores)
+        found = self._measure(vectors).take(gradients, examples, scale, group).to(scores)
         old = 0.5 ** (1.0 / self.settings.half_life)
         self._moments = self._moments.to(scores).mul_(old).add_(found, alpha=1 - old)
         self._weight = self._weight * old + 1 - old

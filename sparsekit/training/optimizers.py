@@ -72,7 +72,7 @@ class OptimizerSet:
         """Follow `optimizer` with hooks on it; it leaves the set when it is deleted.
 
         Raises:
-            InvalidValueError: it steps no parameter of `masked`.
+            InvalidValueError: it steps no parameter of `masked`, or is an LBFGS, and the mask may change.
         """
         if hasattr(optimizer, "param_groups") and not _holds(optimizer, masked):
             raise InvalidValueError(
@@ -80,6 +80,8 @@ class OptimizerSet:
             )
         if optimizer in self:
             return
+        if masked.may_change:
+            refuse_history(optimizer)
         self._known[optimizer] = None
         if isinstance(optimizer, Optimizer):
             if optimizer.state:  # counts as just loaded
@@ -104,6 +106,8 @@ def _before_step(reference: Callable[[], Any], optimizer: Optimizer, args: Any, 
     masked = reference()
     if masked is None:
         return None
+    if masked.may_change:
+        refuse_history(optimizer)
     masked.optimizers.just_loaded.discard(optimizer)
     stepping = masked.optimizers.stepping
     del stepping[next((at for at, each in enumerate(stepping) if each is optimizer), len(stepping)) :]  # of a step that failed
@@ -113,8 +117,7 @@ def _before_step(reference: Callable[[], Any], optimizer: Optimizer, args: Any, 
     if masked._rule is not None and masked._rule.due and (overflow is None or not bool(overflow)):
         scale = getattr(optimizer, "grad_scale", None)
         masked._rule.take(masked.scores, masked.vectors, None, scale, masked.optimizers.process_group)
-    # LBFGS calls its closure many times; a change of mask is refused at the first.
-    if (len(args) == 1 and not kwargs) or isinstance(optimizer, torch.optim.LBFGS):
+    if len(args) == 1 and not kwargs:
         return None
     freeze = functools.partial(_frozen, masked)
     return (

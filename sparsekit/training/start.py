@@ -23,7 +23,7 @@ from sparsekit.pruning.result import Pruned
 from sparsekit.pruning.trained import UncalibratedWarning, signs_of_training
 from sparsekit.surgery.compaction import expand
 from sparsekit.tracing.blocks import refuse_meta
-from sparsekit.tracing.inputs import ModelInputs
+from sparsekit.tracing.inputs import ModelInputs, refuse_inference
 from sparsekit.tracing.trace import trace_units
 from sparsekit.training.importance import GradientImportance, ImportanceRegularizer, split_units
 from sparsekit.training.narrow_model import Rules
@@ -46,6 +46,7 @@ def check_arguments(model: nn.Module, ratio: float, budget: object, learning: ob
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"expected a torch.nn.Module, got {model!r}; pass the model itself")
     refuse_meta(model, "LearnableMask")
+    refuse_inference(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.DataParallel | DistributedDataParallel):
             inner = f"{name}.module".strip(".")

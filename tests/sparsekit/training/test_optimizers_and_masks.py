@@ -12,7 +12,7 @@ from masked import classifier, shake, train_step
 from optimizers import Lookahead
 from torch import nn
 
-from sparsekit import GradientImportance, LearnableMask
+from sparsekit import GradientImportance, LearnableMask, LearnedNarrowing
 from sparsekit.errors import InvalidValueError
 
 MOMENTS = {
@@ -160,3 +160,83 @@ def test_a_compiler_around_a_mask_leaves_it_out_and_says_so(in_place: bool, insi
         found.append(masked.state_dict())
     for name, expected in found[0].items():
         assert torch.equal(found[1][name], expected), name
+
+
+@pytest.mark.parametrize("learning", [GradientImportance(), LearnedNarrowing(steps=5, cuts=1, least_steps=1)])
+def test_lbfgs_is_refused_before_it_moves_anything_while_the_mask_may_change(learning: Any) -> None:
+    model, x, y = classifier()
+    masked = LearnableMask(model, (x,), ratio=0.5, learning=learning)
+    optimizer, before = (
+        torch.optim.LBFGS(masked.parameters(), line_search_fn="strong_wolfe"),
+        copy.deepcopy(masked.state_dict()),
+    )
+    with pytest.raises(InvalidValueError, match="LBFGS keeps a history"):
+        masked.add_optimizer(optimizer)
+    for _ in range(2):
+        with pytest.raises(InvalidValueError, match="LBFGS keeps a history"):
+            optimizer.step(lambda: F.cross_entropy(masked(x), y))
+    after = masked.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    if isinstance(learning, LearnedNarrowing):  # after the last cut the mask stays
+        sgd = torch.optim.SGD(masked.parameters(), lr=0.1)
+        for _ in range(4):
+            train_step(masked, sgd, x, y)
+        assert not masked.narrows
+        losses = []
+
+        def evaluate() -> torch.Tensor:
+            optimizer.zero_grad()
+            losses.append(F.cross_entropy(masked(x), y))
+            losses[-1].backward()
+            return losses[-1]
+
+        for _ in range(3):
+            optimizer.step(evaluate)
+        assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("learning", [GradientImportance(lr=0.1), LearnedNarrowing(steps=20, cuts=2)])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_mask_learns_from_passes_whose_backward_pass_ran_in_either_mode(learning: Any, training: bool) -> None:
+    model, x, y = classifier()
+    masked = LearnableMask(model, (x,), ratio=0.5, learning=learning).train(training)
+    twin = LearnableMask(model, (x,), ratio=0.5, learning=learning).train(training)
+    pair = [(each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in (masked, twin)]
+    first = masked.importance_vector()
+    for step in range(20):
+        for each, optimizer in pair:
+            if each is twin:
+                each.train(not training)(x[: step + 1])
+                each.train(training)
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            F.cross_entropy(each(x), y).backward()
+            if each is twin:
+                each.eval()(x[:3])
+                each.train(training)
+            optimizer.step()
+    assert not torch.equal(masked.importance_vector(), first)
+    assert torch.equal(masked.importance_vector(), twin.importance_vector())
+    assert masked.unit_mask() == twin.unit_mask()
+    if masked.report is not None and twin.report is not None:
+        assert masked.report == twin.report
+    state = twin.state_dict()
+    twin(x)
+    pair[1][1].param_groups[0]["lr"] = 0.0
+    pair[1][1].step()
+    assert all(torch.equal(value, state[name]) for name, value in twin.state_dict().items()), "a step without a backward pass"
+
+
+def test_both_passes_of_a_pair_count_towards_learned_narrowing() -> None:
+    """Of two forward passes before one backward pass, as of siamese networks, none is lost."""
+    model, x, y = classifier()
+    found = []
+    for parts in ((slice(None),), (slice(0, 6), slice(6, None))):
+        masked = LearnableMask(model, (x,), ratio=0.5, learning=LearnedNarrowing(steps=20, half_life=1e-9))
+        optimizer = torch.optim.SGD(masked.parameters(), lr=0.0)
+        F.cross_entropy(torch.cat([masked(x[part]) for part in parts]), y).backward()
+        optimizer.step()
+        found.append(masked.importance_vector())
+        assert masked.report is not None
+        found.append(torch.tensor(masked.report.flops))
+    torch.testing.assert_close(found[0] * 0.5, found[2])
+    torch.testing.assert_close(found[1], found[3])
