@@ -39,6 +39,7 @@ class Problem:
         costs: What numbers of units cost.
         limits: Metric → absolute limit; empty without a budget.
         free: Tied groups → the numbers of units that they may keep, ascending.
+        budget: The budget as it was given, for messages.
     """
 
     graph: UnitGraph
@@ -46,6 +47,7 @@ class Problem:
     costs: CostModel
     limits: Mapping[str, float]
     free: Free
+    budget: Budget | None = None
 
     def fits(self, counts: Counts) -> bool:
         """Tell whether counts are within the budget."""
@@ -69,7 +71,7 @@ class Problem:
         least, dense = self.costs.costs(counts), self.costs.dense_costs()
         above = [name for name, limit in self.limits.items() if least[name] > limit]
         told = "; ".join(
-            f"{name} ≤ {format_cost(name, self.limits[name])} was requested, and {format_cost(name, least[name])}"
+            f"{name} ≤ {self._requested(name)} was requested, and {format_cost(name, least[name])}"
             f" ({least[name] / dense[name]:.1%} of the dense model) is the minimum"
             for name in above
         )
@@ -88,6 +90,10 @@ class Problem:
             " layer, and on what was kept"
         )
         raise BudgetError(f"the budget cannot be met: {told}; {because}. Ask for the minimum or more", least)
+
+    def _requested(self, metric: str) -> str:
+        limit = self.limits[metric]
+        return format_cost(metric, limit) if self.budget is None else self.budget.told(metric, limit)
 
     def walk(self, losses: Losses, *, by_cost: bool) -> Counts:
         """Walk from the largest counts to the budget, by what blocks lose for their cost or for a unit; then fill."""
@@ -142,7 +148,7 @@ def allocate(
     absolute = {} if budget is None else budget.limits(dense)
 
     def solve(multiple_of: Multiples) -> Counts:
-        return _solve(allocation, Problem(graph, scores, costs, absolute, free_counts(graph, limits, multiple_of)))
+        return _solve(allocation, Problem(graph, scores, costs, absolute, free_counts(graph, limits, multiple_of), budget))
 
     if not isinstance(multiple_of, PreferredMultiple) or not absolute:
         return solve(multiple_of)

@@ -87,6 +87,11 @@ class Budget:
             found[name] = float(_share(value) * Fraction(dense[name])) if isinstance(value, str) else float(value)
         return found
 
+    def told(self, metric: str, limit: float) -> str:
+        """Return a limit as it was given; a share with the absolute number that it means."""
+        given, absolute = getattr(self, metric), format_cost(metric, limit)
+        return f"{given} ({absolute})" if isinstance(given, str) else absolute
+
     def part(self, progress: float, dense: Mapping[str, float]) -> Budget:
         """Return a budget on the way from the dense model to this one.
 

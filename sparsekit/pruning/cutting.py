@@ -156,12 +156,14 @@ def _make(
 
     if target is None or target.latency_ms is None:
         return to(target, only_count=only_count)
-    dense_ms = plan.dense_costs["latency_ms"]
+    absolute = target.limits(plan.dense_costs)
+    limit_ms, dense_ms = absolute["latency_ms"], plan.dense_costs["latency_ms"]
 
     def at(share: float) -> tuple[Cut, Callable[[], float]]:
         """Cut to a share of the dense FLOPs."""
         limits: dict[str, Any] = {name: getattr(target, name) for name in target.metrics if name != "latency_ms"}
-        limits["flops"] = min(limits.get("flops", float("inf")), max(1.0, share * plan.dense_costs["flops"]))
+        if (flops := max(1.0, share * plan.dense_costs["flops"])) < absolute.get("flops", float("inf")):
+            limits["flops"] = flops
         cut = to(Budget(**limits), only_count=False)
         args, kwargs = plan.call.args, plan.call.kwargs
         with torch.no_grad(), evaluated(cut.model):
@@ -178,7 +180,7 @@ def _make(
         return cut, measure
 
     with working("Searching the widths that meet the latency", show=plan.progress):
-        cut, after_ms = meet_latency(float(target.latency_ms), dense_ms, at)
+        cut, after_ms = meet_latency(limit_ms, dense_ms, at, requested=target.told("latency_ms", limit_ms))
     return replace(cut, latency_ms=after_ms)
 
 

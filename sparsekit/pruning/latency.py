@@ -13,13 +13,16 @@ _INSIDE = 0.1
 """Of the bracket, the part at both ends in which no share is tried."""
 
 
-def meet_latency(limit_ms: float, dense_ms: float, cut: Callable[[float], tuple[T, Callable[[], float]]]) -> tuple[T, float]:
+def meet_latency(
+    limit_ms: float, dense_ms: float, cut: Callable[[float], tuple[T, Callable[[], float]]], *, requested: str
+) -> tuple[T, float]:
     """Cut to other shares of the FLOPs until the narrow model, measured, is within the limit and near it.
 
     Args:
         limit_ms: What a pass may take.
         dense_ms: What a pass of the dense model takes.
-        cut: Called with a share of the dense FLOPs; returns what it cuts, and a function that measures its milliseconds.
+        cut: Called with a share of the dense FLOPs; returns the cut, and a function that measures its milliseconds.
+        requested: The limit as the user gave it, for messages.
 
     Returns:
         What came nearest to the limit without exceeding it, and its milliseconds.
@@ -60,7 +63,7 @@ def meet_latency(limit_ms: float, dense_ms: float, cut: Callable[[float], tuple[
         raise refused
     if best is None:
         raise BudgetError(
-            f"the budget cannot be met: latency_ms ≤ {limit_ms:.3g} was requested, and the fastest narrow model measured took"
+            f"the budget cannot be met: latency_ms ≤ {requested} was requested, and the fastest narrow model measured took"
             f" {fastest:.3g} ms; other programs on this machine or its number of threads may be the reason, or ask for more",
             {"latency_ms": fastest},
         )

@@ -86,7 +86,7 @@ def test_of_all_models_measured_the_one_nearest_below_the_limit_is_kept(
     refused: sk.BudgetError | None = None
     noisy = set(noise) != {1.0}
     try:
-        found, measured = meet_latency(limit, 1.0, cut)
+        found, measured = meet_latency(limit, 1.0, cut, requested="")
     except sk.BudgetError as error:
         refused = error
     accepted = {share: max(own) for share, own in times.items() if own and max(own) <= limit}
