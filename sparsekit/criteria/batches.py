@@ -19,7 +19,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.progress import track
 from sparsekit.registry import calling
 from sparsekit.runtime.narrow_attention import NarrowMultiheadAttention
-from sparsekit.tracing.inputs import map_tensors
+from sparsekit.tracing.inputs import map_tensors, refuse_inference
 
 Batch = Any
 """One item of a loader: a tensor, a tuple whose last item is the target, or a mapping of keyword inputs."""
@@ -204,6 +204,7 @@ def scoring(model: nn.Module, gradients: Iterable[nn.Parameter] = ()) -> Iterato
     No copy is made, so that this costs a large model no memory. Torch's own attention runs as the narrow one does, through
     the forward pass of its output layer, whose inputs are the heads.
     """
+    refuse_inference(model)
     modes = [(module, module.training) for module in model.modules()]
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     attention: list[nn.Module] = [module for module, _ in modes if type(module) is nn.MultiheadAttention]

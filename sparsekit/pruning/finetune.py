@@ -21,6 +21,7 @@ from sparsekit.pruning.distillation import Distillation
 from sparsekit.pruning.regularizers import GroupSL
 from sparsekit.registry import calling
 from sparsekit.rng import torch_scope
+from sparsekit.tracing.inputs import refuse_inference
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]
@@ -134,6 +135,7 @@ def finetune(
     path = None if checkpoint is None else Path(checkpoint)
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         raise InvalidValueError(f"checkpoint must be a file in a folder that exists, got {str(path)!r}")
+    refuse_inference(model)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise InvalidValueError(f"no parameter of {type(model).__name__} requires gradients; call model.requires_grad_(True)")

@@ -37,7 +37,7 @@ from sparsekit.pruning.selection import Selector, read_limits
 from sparsekit.pruning.trained import UncalibratedWarning, signs_of_training
 from sparsekit.rng import torch_generator
 from sparsekit.tracing.blocks import refuse_meta
-from sparsekit.tracing.inputs import ModelInputs, find_tensors
+from sparsekit.tracing.inputs import ModelInputs, find_tensors, refuse_inference
 from sparsekit.tracing.trace import trace_units
 
 ExampleInputs: TypeAlias = (
@@ -111,11 +111,8 @@ class Plan:
     notes: Sequence[str]
 
     def target(self, step: int) -> Budget | None:
-        """Return the budget of a step, in absolute numbers; None without one."""
-        if self.budget is None:
-            return None
-        limits: dict[str, Any] = self.budget.part(self.schedule.progress(step), self.dense_costs).limits(self.dense_costs)
-        return replace(self.budget, **limits)
+        """Return the budget of a step; None without one."""
+        return None if self.budget is None else self.budget.part(self.schedule.progress(step), self.dense_costs)
 
     def limits_of(self, rest: UnitGraph) -> Limits:
         """Return limits as shares of what is left: (0.25, 0.75) of 8 units are (0.5, 1.0) of the 4 that are left."""
@@ -152,6 +149,7 @@ def decide(
     if hasattr(model, "unit_mask") and hasattr(model, "compact"):
         raise UnsupportedModelError(f"prune takes a plain model, got a {type(model).__name__}; pass masked.compact()")
     refuse_meta(model, "prune")
+    refuse_inference(model)
     call, *others = ModelInputs.several(example_inputs)
     for inputs in (call, *others):
         _check_devices(model, inputs)

@@ -20,6 +20,7 @@ from sparsekit.pruning.sequence import find_chain, fit_in_sequence
 from sparsekit.pruning.undo import Undo
 from sparsekit.rng import torch_generator
 from sparsekit.surgery.rebuild import named_entries, narrow_block, narrow_in_place
+from sparsekit.tracing.inputs import refuse_inference
 
 Reconstruct: TypeAlias = bool | Literal["layers", "batchnorm"]
 """Whether the layers of a cut model are refitted and its batch norms recalibrated; or which of the two is done."""
@@ -107,6 +108,7 @@ def refit(
     """Do what `reconstruct` does, for a `small` that nobody needs if it fails."""
     if not ridge >= 0:
         raise InvalidValueError(f"ridge must be at least 0, got {ridge}")
+    refuse_inference(small)
     mask.check(graph)
     graph.check_state(named_entries(model), what=f"the {type(model).__name__}")
     generator = torch_generator(np.random.default_rng(0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from sparsekit._torch import buffers_of
-from sparsekit.errors import InvalidValueError
+from sparsekit.errors import InvalidValueError, UnsupportedModelError
 from sparsekit.tracing.passes import WithoutDropout
 
 _PLAIN = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device, nn.Module)
@@ -26,6 +27,20 @@ _CONTAINERS = (Tensor, dict, list, tuple, deque)
 _DEPTH = 4  # how deep objects of unknown kinds are opened
 _STATES = frozenset({"transformers.cache_utils.Cache"})
 """What a model hands to its own next call: as wide as the model is inside, and so no output of it."""
+
+
+def refuse_inference(model: nn.Module) -> None:
+    """Refuse a model whose entries torch lets nobody change or differentiate.
+
+    Raises:
+        UnsupportedModelError: a parameter or buffer was made inside `torch.inference_mode`.
+    """
+    for name, entry in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if entry.is_inference():
+            raise UnsupportedModelError(
+                f"{name!r} of this {type(model).__name__} was made inside torch.inference_mode, where torch allows neither"
+                " gradients nor changes; build or load the model outside of it, or pass copy.deepcopy(model), made outside"
+            )
 
 
 def find_tensors(value: Any) -> list[Tensor]:

@@ -24,7 +24,7 @@ from sparsekit.tracing.dispatch import Dispatcher
 from sparsekit.tracing.followed import FollowNumbers, hold_numbers
 from sparsekit.tracing.grouping.build import Built, build
 from sparsekit.tracing.grouping.sizes import literal_cause, try_other_sizes
-from sparsekit.tracing.inputs import ModelInputs, find_tensors
+from sparsekit.tracing.inputs import ModelInputs, find_tensors, refuse_inference
 from sparsekit.tracing.norms import NormRecorder
 from sparsekit.tracing.passes import ReadOnly, lent_copy, private_passes, train_without_dropout
 from sparsekit.tracing.verify import Verifier
@@ -153,6 +153,7 @@ def check_runs(small: nn.Module, call: ModelInputs) -> None:
 def _check(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    refuse_inference(model)
     lazy = [name for name, entry in model.named_parameters() if isinstance(entry, nn.parameter.UninitializedParameter)]
     if lazy:
         raise UnsupportedModelError(

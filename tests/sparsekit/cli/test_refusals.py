@@ -45,9 +45,14 @@ LINES = {
         ("--budget flops=150%", "(0, 100] %"),
         ("--budget flop=50%", "did you mean 'flops'"),
         ("--budget flops=1", "is the minimum"),
+        ("--budget flops=0.0001%", "flops ≤ 0.0001% ("),
+        ("--budget params=0.0001%,flops=50%", "params ≤ 0.0001% (0) was requested"),
+        ("--budget bytes=0.001% --schedule linear=2", "bytes ≤ 0.001% (0 B) was requested"),
+        ("--budget latency_ms=0.0001%", "latency_ms ≤ 0.0001% ("),
     ],
     "prune nets.py:make --budget flops=50%": [
         ("--exclude stem", "selects nothing"),
+        ("--exclude '(stem'", "'(stem' is neither a name nor a regular expression: missing )"),
         ("--criterion taylor", "needs data; pass --dataset"),
         ("--criterion taylr", "did you mean 'taylor'"),
         ("--epochs 1", "needs data"),
@@ -78,6 +83,7 @@ LINES = {
         ("--sampler pucbv", "did you mean 'p-ucbv'"),
         ("--sampler nets.py:make", "the sampler nets.py:make failed with TypeError"),
         ("--metric m", "--metric must have one group"),
+        ("--metric '(m'", "--metric is not a regular expression: missing )"),
     ],
 }
 

@@ -1,6 +1,9 @@
 """Selections: layers by name, regular expression, type and module; what means nothing is an error."""
 
+import re
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,8 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import sparsekit as sk
+from sparsekit.allocation import by_ratio, ratio_counts
 from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit.pruning.selection import read_limits, select_groups
+
+
+X = torch.randn(1, 3, 5, 5)
 
 
 class _Net(nn.Module):
@@ -31,7 +38,7 @@ class _Net(nn.Module):
 @pytest.fixture(scope="module")
 def net() -> tuple[nn.Module, sk.UnitGraph]:
     model = _Net()
-    return model, sk.trace_units(model, torch.randn(1, 3, 5, 5))
+    return model, sk.trace_units(model, X)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +76,26 @@ def test_what_means_nothing_lists_the_nearest(
 ) -> None:
     with pytest.raises(error, match=told):
         select_groups(*net, selector)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda model, graph, text: sk.prune(model, X, budget="flops=80%", graph=graph, exclude=[text]),
+        lambda model, graph, text: sk.prune(model, X, budget="flops=80%", graph=graph, limits={text: (0.5, 1.0)}),
+        lambda model, graph, text: sk.prune(model, X, graph=graph, allocation=partial(by_ratio, ratios={text: 0.5})),
+        lambda _, graph, text: ratio_counts(graph, {text: 0.5}),
+    ],
+    ids=["exclude", "limits", "by_ratio", "ratio_counts"],
+)
+def test_a_bad_regular_expression_ends_in_a_sentence_wherever_it_is_given(
+    net: tuple[nn.Module, sk.UnitGraph], given: Callable[..., object]
+) -> None:
+    for text in ("(stage", "*", "[a", "a{2,1}"):
+        with pytest.raises(
+            InvalidValueError, match=f"^{re.escape(repr(text))} is neither a (name|group) nor a regular expression: "
+        ):
+            given(*net, text)
 
 
 def test_all_limits_of_a_group_hold_and_keep_goes_over_them(net: tuple[nn.Module, sk.UnitGraph]) -> None:

@@ -111,3 +111,38 @@ def test_a_learnable_mask_is_compacted_before_it_is_pruned() -> None:
     masked = sk.LearnableMask(make_model(), (X[:2],), ratio=0.5)
     with pytest.raises(sk.errors.UnsupportedModelError, match=r"pass masked\.compact\(\)"):
         sk.prune(masked, X[:2], budget="flops=50%")
+
+
+INPUTS = BATCHES[0][0]
+GRAPH = sk.trace_units(make_model(), INPUTS)
+MASK = sk.make_mask(sk.criteria.Ordered(), GRAPH, 0.5, sk.ScoringContext())
+ENTRIES: dict[str, Callable[[nn.Module], object]] = {
+    "trace_units": lambda model: sk.trace_units(model, INPUTS),
+    "prune": lambda model: sk.prune(model, INPUTS, budget="flops=50%"),
+    "prune with a graph": lambda model: sk.prune(model, INPUTS, budget="flops=50%", graph=GRAPH),
+    "LearnableMask": lambda model: sk.LearnableMask(model, INPUTS, ratio=0.5),
+    "LearnableMask with a graph": lambda model: sk.LearnableMask(model, graph=GRAPH, ratio=0.5),
+    "finetune": lambda model: sk.finetune(model, BATCHES, F.cross_entropy, epochs=1),
+    "recalibrate_batchnorm": lambda model: sk.recalibrate_batchnorm(model, BATCHES),
+    "reconstruct": lambda model: sk.reconstruct(model, sk.compact(model, GRAPH, MASK), GRAPH, MASK, BATCHES),
+    "a criterion": lambda model: sk.criteria.Fisher(BATCHES, F.cross_entropy).scores(GRAPH, sk.ScoringContext(model=model)),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_model_made_in_inference_mode_is_refused_in_our_words_and_its_copy_works(entry: str) -> None:
+    with torch.inference_mode():
+        model = make_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(sk.errors.UnsupportedModelError, match=r"'0.weight' of this Sequential .*inference_mode.*deepcopy"):
+        ENTRIES[entry](model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    ENTRIES[entry](copy.deepcopy(model))
+
+
+def test_a_small_model_made_in_inference_mode_is_not_refitted() -> None:
+    model = make_model()
+    with torch.inference_mode():
+        small = sk.compact(model, GRAPH, MASK)
+    with pytest.raises(sk.errors.UnsupportedModelError, match="inference_mode"):
+        sk.reconstruct(model, small, GRAPH, MASK, BATCHES)
