@@ -15,7 +15,6 @@ from sparsekit.allocation import by_ratio, ratio_counts
 from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit.pruning.selection import read_limits, select_groups
 
-
 X = torch.randn(1, 3, 5, 5)
 
 
