@@ -68,7 +68,7 @@ def prune(model: nn.Module, calibration: Batches, train: Batches) -> nn.Module:
         F.cross_entropy,
         epochs=1,
         optimizer=lambda parameters: torch.optim.SGD(parameters, 0.004),
-        distillation=sk.finetuning.Distillation(model),
+        distillation=sk.Distillation(model),
     )
     sk.recalibrate_batchnorm(small, train[:32])  # this network updates its statistics slowly
     return small
@@ -126,7 +126,7 @@ def main(folder: str = "data") -> None:
     torch.manual_seed(0)
     model, calibration, train, test = load(Path(folder))
     for name, network in (("dense", model), ("small", prune(model, calibration, train))):
-        sk.surgery.export_onnx(network, (calibration[0][0],), f"{name}.onnx")
+        sk.export_onnx(network, (calibration[0][0],), f"{name}.onnx")
         quantize(name, calibration)
     measure(test)
 

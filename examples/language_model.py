@@ -82,7 +82,7 @@ def main() -> None:
         calibration,
         epochs=1,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, 3e-4),
-        distillation=sk.finetuning.Distillation(model),
+        distillation=sk.Distillation(model),
     )
     report("trained", small, began)
 

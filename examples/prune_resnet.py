@@ -96,7 +96,7 @@ def main(folder: str | None = None) -> nn.Module:
     train(small, train_batches, AFTER, lr=0.05)
     print(f"fine-tuned: {accuracy(small):.1%}")
     pruned.save("small.safetensors")
-    sk.surgery.export_onnx(small, (images,), "small.onnx")
+    sk.export_onnx(small, (images,), "small.onnx")
     return small
 
 

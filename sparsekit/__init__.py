@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )
     from sparsekit.criteria.base import Criterion as Criterion, ScoringContext as ScoringContext
     from sparsekit.finetuning import (
+        Distillation as Distillation,
         finetune as finetune,
         recalibrate_batchnorm as recalibrate_batchnorm,
         reconstruct as reconstruct,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from sparsekit.pruning.report import PruneReport as PruneReport
     from sparsekit.pruning.result import Pruned as Pruned
     from sparsekit.surgery.compaction import compact as compact, expand as expand
+    from sparsekit.surgery.onnx import export_onnx as export_onnx
     from sparsekit.transformers.pretrained import load_pretrained as load_pretrained, save_pretrained as save_pretrained
     from sparsekit.transformers.pretrained_config import fit_config as fit_config
     from sparsekit.surgery.saving import load_compact as load_compact, load_mask as load_mask, save_compact as save_compact
@@ -64,32 +66,44 @@ if TYPE_CHECKING:
     from sparsekit.training.narrowing import LearnedNarrowing as LearnedNarrowing
 
 _HOMES = {
-    "sparsekit": "allocation bandit criteria errors finetuning graph layers measure surgery tracing training",
-    "sparsekit.allocation.masks": "mask_from_scores make_mask",
-    "sparsekit.allocation.problem": "Allocation",
-    "sparsekit.bandit": "PUCBV Bandit Box Interval Pull SplitUCBV",
-    "sparsekit.criteria.base": "Criterion ScoringContext",
-    "sparsekit.finetuning": "finetune recalibrate_batchnorm reconstruct",
+    "sparsekit": "allocation criteria errors",
+    "sparsekit.allocation.masks": "make_mask",
+    "sparsekit.bandit": "PUCBV Box Interval SplitUCBV",
+    "sparsekit.finetuning": "finetune recalibrate_batchnorm reconstruct Distillation",
     "sparsekit.graph.graph": "UnitGraph",
-    "sparsekit.graph.groups": "UnitGroup UnitSlice",
-    "sparsekit.graph.mask": "UnitMask WeightMask",
-    "sparsekit.layers": "LayerRule",
-    "sparsekit.measure.budget": "Budget BudgetError",
-    "sparsekit.measure.cost": "Cost count_cost cost_model",
+    "sparsekit.graph.mask": "UnitMask",
+    "sparsekit.measure.budget": "Budget",
+    "sparsekit.measure.cost": "count_cost",
     "sparsekit.pruning.prune": "prune",
-    "sparsekit.pruning.report": "PruneReport",
     "sparsekit.pruning.result": "Pruned",
     "sparsekit.surgery.compaction": "compact expand",
     "sparsekit.transformers.pretrained": "load_pretrained save_pretrained",
-    "sparsekit.transformers.pretrained_config": "fit_config",
-    "sparsekit.surgery.saving": "load_compact load_mask save_compact",
+    "sparsekit.surgery.saving": "load_compact save_compact",
     "sparsekit.tracing.trace": "trace_units",
-    "sparsekit.training.importance": "GradientImportance",
     "sparsekit.training.learnable": "LearnableMask",
-    "sparsekit.training.narrow_model": "NarrowModel",
     "sparsekit.training.narrowing": "LearnedNarrowing",
+    "sparsekit.surgery": "export_onnx",
 }
-__all__, __getattr__ = lazy_names(__name__, _HOMES)
+"""What a script can rely on."""
+_FURTHER = {
+    "sparsekit": "bandit finetuning graph layers measure surgery tracing training",
+    "sparsekit.allocation.masks": "mask_from_scores",
+    "sparsekit.allocation.problem": "Allocation",
+    "sparsekit.bandit": "Bandit Pull",
+    "sparsekit.criteria.base": "Criterion ScoringContext",
+    "sparsekit.graph.groups": "UnitGroup UnitSlice",
+    "sparsekit.graph.mask": "WeightMask",
+    "sparsekit.layers": "LayerRule",
+    "sparsekit.measure.budget": "BudgetError",
+    "sparsekit.measure.cost": "Cost cost_model",
+    "sparsekit.pruning.report": "PruneReport",
+    "sparsekit.transformers.pretrained_config": "fit_config",
+    "sparsekit.surgery.saving": "load_mask",
+    "sparsekit.training.importance": "GradientImportance",
+    "sparsekit.training.narrow_model": "NarrowModel",
+}
+"""For authors of plug-ins, and for sparsekit itself; these names may change."""
+__all__, __getattr__ = lazy_names(__name__, _HOMES, _FURTHER)
 
 
 def __dir__() -> list[str]:

@@ -7,25 +7,31 @@ from typing import Any
 __all__ = ["lazy_names"]
 
 
-def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[list[str], Callable[[str], Any]]:
+def lazy_names(
+    package: str, homes: Mapping[str, str], further: Mapping[str, str] | None = None
+) -> tuple[list[str], Callable[[str], Any]]:
     """Make `__all__` and `__getattr__` of a package. Type checkers need the same imports below `if TYPE_CHECKING:`.
 
     Args:
-        package: Its name.
-        homes: Module → the names that are imported from it, separated by spaces; modules of a package are names of it.
+        package: Name of the package.
+        homes: Module → the public names in it, separated by spaces; for the package itself, the names of its modules.
+        further: The same for names that can be imported, but are not in `__all__`.
 
     Returns:
-        All names, sorted, and the function that finds one.
+        The public names, sorted, and the function that imports a name.
     """
-    home_of = {name: module for module, names in homes.items() for name in names.split()}
+    homes, further = (
+        {name: module for module, names in each.items() for name in names.split()} for each in (homes, further or {})
+    )
+    home_of = homes | further
 
     def find(name: str) -> Any:
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = importlib.import_module(home_of[name])
-        # The other package may be lazy too; of this one only modules are asked for here.
+        # The other package may be lazy too; from this package only modules are imported here.
         if home_of[name] != package and hasattr(module, name):
             return getattr(module, name)
         return importlib.import_module(f"{home_of[name]}.{name}")
 
-    return sorted(home_of), find
+    return sorted(homes), find

@@ -40,29 +40,35 @@ if TYPE_CHECKING:
     from sparsekit_fl.client.messages import Update as Update, Cost as Cost
 
 _HOMES = {
-    "sparsekit_fl": "callbacks engines errors methods",
+    "sparsekit_fl": "callbacks errors methods",
+    "sparsekit_fl.paper.build": "build_problem",
+    "sparsekit_fl.methods.base": "Method",
+    "sparsekit_fl.config": "RunConfig TrainingConfig",
+    "sparsekit_fl.paper.presets": "preset_for",
+    "sparsekit_fl.problem": "metrics",
+    "sparsekit_fl.problem.data": "Capability Client ClientData TensorData",
+    "sparsekit_fl.problem.problem": "Problem",
+    "sparsekit_fl.results": "load_result RunResult",
+    "sparsekit_fl.models": "load_model",
+    "sparsekit_fl.rounds": "run",
+}
+"""What a script can rely on."""
+_FURTHER = {
+    "sparsekit_fl": "engines",
     "sparsekit_fl.callbacks": "Callback RunView",
     "sparsekit_fl.client.context": "ClientContext",
     "sparsekit_fl.methods.server": "ServerContext mean",
     "sparsekit_fl.problem.datasets": "datasets DataSource",
     "sparsekit_fl.engines": "Engine Processes",
-    "sparsekit_fl.paper.build": "build_problem",
-    "sparsekit_fl.methods.base": "Method",
     "sparsekit_fl.methods.client": "sgd Result Task",
     "sparsekit_fl.methods.submodels": "units",
-    "sparsekit_fl.config": "RunConfig TrainingConfig",
     "sparsekit_fl.options": "option",
-    "sparsekit_fl.paper.presets": "preset_for",
     "sparsekit_fl.problem.partition": "partitions Partition",
-    "sparsekit_fl.problem": "metrics",
-    "sparsekit_fl.problem.data": "Capability Client ClientData TensorData",
-    "sparsekit_fl.problem.problem": "Problem",
-    "sparsekit_fl.results": "load_result RoundRecord RunResult",
-    "sparsekit_fl.models": "load_model",
-    "sparsekit_fl.rounds": "run",
+    "sparsekit_fl.results": "RoundRecord",
     "sparsekit_fl.client.messages": "Evaluation Reply Request Update Cost",
 }
-__all__, __getattr__ = lazy_names(__name__, _HOMES)
+"""For authors of plug-ins, and for sparsekit itself; these names may change."""
+__all__, __getattr__ = lazy_names(__name__, _HOMES, _FURTHER)
 
 
 def __dir__() -> list[str]:

@@ -228,8 +228,10 @@ def _names(path: Path) -> set[str]:
     return {name for name in found if name.split(".")[0] in ("sparsekit", "sparsekit_fl")}
 
 
-def test_examples_need_public_names_alone() -> None:
-    public = {"sparsekit", "sparsekit_fl", *(FOLDER.parent / "tests" / "public_api.txt").read_text(encoding="utf-8").split()}
+def test_examples_import_from_the_two_packages_and_from_no_file_inside_them() -> None:
+    homes = {name: importlib.import_module(name) for name in PACKAGES.values()}
+    further = {f"{name}.{each}" for name, home in homes.items() for names in home._FURTHER.values() for each in names.split()}
+    public = {*homes, *further, *(f"{name}.{each}" for name, home in homes.items() for each in home.__all__)}
     strange = {
         f"{path.name}: {name}"
         for path in FOLDER.glob("*.py")

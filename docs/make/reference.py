@@ -1,6 +1,6 @@
-"""Pages of the API reference, one for each task: every public name with its signature, its documentation and an example.
+"""Pages of the API reference, one for each task: every documented name with its signature, its documentation and an example.
 
-The names are those of tests/public_api.txt, which a test compares with `__all__`; the examples are in docs/reference/examples.
+A test compares `TASKS` with the public names of both packages; the examples are in docs/reference/examples.
 """
 
 import importlib
@@ -16,22 +16,27 @@ from sparsekit_fl.options import Checked, options_of
 
 _WIDTH = 96
 TASKS: dict[str, str] = {
-    "Prune": "prune Budget Pruned PruneReport finetune reconstruct recalibrate_batchnorm finetuning BudgetError",
-    "Train narrow": "LearnableMask GradientImportance NarrowModel training",
-    "Units and masks": "trace_units UnitGraph UnitMask compact expand make_mask mask_from_scores UnitGroup UnitSlice WeightMask"
-    " graph tracing LayerRule layers",
-    "Criteria and allocations": "criteria.Magnitude criteria.Fisher criteria.Wanda criteria.Taylor allocation.by_cost"
-    " allocation.by_loss Criterion ScoringContext Allocation criteria allocation",
-    "Measure": "count_cost cost_model Cost measure",
-    "Save and export": "save_compact load_compact load_mask surgery save_pretrained load_pretrained fit_config",
-    "Bandits": "SplitUCBV PUCBV Interval Box Pull Bandit bandit",
-    "Errors": "errors",
+    "Prune": "prune Budget Pruned finetune Distillation reconstruct recalibrate_batchnorm count_cost",
+    "Train narrow": "LearnableMask LearnedNarrowing",
+    "Units and masks": "trace_units UnitGraph UnitMask make_mask compact expand",
+    "Criteria and allocations": "criteria.Magnitude criteria.Fisher criteria.PositionFisher criteria.Wanda criteria.Taylor"
+    " criteria.Random allocation.by_cost allocation.by_loss allocation.balanced allocation.uniform allocation.by_ratio"
+    " allocation.Schedule",
+    "Save and export": "save_compact load_compact export_onnx save_pretrained load_pretrained",
+    "Bandits": "SplitUCBV PUCBV Interval Box",
+    "Errors": "errors fl.errors",
     "Run federated learning": "fl.run fl.Problem fl.Client fl.ClientData fl.RunConfig fl.TrainingConfig fl.methods fl.RunResult"
-    " fl.load_result fl.load_model fl.build_problem fl.preset_for fl.TensorData fl.Capability fl.callbacks fl.metrics"
-    " fl.engines",
-    "Write a federated method": "fl.Method fl.Task fl.Update fl.mean fl.sgd fl.units fl.ClientContext fl.ServerContext fl",
+    " fl.load_result fl.load_model fl.TensorData fl.build_problem fl.preset_for fl.Capability fl.callbacks.EarlyStopping"
+    " fl.callbacks.BestCheckpoint fl.callbacks.TensorBoard fl.metrics.accuracy",
+    "Write a federated method": "fl.Method fl.Task fl.Update fl.mean fl.sgd fl.units fl.Result fl.ClientContext"
+    " fl.ServerContext fl.option",
+    "Extend": "Criterion ScoringContext mask_from_scores Allocation allocation.Problem LayerRule layers.Tracer"
+    " layers.TensorLabels UnitGroup Bandit Pull GradientImportance finetuning.GroupSL fit_config surgery.export_program"
+    " fl.Callback fl.DataSource fl.Engine fl.Request fl.Reply",
 }
-"""Page → names, the most important ones first; `fl` is sparsekit_fl. A module brings all that is in it."""
+"""Page → names, the most important ones first; `fl` is sparsekit_fl. A module of errors brings all that are in it."""
+FOR_AUTHORS = ("Write a federated method", "Extend")
+"""Pages for authors of plug-ins; most of their names are not in `__all__`."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +54,17 @@ class Page:
     text: str
 
 
-def names_of(root: Path) -> list[str]:
-    """Return the public names, sorted."""
-    return (root / "tests" / "public_api.txt").read_text(encoding="utf-8").split()
+@cache
+def names_of() -> dict[str, str]:
+    """Return documented name → its page, in the order of the pages."""
+    found: dict[str, str] = {}
+    for task, listed in TASKS.items():
+        for short in listed.split():
+            root, _, rest = short.partition(".")
+            name = f"sparsekit_fl.{rest}" if root == "fl" else f"sparsekit.{short}"
+            inside = [f"{name}.{each}" for each in _find(name).__all__] if name.endswith(".errors") else [name]
+            found.update((each, task) for each in inside if inside == [name] or inspect.isclass(_find(each)))
+    return found
 
 
 def examples_of(root: Path) -> dict[str, str]:
@@ -61,58 +74,15 @@ def examples_of(root: Path) -> dict[str, str]:
         text = path.read_text(encoding="utf-8").split("# --- examples ---\n", 1)[1]
         for block in re.split(r"(?m)^(?=# sparsekit)", text):
             head, _, code = block.partition("\n")
-            if not head.startswith("# "):
-                continue
-            for name in head[2:].split(", "):
-                found[name.strip()] = code.strip()
-    names = names_of(root)
-    for name in names:
-        template = _template(name)
-        if template and name not in found:
-            found[name] = template
-    # The same object under another name has the same example.
-    known = {id(_find(name)): code for name, code in found.items() if name in names and callable(_find(name))}
-    for name in names:
-        if name not in found and id(_find(name)) in known:
-            found[name] = known[id(_find(name))]
+            if head.startswith("# "):
+                found.update((name.strip(), code.strip()) for name in head[2:].split(", "))
     return found
 
 
-def _template(name: str) -> str | None:
-    """Return the example of names that are all used alike: methods."""
-    kind, _, last = name.rpartition(".")
-    if kind == "sparsekit_fl.methods":
-        return f"result = fl.run(fl.methods.{last}(), problem, clients, config)"
-    return None
-
-
-@cache
 def pages_of(root: Path) -> tuple[Page, ...]:
-    """Make a page for each task; every public name is on one of them."""
-    examples, first = examples_of(root), dict[int, str]()
-    places = {name: _place(name) for name in names_of(root)}
-    found = {task: sorted((place, name) for name, (where, place) in places.items() if where == task) for task in TASKS}
-    paths = {name: f"{_slug(where)}.md#{name}" for name, (where, _) in places.items()}
-    return tuple(
-        Page(f"reference/{_slug(task)}.md", task, _page(task, [name for _, name in names], examples, first, paths))
-        for task, names in found.items()
-    )
-
-
-def _slug(task: str) -> str:
-    return task.lower().replace(" ", "-")
-
-
-def _place(name: str) -> tuple[str, tuple[int, bool, str]]:
-    """Return the page of a public name, and where on it: by its own entry in `TASKS` or that of its nearest module."""
-    best: tuple[int, str, int] = (-1, "Prune", 0)
-    for task, listed in TASKS.items():
-        for place, short in enumerate(listed.split()):
-            root, _, rest = short.partition(".")
-            full = f"sparsekit_fl.{rest}".rstrip(".") if root == "fl" else f"sparsekit.{short}"
-            if name == full or name.startswith(f"{full}."):
-                best = max(best, (len(full), task, place))
-    return best[1], (best[2], isinstance(_find(name), ModuleType) is False, name.lower())
+    """Make a page for each task."""
+    examples = examples_of(root)
+    return tuple(Page(f"reference/{task.lower().replace(' ', '-')}.md", task, _page(task, examples)) for task in TASKS)
 
 
 def _find(name: str) -> Any:
@@ -123,31 +93,36 @@ def _find(name: str) -> Any:
     return found
 
 
-def _page(task: str, names: list[str], examples: dict[str, str], first: dict[int, str], paths: dict[str, str]) -> str:
-    lines = [f"# {task}", "", "| name | what it does |", "|---|---|"]
-    lines += [f"| [`{name}`](#{name}) | {_first_line(_find(name)).replace('|', chr(92) + '|')} |" for name in names[:10]]
+def _page(task: str, examples: dict[str, str]) -> str:
+    names = [name for name, page in names_of().items() if page == task]
+    lines = [f"# {task}", ""]
+    if task in FOR_AUTHORS:
+        lines += ["For authors of plug-ins. Names outside of `__all__` may change; the changelog then says how.", ""]
+    lines += ["| name | what it does |", "|---|---|"]
+    lines += [f"| [`{name}`](#{name}) | {_cell(_first_line(_find(name)))} |" for name in names[:10]]
     lines.append("")
     for name in names:
-        found = _find(name)
+        found, code = _find(name), examples.get(name)
         lines += [f"## `{name}` {{ #{name} }}", ""]
-        # What is documented under a shorter name first is only pointed at.
-        elsewhere = first.setdefault(id(found), name) if callable(found) else name
         if isinstance(found, ModuleType):
-            lines += [f"A module: {_first_line(found)}", ""]
-        elif elsewhere != name:
-            lines += [f"The same as [`{elsewhere}`]({paths[elsewhere]}).", "", *_code(signature_of(name, found))]
+            members = {each: _find(f"{name}.{each}") for each in found.__all__}
+            lines += [f"A module: {_first_line(found)}", "", "| name | what it does |", "|---|---|"]
+            lines += [
+                f"| `{each}` | {_cell(_first_line(value))} |" for each, value in members.items() if inspect.isroutine(value)
+            ]
+            lines.append("")
         else:
             home = _home(found)
             lines += [*_code(signature_of(name, found)), _value_text(found) if home is None else f"::: {home}", ""]
             # Options are described where they are declared, and not in the docstring.
             options = options_of(found) if inspect.isclass(found) and issubclass(found, Checked) else {}
             lines += [*(f"- `{each}`: {option.about}" for each, option in options.items() if option.about), ""]
-        lines += _example(examples.get(name) or examples.get(elsewhere))
+        lines += ["Example:", "", *_code(code)] if code else []
     return "\n".join(lines)
 
 
-def _example(code: str | None) -> list[str]:
-    return ["Example:", "", *_code(code)] if code else []
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def _code(text: str) -> list[str]:

@@ -64,14 +64,7 @@ class HalfOwn(fl.Method):
 
 fl.run(HalfOwn(), problem, clients, config)
 
-# sparsekit_fl.Partition, sparsekit_fl.partitions, sparsekit_fl.datasets
-import numpy as np
-
-deal: fl.Partition = fl.partitions["dirichlet"]
-splits = deal(fl.datasets["digits"](), clients=10, rng=np.random.default_rng(0))
-dealt = [fl.Client(id=k, data=data) for k, data in enumerate(splits)]
-
-# sparsekit_fl.Update, sparsekit_fl.Cost, sparsekit_fl.Evaluation
+# sparsekit_fl.Update
 class Sizes(fl.Method):
     """Prints what clients send; messages are made by the run, and not by hand."""
 
@@ -104,7 +97,7 @@ client = fl.Client(id=0, data=fl.ClientData(split(30), split(10), split(10)), ca
 # sparsekit_fl.ClientData
 data = fl.ClientData(train=split(60), val=split(20), test=split(40))
 
-# sparsekit_fl.Engine, sparsekit_fl.Reply, sparsekit_fl.Request, sparsekit_fl.engines.Engine, sparsekit_fl.engines.Memories, sparsekit_fl.engines.RunClients, sparsekit_fl.engines.RunSpec, sparsekit_fl.engines.answer, sparsekit_fl.engines.one_thread
+# sparsekit_fl.Engine, sparsekit_fl.Reply, sparsekit_fl.Request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -128,12 +121,6 @@ engine: fl.Engine = Simple()
 fl.run(fl.methods.fedavg(), problem, clients, config, engine=engine)
 
 
-# sparsekit_fl.engines.run_client
-spec = fl.engines.RunSpec.build(fl.methods.fedavg(), problem, config)
-request = fl.Request(round=1, client_id=0, state=spec.initial)
-reply, memory = fl.engines.run_client(spec, clients[0], request, {})
-
-
 # sparsekit_fl.DataSource
 images, labels = torch.randint(256, (40, 1, 8, 8), dtype=torch.uint8), torch.randint(10, (40,))
 source = fl.DataSource(  # a function that returns one can be named on the command line: --dataset package.module:function
@@ -147,17 +134,8 @@ source = fl.DataSource(  # a function that returns one can be named on the comma
 )
 
 
-# sparsekit_fl.Processes, sparsekit_fl.engines.Processes
-fl.run(fl.methods.fedavg(), problem, clients, config, engine=fl.Processes(workers=2))
-
 # sparsekit_fl.Problem
 problem = fl.Problem(model=make_model, example_inputs=(torch.zeros(1, 8),), metrics={"accuracy": fl.metrics.accuracy})
-
-# sparsekit_fl.RoundRecord
-result = fl.run(fl.methods.fedavg(), problem, clients, config)
-record: fl.RoundRecord = result.rounds[-1]
-print(record.round, record.cohort, record.cost.seconds)
-
 
 # sparsekit_fl.RunConfig
 config = fl.RunConfig(rounds=20, cohort=4, eval_every=5, seed=1)
@@ -179,20 +157,11 @@ training = fl.TrainingConfig(local_epochs=2, batch_size=32, lr=0.05, momentum=0.
 preset = fl.preset_for(dataset="digits")
 digits, holders = fl.build_problem(preset, clients=5, seed=0)
 
-# sparsekit_fl.engines, sparsekit_fl.engines.registry
-list(fl.engines.registry)
-
-# sparsekit_fl.errors
-try:
-    fl.run(fl.methods.fedavg(), problem, clients, config, resume=True, out="nothing-here")
-except fl.errors.ResumeError as error:
-    print(error)
-
-# sparsekit_fl.methods, sparsekit_fl.methods.registry
+# sparsekit_fl.methods
 list(fl.methods.registry)
 fl.methods.fedprox(mu=0.1)  # an option is a field; `sparsekit describe fedprox` lists them
 
-# sparsekit_fl.metrics, sparsekit_fl.metrics.accuracy
+# sparsekit_fl.metrics.accuracy
 right, of = fl.metrics.accuracy(torch.tensor([[0.0, 1.0]]), torch.tensor([1]))
 
 # sparsekit_fl.run
@@ -228,23 +197,7 @@ try:
 except fl.errors.RunInterrupted as error:  # Ctrl-C
     print(error)
 
-# sparsekit_fl.metrics.IGNORED
-targets = torch.tensor([1, fl.metrics.IGNORED])  # the second is padding and does not count
-
-
-# sparsekit_fl.metrics.Metric
-def top2(outputs, targets):
-    """A metric returns a sum and what it is to be divided by."""
-    return (outputs.topk(2).indices == targets[:, None]).any(1).sum(), len(targets)
-
-
-metric: fl.metrics.Metric = top2
-
-# sparsekit_fl.metrics.cross_entropy
-loss = fl.metrics.cross_entropy(torch.randn(4, 2), torch.tensor([0, 1, 0, 1]))
-
-
-# sparsekit_fl.Callback, sparsekit_fl.callbacks.Callback, sparsekit_fl.RunView, sparsekit_fl.callbacks.RunView
+# sparsekit_fl.Callback
 class Spend(fl.Callback):
     """Ends a run once its clients have done this much work."""
 
@@ -259,9 +212,6 @@ class Spend(fl.Callback):
 result = fl.run(fl.methods.fedavg(), problem, clients, config, callbacks=[Spend(10**9)])
 
 
-# sparsekit_fl.callbacks, sparsekit_fl.callbacks.loggers
-list(fl.callbacks.loggers)
-
 # sparsekit_fl.callbacks.BestCheckpoint
 from sparsekit_fl.callbacks import BestCheckpoint
 
@@ -271,12 +221,6 @@ fl.run(fl.methods.fedavg(), problem, clients, config, callbacks=[BestCheckpoint(
 from sparsekit_fl.callbacks import EarlyStopping
 
 fl.run(fl.methods.fedavg(), problem, clients, config, callbacks=[EarlyStopping(patience=3)])
-
-# sparsekit_fl.callbacks.LiveProgress
-from sparsekit_fl.callbacks import LiveProgress
-
-with LiveProgress() as progress:
-    fl.run(fl.methods.fedavg(), problem, clients, config, callbacks=[progress])
 
 # sparsekit_fl.callbacks.TensorBoard
 from sparsekit_fl.callbacks import TensorBoard
@@ -291,5 +235,3 @@ fl.run(fl.methods.fedavg(), problem, clients, config, out="runs-mine")
 result = fl.load_result("runs-mine")
 model = fl.load_model("runs-mine", model=make_model)
 
-# sparsekit_fl.metrics.lower_is_better
-assert fl.metrics.lower_is_better("loss")
