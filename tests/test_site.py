@@ -44,7 +44,7 @@ def test_every_public_name_has_an_entry_in_the_reference_and_every_entry_an_exam
 def test_the_entry_of_a_class_of_options_describes_each() -> None:
     text = "\n".join(page.text for page in REFERENCE.pages_of(ROOT))
     for name in ("RunConfig", "TrainingConfig", "methods.hermes"):
-        entry = text.partition(f"## `sparsekit_fl.{name}`")[2].partition("\n## ")[0]
+        entry = re.split(r"\n##+ ", text.partition(f" {{ #sparsekit_fl.{name} }}\n")[2])[0]
         kind = operator.attrgetter(name)(sparsekit_fl)
         assert [field.name for field in fields(kind) if f"\n- `{field.name}`: " not in entry] == []
 

@@ -105,20 +105,23 @@ def _page(task: str, examples: dict[str, str]) -> str:
         found, code = _find(name), examples.get(name)
         lines += [f"## `{name}` {{ #{name} }}", ""]
         if isinstance(found, ModuleType):
-            members = {each: _find(f"{name}.{each}") for each in found.__all__}
-            lines += [f"A module: {_first_line(found)}", "", "| name | what it does |", "|---|---|"]
-            lines += [
-                f"| `{each}` | {_cell(_first_line(value))} |" for each, value in members.items() if inspect.isroutine(value)
-            ]
-            lines.append("")
+            lines += [f"A module: {_first_line(found)}", ""]
+            for each in found.__all__:
+                inner = _find(f"{name}.{each}")
+                if inspect.isclass(inner) or inspect.isroutine(inner):
+                    lines += [f"### `{each}` {{ #{name}.{each} }}", "", _first_line(inner), "", *_options(inner)]
         else:
             home = _home(found)
             lines += [*_code(signature_of(name, found)), _value_text(found) if home is None else f"::: {home}", ""]
-            # Options are described where they are declared, and not in the docstring.
-            options = options_of(found) if inspect.isclass(found) and issubclass(found, Checked) else {}
-            lines += [*(f"- `{each}`: {option.about}" for each, option in options.items() if option.about), ""]
+            lines += _options(found)
         lines += ["Example:", "", *_code(code)] if code else []
     return "\n".join(lines)
+
+
+def _options(found: Any) -> list[str]:
+    """Describe the options of a class, which says so where it declares them, and not in its docstring."""
+    options = options_of(found) if inspect.isclass(found) and issubclass(found, Checked) else {}
+    return [*(f"- `{each}`: {option.about}" for each, option in options.items() if option.about), ""]
 
 
 def _cell(text: str) -> str:
