@@ -136,14 +136,14 @@ def _described(hint: Any) -> str:
 
 
 def _is_limited(hint: Any) -> bool:
-    """Tell whether pydantic knows every type in an annotation, or a range that it states."""
-    return get_origin(hint) in (Annotated, Literal) or hint in (bool, int, float, str) or any(map(_is_limited, get_args(hint)))
+    """Tell whether an annotation holds a range or a `Literal`."""
+    return get_origin(hint) in (Annotated, Literal) or any(map(_is_limited, get_args(hint)))
 
 
 class Checked:
     """Base of dataclasses that check their own fields, when they are made and when they are replaced.
 
-    A field is checked if its annotation has a range, a `Literal` or a plain type such as `bool`; its default is always allowed.
+    A field is checked if its annotation is a plain type such as `bool`, or has a range or a `Literal`; its default is allowed.
     Rules between fields go into a `__post_init__` that calls this one first. The descriptions of options end the docstring.
 
     Raises:
@@ -166,7 +166,7 @@ class Checked:
 
 @cache
 def _limited_options(owner: type) -> list[Option]:
-    return [one for one in options_of(owner).values() if _is_limited(one.hint)]
+    return [one for one in options_of(owner).values() if one.hint in (bool, int, float, str) or _is_limited(one.hint)]
 
 
 @cache
