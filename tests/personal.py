@@ -2,6 +2,7 @@
 
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 
@@ -82,9 +83,10 @@ def _deep() -> nn.Module:
 
 @dataclass
 class Watching:
-    """An engine that keeps the requests and the replies of another one."""
+    """An engine that keeps the requests and the replies of another one; `change` makes the replies that arrive."""
 
     engine: fl.Engine = field(default_factory=fl.Processes)
+    change: Callable[[fl.Request, fl.Reply], fl.Reply] = lambda request, reply: reply
     seen: list[tuple[fl.Request, fl.Reply]] = field(default_factory=list)
 
     def __getattr__(self, name):
@@ -96,8 +98,9 @@ class Watching:
 
             def watched(requests):
                 for request, reply in zip(requests, run_clients(requests), strict=True):
-                    self.seen.append((request, reply))
-                    yield reply
+                    arrived = self.change(request, reply)
+                    self.seen.append((request, arrived))
+                    yield arrived
 
             yield watched
 
@@ -110,9 +113,9 @@ def tiny_run(method="fedavg", *, problem=None, clients=None, config=None, rounds
     return fl.run(method, problem or tiny_problem(), clients or tiny_clients(), config, **given)
 
 
-def watched(method="fedavg", *, engine=None, **options):
+def watched(method="fedavg", *, engine=None, change=lambda request, reply: reply, **options):
     """A small run and its updates."""
-    watching = Watching(engine or fl.Processes())
+    watching = Watching(engine or fl.Processes(), change)
     result = tiny_run(method, engine=watching, **options)
     return result, [reply.update for _, reply in watching.seen if reply.update is not None]
 

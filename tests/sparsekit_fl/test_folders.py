@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd  # noqa: F401 - imported before classes of pickle are replaced
 import pytest
 import torch
 from personal import SMALL, tiny_run
@@ -51,6 +52,29 @@ def test_a_run_its_resume_and_every_load_unpickle_nothing(method: str, tmp_path:
     for which in ("global", "best", 0, 3):
         assert isinstance(fl.load_model(out, which, model=TinyNet), TinyNet)
     assert len(tiny_run(method, rounds=1, init=out).rounds) == 1
+    assert execute(["report", str(out)]) == 0
+
+
+@pytest.mark.usefixtures("no_pickle")
+def test_a_run_on_devices_and_the_models_that_stay_there_unpickle_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("flwr", reason="flwr is not installed; pip install '.[flower]'")
+    from local_grid import InProcess
+
+    engine = InProcess(nodes=2, devices=True, folder=tmp_path / "nodes")
+    with pytest.raises(fl.errors.RunInterrupted):
+        tiny_run("fedlps", out=tmp_path / "run", engine=engine, callbacks=[StopAfter(2)])
+    assert len(tiny_run("fedlps", out=tmp_path / "run", engine=engine, resume=True).rounds) == 4
+
+
+def test_code_in_a_file_of_weights_that_the_user_names_does_not_run(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "ran",)
+
+    torch.save({"first.weight": torch.ones(8, 6), "evil": Evil()}, tmp_path / "weights.pt")
+    with pytest.raises(SparsekitError, match="cannot be read as weights"):
+        tiny_run(rounds=1, init=tmp_path / "weights.pt")
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import json
 import math
 import pickle
 import resource
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from personal import tiny_run
+from personal import Watching, tiny_run
 from safetensors.torch import save
 
 from sparsekit.errors import DataError
@@ -27,7 +26,6 @@ from sparsekit_fl.client.messages import (
     encode_reply,
 )
 from sparsekit_fl.client.packing import Kept, digest
-from sparsekit_fl.engines import Processes
 from sparsekit_fl.errors import ClientError, UpdateError
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.packed import pack
@@ -264,27 +262,17 @@ def test_no_scores_that_clients_send_stop_a_run(sums, weights):
     json.dumps(record.to_dict(), allow_nan=False)
 
 
-class Inventive(Processes):
+def invented(request, reply):
     """Client 0 scores itself by metrics that nobody asked for."""
-
-    @contextmanager
-    def open(self, spec, clients, memories):
-        with super().open(spec, clients, memories) as run_clients:
-            yield lambda requests: (
-                invented(request, reply, spec) for request, reply in zip(requests, run_clients(requests), strict=True)
-            )
-
-
-def invented(request, reply, spec):
     if reply.evaluation is not None and request.client_id == 0:
         more = {f"m{number}": (1.0, 1.0) for number in range(1000)}
         scores = {part: {**getattr(reply.evaluation, part), **more} for part in ("personal", "validation")}
         reply = replace(reply, evaluation=replace(reply.evaluation, **scores, shared=scores["personal"]))
-    return decode_reply(encode_reply(reply), request, spec.graph)
+    return decode_reply(encode_reply(reply), request, SETUP.graph)
 
 
 def test_metrics_that_the_problem_does_not_have_enter_no_record_and_no_table(tmp_path):
-    result = tiny_run(engine=Inventive(), rounds=2, out=tmp_path)
+    result = tiny_run(engine=Watching(change=invented), rounds=2, out=tmp_path)
     names = {"accuracy", "loss"}
     for scores in (
         *(record.evaluation for record in result.rounds if record.evaluation),

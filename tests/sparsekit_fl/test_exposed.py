@@ -1,0 +1,177 @@
+"""What SECURITY.md says is not protected: each test shows an exposure, so that the page changes with the code.
+
+Two more are shown elsewhere: `flwr run` needs no key in flower/test_deployment.py, and a client that does not answer ends the
+run in flower/test_faults_replies.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from own_models import OwnModels
+from personal import ONE_STEP, tiny_run, watched
+from safetensors.torch import load_file
+from torch import nn
+
+import sparsekit_fl as fl
+from sparsekit_fl.packed import pack, unpack
+from sparsekit_fl.spec import RunSpec
+from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
+
+Change = Callable[[fl.Request, fl.Reply], fl.Reply]
+LIAR = 1
+ONCE: dict[str, Any] = {"rounds": 1, "capability_levels": None, "redraw_capability": False}
+
+
+def stating(cost: dict[str, Any] | None = None, **metrics: float) -> Change:
+    """One client sends honest weights, and other costs and metrics of its training."""
+
+    def change(request: fl.Request, reply: fl.Reply) -> fl.Reply:
+        if reply.update is None or request.client_id != LIAR:
+            return reply
+        told = {**reply.update.metrics, **metrics}
+        return replace(reply, update=replace(reply.update, metrics=told, cost=replace(reply.update.cost, **(cost or {}))))
+
+    return change
+
+
+def sending(delta: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    """One client sends other changes of its weights."""
+
+    def change(request: fl.Request, reply: fl.Reply) -> fl.Reply:
+        if reply.update is None or request.client_id != LIAR:
+            return reply
+        made = {name: delta(one) if one.is_floating_point() else one for name, one in reply.update.delta.items()}
+        return replace(reply, update=replace(reply.update, delta=made))
+
+    return change
+
+
+def with_data(change: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> list[fl.Client]:
+    """The clients, one of which trains on other examples."""
+    clients = tiny_clients()
+    own = clients[LIAR].data
+    inputs, targets = change(own.train.inputs[0], own.train.targets)
+    clients[LIAR] = replace(clients[LIAR], data=replace(own, train=fl.TensorData((inputs,), targets)))
+    return clients
+
+
+def test_the_server_can_compute_a_training_example_from_an_update() -> None:
+    clients = [replace(one, data=replace(one.data, train=one.data.train.take([0]))) for one in tiny_clients()]
+    problem = fl.Problem(model=lambda: nn.Linear(6, 3), example_inputs=(torch.zeros(1, 6),))
+    _, updates = watched(problem=problem, clients=clients, config=ONE_STEP, rounds=1)
+    for update in updates:
+        secret = clients[update.client_id].data.train.inputs[0][0]
+        found = update.delta["weight"][0] / update.delta["bias"][0]
+        torch.testing.assert_close(found, secret, rtol=1e-3, atol=1e-3)
+
+
+def test_a_mask_depends_on_the_data_and_comes_with_ratio_costs_and_scores() -> None:
+    trained = TinyNet().state_dict()
+    both = [with_data(lambda x, y: (x, y)), with_data(lambda x, y: (x * torch.tensor([9.0, 0, 0, 0, 0, 0]), y))]
+    honest, other = (
+        next(one for one in watched("fedlps", clients=own, init=trained, cohort=8, **ONCE)[1] if one.client_id == LIAR)
+        for own in both
+    )
+    assert honest.mask != other.mask
+    assert {"loss", "accuracy"} <= set(honest.metrics)
+    assert 0 < honest.ratio <= 1
+    assert honest.cost.flops > 0
+
+
+def test_flops_losses_and_accuracies_that_a_client_states_are_believed_and_its_clock_decides_nothing() -> None:
+    honest = tiny_run(cohort=8)
+    told, _ = watched(change=stating({"flops": 10**12}, loss=-500.0), cohort=8)
+    assert told.final == honest.final
+    assert told.cost.flops > honest.cost.flops + 10**12
+    assert told.cost.simulated_seconds > honest.cost.simulated_seconds, "these follow from the FLOPs"
+    assert all(record.loss is not None and record.loss < 0 for record in told.rounds)
+    clock, _ = watched(change=stating({"wall_seconds": 10.0**9, "simulated_seconds": 10.0**9, "uplink_bytes": 0}), cohort=8)
+    for name in ("simulated_seconds", "uplink_bytes", "downlink_bytes", "flops"):
+        assert getattr(clock.cost, name) == getattr(honest.cost, name)
+
+
+@pytest.mark.parametrize(
+    ("method", "lie"),
+    [
+        ("oort", stating(mean_squared_loss=10.0**6)),
+        ("refl", stating({"flops": 10**12})),
+        ("p-ucbv-dyn", stating(accuracy=0.0)),
+    ],
+)
+def test_what_a_client_states_moves_the_sampling_or_the_ratios(method: str, lie: Change) -> None:
+    seen = []
+    for change in (stating(), lie):
+        result, _ = watched(method, change=change, rounds=8, cohort=5)
+        assert not any(record.dropped for record in result.rounds)
+        seen.append([record.ratios for record in result.rounds])
+    assert seen[0] != seen[1]
+
+
+def test_scores_that_a_client_states_are_believed() -> None:
+    def perfect(request: fl.Request, reply: fl.Reply) -> fl.Reply:
+        told = {"accuracy": (12.0, 12.0), "loss": (0.0, 12.0)}
+        return reply if reply.evaluation is None else replace(reply, evaluation=replace(reply.evaluation, personal=told))
+
+    assert watched(change=perfect)[0].final.metrics == {"accuracy": 1.0, "loss": 0.0}
+
+
+def test_one_client_destroys_the_model_with_finite_numbers() -> None:
+    result, _ = watched(change=sending(lambda one: torch.full_like(one, 1e30)), cohort=8, rounds=1)
+    assert not result.rounds[0].dropped
+    assert min(float(one.abs().max()) for one in result.state.values() if one.is_floating_point()) > 1e27
+
+
+def test_a_run_adds_no_noise_and_one_example_moves_the_model() -> None:
+    runs = [with_data(lambda x, y: (x, y)), with_data(lambda x, y: (x, y)), with_data(lambda x, y: (x[:-1], y[:-1]))]
+    same, again, without = (tiny_run(clients=clients, cohort=8).final.state_sha256 for clients in runs)
+    assert same == again != without
+
+
+@pytest.mark.parametrize(
+    ("clients", "change"),
+    [
+        (tiny_clients(), sending(torch.zeros_like)),
+        (with_data(lambda x, y: (x, (y + 1) % 3)), stating()),
+        (with_data(lambda x, y: (torch.cat([x, 9 + 0 * x]), torch.cat([y, 0 * y]))), stating()),
+    ],
+    ids=["a free rider", "poisoned labels", "a backdoor"],
+)
+def test_nobody_notices(clients: list[fl.Client], change: Change) -> None:
+    result, _ = watched(clients=clients, change=change, cohort=8)
+    assert all(LIAR in record.ratios and not record.dropped and not record.notes for record in result.rounds)
+
+
+def test_a_message_shows_the_model_and_can_be_changed_on_its_way() -> None:
+    pytest.importorskip("flwr", reason="flwr is not installed; pip install '.[flower]'")
+    from flwr.app import Message
+    from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+    from local_grid import InProcess, planted
+
+    from sparsekit_fl.flower.engine import content, read
+
+    shown = list[bytes]()
+
+    def doubled(message: Message, reply: Message) -> Message:
+        shown.extend(one.deflate() for one in get_all_nested_objects(message).values())
+        tensors, meta = unpack(read(reply)[1][0])
+        changed = {name: 2 * one if name.startswith("delta:") else one for name, one in tensors.items()}
+        return Message(content(pack(changed, meta)), reply_to=message)
+
+    initial = RunSpec.build(fl.Method(), tiny_problem(), tiny_config()).initial
+    moved = [
+        result.state["first.weight"] - initial["first.weight"]
+        for result in (tiny_run(rounds=1), tiny_run(rounds=1, engine=InProcess(fault=planted(doubled))))
+    ]
+    torch.testing.assert_close(moved[1], 2 * moved[0])
+    assert any(initial["first.weight"].numpy().tobytes() in one for one in shown)
+
+
+def test_models_and_memories_lie_open_in_the_folder_of_a_node(tmp_path: Path) -> None:
+    tiny_run(OwnModels(), out=tmp_path)
+    model = load_file(tmp_path / "models" / "client-0.safetensors")
+    memory = next((tmp_path / "clients").glob("0-*.state")).read_bytes()
+    assert model["first.weight"].numpy().tobytes() in memory
