@@ -12,7 +12,7 @@ from sparsekit.errors import require
 from sparsekit.page import chart, code, heading, page, paragraph, row, strips, table
 from sparsekit_fl.checkpoint import write_atomically
 from sparsekit_fl.comparison import Comparison
-from sparsekit_fl.paper.published import published_beside, published_source
+from sparsekit_fl.paper.published import RULE, published_beside, published_source
 from sparsekit_fl.results import primary_metric
 from sparsekit_fl.stored import flat, number_text, texts
 
@@ -72,10 +72,7 @@ def write_report(comparisons: Sequence[Comparison], out: Path | str, *, command:
         if beside is not None:
             parts += [
                 heading("Published numbers", 3),
-                paragraph(
-                    "* differs by more than two deviations, FLOPs also by more than rounding. Both count training alone.",
-                    "soft",
-                ),
+                paragraph(f"{RULE} Both count training alone.", "soft"),
                 _table(published_table(beside), texts=("why they differ",)),
             ]
     parts.append(paragraph(published_source() if any(one is not None for one in published) else "", "soft"))
@@ -91,7 +88,7 @@ def published_table(published: Any) -> Any:
     """Return the DataFrame of `paper.published_beside` as text: a row per run, `*` where it differs by more than chance."""
     rows = []
     for run, own in published.groupby(["table", "run"], sort=False):
-        row = {"run": run[1], "published as": own["method"].iloc[0]}
+        row = {"run": run[1], "published as": own["method"].iloc[0], "runs": str(own["n"].min())}
         for one in own.itertuples():
             title, digits = ("%", 2) if one.quantity == "accuracy_percent" else ("10¹² FLOPs", 3)
             for whose, value, deviation in (("published", one.published, one.published_deviation), ("ours", one.ours, None)):

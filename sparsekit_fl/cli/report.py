@@ -29,7 +29,7 @@ def _report(
     published numbers are next to them.
     """
     from sparsekit_fl.comparison import comparisons_of, read_results
-    from sparsekit_fl.paper.published import in_published_order, published_beside
+    from sparsekit_fl.paper.published import RULE, in_published_order, published_beside
     from sparsekit_fl.report import published_table, write_report
 
     if out is None and len(folders) > 1:
@@ -45,7 +45,7 @@ def _report(
         show(comparison)
         published = published_beside(comparison)
         if published is not None:
-            print_wrapped("published numbers; * differs by more than two deviations, FLOPs also by more than rounding")
+            print_wrapped(f"Published numbers. {RULE}")
             _show_frame(published_table(published).drop(columns=["published as", "why they differ"]))
     typer.echo(f"tables and charts are in {path}")
 

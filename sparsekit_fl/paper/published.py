@@ -18,8 +18,12 @@ from sparsekit_fl.comparison import Comparison
 from sparsekit_fl.paper.presets import PRESETS
 
 _ROUNDING_E12 = 0.05
-_DEVIATIONS = 2.0
+_ERRORS = 2.0
 UNEXPLAINED = "no reason is known"
+RULE = (
+    "* differs by more than two standard errors, FLOPs also by more than rounding. The paper does not state its number of runs,"
+    " so its deviation counts as the error of its mean; a single run of ours has no error."
+)
 _GUESS = " That is a guess, which was not measured."
 # Options that change no number of a table.
 _FREE = ("seed", "device", "deterministic", "eval_every", "eval_global_every", "eval_clients")
@@ -89,37 +93,35 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 def published_beside(comparison: Comparison) -> Any:
     """Return a DataFrame that pairs every published row of the comparison's data set with the runs of its method.
 
-    It has two rows for each pair, its accuracy and its FLOPs, in published order. `flagged` is 1 where they differ by more than
-    two deviations, FLOPs also by more than rounding, and `reason` says why. None if the protocol is not the paper's or no
-    method has a row.
+    Each pair has two rows, its accuracy and its FLOPs, in published order. `our_error` is the standard error of our mean over
+    `n` runs, None for a single run. `flagged` is 1 where the difference is flagged by `RULE`; then `reason` says why. The
+    result is None if the protocol is not the paper's, or if no method has a row.
     """
     if protocol_difference(comparison):
         return None
     dataset, reasons = comparison.dataset, _data("reasons.json")
     lines: list[tuple[Any, ...]] = []
+    counts = comparison.frame.groupby("method").count()
     for run, row in comparison.summary.iterrows():
         if math.isnan(row["final.personal.accuracy", "mean"] + row["cost.flops_paper", "mean"]):
             continue
         for table, method, accuracy, deviation, flops in published_numbers(run, dataset):
-            pairs = (("accuracy", "accuracy_percent", accuracy, deviation, _ours(row["final.personal.accuracy"], 100.0), 0.0),
-                     ("flops", "flops_e12", flops, None, _ours(row["cost.flops_paper"], 1e-12), _ROUNDING_E12))  # fmt: skip
-            for quantity, name, published, theirs, (mean, spread), room in pairs:
-                flagged = abs(mean - published) > max(_DEVIATIONS * math.hypot(theirs or 0.0, spread or 0.0), room)
+            pairs = (("accuracy", "accuracy_percent", accuracy, deviation, "final.personal.accuracy", 100.0, 0.0),
+                     ("flops", "flops_e12", flops, None, "cost.flops_paper", 1e-12, _ROUNDING_E12))  # fmt: skip
+            for quantity, name, published, theirs, path, factor, room in pairs:
+                mean, n = factor * float(row[path, "mean"]), int(counts.loc[run, path])
+                error = factor * float(row[path, "std"]) / math.sqrt(n) if n > 1 else None
+                flagged = abs(mean - published) > max(_ERRORS * math.hypot(theirs or 0.0, error or 0.0), room)
                 facts = {"quantity": quantity, "sign": "higher" if mean > published else "lower", "datasets": dataset}
                 reason = _reason(reasons, facts, {method, run}) if flagged else ""
-                numbers = (published, theirs, mean, spread, mean - published, int(flagged))
+                numbers = (published, theirs, mean, error, n, mean - published, int(flagged))
                 lines.append((table, method, run, name, *numbers, reason))
     if not lines:
         return None
     order = [(table, line["method"]) for table, rows in _data("published.json")["tables"].items() for line in rows]
     lines.sort(key=lambda line: order.index(line[:2]))
-    columns = ["table", "method", "run", "quantity", "published", "published_deviation", "ours", "our_deviation"]
+    columns = ["table", "method", "run", "quantity", "published", "published_deviation", "ours", "our_error", "n"]
     return require("pandas").DataFrame(lines, columns=[*columns, "difference", "flagged", "reason"], dtype=object)
-
-
-def _ours(number: Any, factor: float) -> tuple[float, float | None]:
-    mean, deviation = float(number["mean"]), float(number["std"])
-    return mean * factor, None if math.isnan(deviation) else deviation * factor
 
 
 def _reason(reasons: Sequence[Mapping[str, Any]], facts: Mapping[str, str], methods: set[str]) -> str:

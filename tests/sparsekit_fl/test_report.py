@@ -27,7 +27,7 @@ def test_it_prints_the_tables_and_says_where_the_page_is(tmp_path: Path, capsys:
     assert execute(["report", str(tmp_path)]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
-    for part in ("cnn on mnist, 100 clients, 100 rounds", "75.0%", "fedavg: A note.", "published numbers", "88.15 ± 1.14"):
+    for part in ("cnn on mnist, 100 clients, 100 rounds", "75.0%", "fedavg: A note.", "Published numbers", "88.15 ± 1.14"):
         assert part in captured.out
     assert f"tables and charts are in {tmp_path / 'report.html'}" in captured.out.replace("\n", "")
     first = page(tmp_path)

@@ -20,14 +20,15 @@ def _fedavg(accuracy: float, seed: int = 0, **more: Any) -> dict[str, Any]:
     return result("fedavg", seed, accuracies={more.get("rounds", 100): accuracy}, **more)
 
 
-def test_an_accuracy_is_flagged_beyond_two_deviations_of_both_together() -> None:
-    # 88.15 ± 1.14: one seed has no deviation of its own, so the bounds are ± 2.28.
+def test_an_accuracy_is_flagged_beyond_two_standard_errors_of_both_together() -> None:
+    # 88.15 ± 1.14: one seed has no error of its own, so the bounds are ± 2.28.
     ((inside, _),), ((outside, _),) = _beside(_fedavg(0.9042)), _beside(_fedavg(0.9044))
-    assert (inside.flagged, inside.reason) == (0, "")
+    assert (inside.flagged, inside.reason, inside.our_error, inside.n) == (0, "", None, 1)
     assert (outside.flagged, outside.difference) == (1, pytest.approx(2.29))
-    # Two seeds at 90 and 92 %: deviation 1.414, together 1.817, so 91 is within 88.15 ± 3.63.
-    ((spread, _),) = _beside(_fedavg(0.90), _fedavg(0.92, 1))
-    assert (spread.ours, spread.flagged) == (pytest.approx(91.0), 0)
+    # Seeds at 90 and 92 %: deviation 1.414, error 1, together 1.516, so 91 is within 88.15 ± 3.03; of eight seeds it is not.
+    ((two, _),), ((eight, _),) = (_beside(*(_fedavg(0.9 + 0.02 * (n % 2), n) for n in range(count))) for count in (2, 8))
+    assert (two.ours, two.our_error, two.n, two.flagged) == (pytest.approx(91.0), pytest.approx(1.0), 2, 0)
+    assert (eight.ours, eight.our_error, eight.n, eight.flagged) == (pytest.approx(91.0), pytest.approx(0.378, abs=1e-3), 8, 1)
 
 
 def test_methods_are_matched_by_their_letters_and_come_in_published_order() -> None:
