@@ -155,10 +155,13 @@ class Comparison:
         return {method: lines for method, lines in found.items() if lines}
 
     def remarks(self) -> list[str]:
-        """Return what stands below the table: notes, and in what some runs are unlike the others."""
-        found = [f"{method}: {line}" for method, lines in self.notes.items() for line in lines]
+        """Return the notes on methods, as lines below the table."""
+        return [f"{method}: {line}" for method, lines in self.notes.items() for line in lines]
+
+    def troubles(self) -> list[str]:
+        """Return how some runs differ from the others, as lines below the table, such as a run that stopped early."""
         lost = self.frame.index[~self._known]
-        found += [f"diverged: {method}, seed {seed} has no finite score" for method, seed in lost]
+        found = [f"diverged: {method}, seed {seed} has no finite score" for method, seed in lost]
         return found + [f"{one['method']}, seed {one['seed']}: {text}" for one in self.results for text in unlike(one)]
 
     def to_dict(self) -> dict[str, Any]:

@@ -25,28 +25,9 @@ _AXES = (
 )
 # 97.5 % quantiles of Student's t, by degrees of freedom; the last one serves for more.
 _T = (
-    12.71,
-    4.30,
-    3.18,
-    2.78,
-    2.57,
-    2.45,
-    2.36,
-    2.31,
-    2.26,
-    2.23,
-    2.2,
-    2.18,
-    2.16,
-    2.14,
-    2.13,
-    2.12,
-    2.11,
-    2.1,
-    2.09,
-    2.09,
+    12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09, 2.09,
     1.96,
-)
+)  # fmt: skip
 _MOST_RATIO_CHARTS = 3
 
 
@@ -62,10 +43,8 @@ def write_report(comparisons: Sequence[Comparison], out: Path | str, *, command:
     Raises:
         MissingDependencyError: pandas is not installed.
     """
-    parts, published = (
-        [code(command), *(paragraph(line, "failed") for line in failed)],
-        [published_beside(one) for one in comparisons],
-    )
+    parts = [code(command), *(paragraph(line, "failed") for line in failed)]
+    published = [published_beside(one) for one in comparisons]
     for comparison, beside in zip(comparisons, published, strict=True):
         parts += [heading(comparison.title)] if len(comparisons) > 1 else []
         parts += _section(comparison)
@@ -112,10 +91,8 @@ def _section(comparison: Comparison) -> list[str]:
             " what else ran on the machine, simulated time does not.",
             "soft",
         ),
-        *(
-            paragraph(line, "failed" if line.startswith(("diverged", "stopped", "failed")) else "soft")
-            for line in _remarks(comparison)
-        ),
+        *(paragraph(line, "soft") for line in comparison.remarks()),
+        *(paragraph(line, "failed") for line in comparison.troubles()),
         row(*curves_of(comparison), _clients(comparison, metric, unit)),
         heading(f"{metric.capitalize()} at equal cost", 3),
         paragraph("The last score within the cost that every run reached; a dash if a method was not scored by then.", "soft"),
@@ -135,36 +112,12 @@ def _table(frame: Any, *, texts: Sequence[str] = ()) -> str:
 
 def _settings(comparison: Comparison) -> list[tuple[str, str]]:
     """Return the settings of the runs, and version, machine and date."""
-    config = {
-        name.rpartition(".")[2].replace("_", " "): str(value)
-        for name, value in flat(comparison.config).items()
-        if value is not None
-    }
-    found = [(name, value) for name, value in config.items() if name != "seed"]
+    config = {name.rpartition(".")[2].replace("_", " "): value for name, value in flat(comparison.config).items()}
+    found = [(name, str(value)) for name, value in config.items() if value is not None and name != "seed"]
+    about = [one.get("environment") or {} for one in comparison.results]
     for name in ("sparsekit", "torch", "platform", "device", "finished"):
-        values = dict.fromkeys(
-            str(known[name]) for one in comparison.results if name in (known := one.get("environment") or {})
-        )
-        if name == "finished":
-            values = dict.fromkeys(sorted(value[:10] for value in values))
-        found += [(name, ", ".join(values))] if values else []
-    return found
-
-
-def _remarks(comparison: Comparison) -> list[str]:
-    """Return what a reader should know: notes, runs that diverged or stopped early, clients and updates that failed."""
-    found = comparison.remarks()
-    for result in comparison.results:
-        name = f"{result['method']}, seed {result['seed']}"
-        found += (
-            [f"stopped: {name} after round {result['rounds'][-1]['round']}: {result['stopped']}"]
-            if result.get("stopped")
-            else []
-        )
-        lost = len(result.get("failed_clients") or {})
-        found += [f"failed: {name}: {lost} clients could never train or be scored"] if lost else []
-        dropped = sum(len(record.get("dropped", ())) for record in result["rounds"])
-        found += [f"failed: {name}: {dropped} updates did not count"] if dropped else []
+        values = [str(one[name])[: 10 if name == "finished" else None] for one in about if name in one]
+        found += [(name, ", ".join(sorted(set(values))))] if values else []
     return found
 
 
@@ -237,10 +190,8 @@ def _at_equal_cost(comparison: Comparison, metric: str, unit: str) -> tuple[list
         found = []
         for method in comparison.methods:
             own = [_scores(result, metric) for result in comparison.results if result["method"] == method]
-            last = [
-                within[-1]["y"] for scores in own if (within := [one for one in scores if one[name] <= budget * (1 + 1e-9)])
-            ]
-            found.append(statistics.fmean(last) if len(last) == len(own) else None)
+            within = [[one["y"] for one in scores if one[name] <= budget * (1 + 1e-9)] for scores in own]
+            found.append(statistics.fmean(scores[-1] for scores in within) if all(within) else None)
         head.append(f"at {number_text(cost_unit, budget)}{' FLOPs' if name == 'flops' else ' simulated'}")
         columns.append(texts(unit, found))
     return head, [list(cells) for cells in zip(comparison.methods, *columns, strict=True)]
@@ -253,17 +204,11 @@ def _differences(comparison: Comparison, metric: str, unit: str) -> list[str]:
     scale, sign = (100, " points") if unit == "share" else (1, "")
     rows = []
     for other in others:
-        pairs = [
-            (mine, by_seed[first, seed]) for (name, seed), mine in by_seed.items() if name == other and (first, seed) in by_seed
-        ]
-        gaps = [
-            scale * (mine - its) for mine, its in pairs if mine is not None and its is not None and math.isfinite(mine - its)
-        ]
-        if len(gaps) > 1:
-            mean, half = (
-                statistics.fmean(gaps),
-                _T[min(len(gaps) - 2, len(_T) - 1)] * statistics.stdev(gaps) / math.sqrt(len(gaps)),
-            )
+        pairs = [(mine, by_seed.get((first, seed))) for (name, seed), mine in by_seed.items() if name == other]
+        gaps = [scale * (mine - its) for mine, its in pairs if mine is not None and its is not None]
+        gaps = list(filter(math.isfinite, gaps))
+        if (n := len(gaps)) > 1:
+            mean, half = statistics.fmean(gaps), _T[min(n - 2, len(_T) - 1)] * statistics.stdev(gaps) / math.sqrt(n)
             each = ", ".join(f"{gap:+.2f}" for gap in gaps)
             rows.append((other, f"{mean:+.2f}{sign}", f"{mean - half:+.2f} to {mean + half:+.2f}", each))
     title = f"{metric.capitalize()} minus that of {first}, seed by seed"

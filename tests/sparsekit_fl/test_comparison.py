@@ -92,7 +92,7 @@ def test_a_run_that_is_unlike_the_others_is_named_below_the_table_and_no_other_i
     change, says = UNLIKE[kind]
     other = result("a", 5)
     change(other)
-    assert compared(result("a"), other, result("b")).remarks() == [says]
+    assert compared(result("a"), other, result("b")).troubles() == [says]
 
 
 def test_real_runs_that_were_stopped_or_lost_clients_are_named_below_the_table() -> None:
@@ -109,7 +109,7 @@ def test_real_runs_that_were_stopped_or_lost_clients_are_named_below_the_table()
     config = replace(tiny_config(), min_replies=1)
     runs = [tiny_run("local", config=config), tiny_run(config=config, callbacks=[Stop()]), tiny_run(Broken(), config=config)]
     (comparison,) = comparisons_of([one.to_dict() for one in runs])
-    remarks = comparison.remarks()
+    remarks = comparison.troubles()
     assert "fedavg, seed 3: ended after 1 of 4 rounds: enough" in remarks
     assert any(re.fullmatch(r"broken, seed 3: \d of \d clients that were asked could never train", one) for one in remarks)
     assert not any(one.startswith("local") for one in remarks)
