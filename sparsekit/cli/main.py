@@ -21,7 +21,7 @@ import click
 import typer
 from typer.core import TyperGroup
 
-from sparsekit.cli.output import TYPED, log_to
+from sparsekit.cli.output import TYPED, in_flags, log_to
 from sparsekit.cli.table import COMMANDS
 from sparsekit.errors import InvalidValueError, SparsekitError, install_hint, nearest
 from sparsekit.registry import CALLED, Registry, load_object
@@ -135,7 +135,7 @@ def execute(arguments: Sequence[str] | None = None) -> int:
         code = command.main(None if arguments is None else list(arguments), prog_name="sparsekit", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except SparsekitError as error:
-        typer.echo(str(error) if error.exit_code == INTERRUPTED else f"error: {error}", err=True)
+        typer.echo(str(error) if error.exit_code == INTERRUPTED else f"error: {in_flags(str(error))}", err=True)
         return error.exit_code
     except OSError as error:
         typer.echo(f"error: {_in_words(error)}", err=True)

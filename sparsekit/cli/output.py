@@ -3,6 +3,7 @@
 import inspect
 import json
 import logging
+import re
 import shlex
 import textwrap
 import warnings
@@ -113,9 +114,20 @@ def print_wrapped(text: str, *, indent: str = "") -> None:
         typer.echo(line)
 
 
+_ARGUMENTS = {"batches": "--dataset"} | {
+    name: f"--{name.replace('_', '-')}"
+    for name in ("allocation", "budget", "criterion", "exclude", "multiple_of", "prune_hidden_size", "reconstruct", "schedule")
+}
+
+
+def in_flags(text: str) -> str:
+    """Name arguments as the command line does: `batches=` is `--dataset`, `prune_hidden_size=True` is `--prune-hidden-size`."""
+    return re.sub(rf"\b({'|'.join(_ARGUMENTS)})=(?:True\b|(?!\w))", lambda found: _ARGUMENTS[found[1]], text)
+
+
 def log_to(say: Callable[[str], None]) -> None:
     """Hand the log messages of our packages, and all warnings, to a function from now on: a line each, with its kind."""
-    warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
+    warnings.showwarning = lambda message, *_, **__: say(f"warning: {in_flags(str(message))}")
     for package in ("sparsekit", "sparsekit_fl"):
         logger = logging.getLogger(package)
         logger.handlers, logger.propagate = [_Lines(say)], False

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,20 @@ def test_it_writes_the_model_and_the_report(nets: str, tmp_path: Path, capsys: p
     assert json.loads((out / "report.json").read_text())["after"] == report["after"]
     small = sk.load_compact(out / "model.safetensors", lambda: _made(nets))
     assert sum(entry.numel() for entry in small.parameters()) == report["after"]["params"]
+
+
+def test_messages_name_flags_and_not_arguments_of_python(nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = _made(nets)
+    model(torch.randn(32, 1, 8, 8))  # its batch norm has statistics of data
+    save_file(model.state_dict(), tmp_path / "trained.safetensors")
+    trained = ["prune", f"{nets}:make", "--init", str(tmp_path / "trained.safetensors"), "--budget", "flops=50%"]
+    assert cli.execute([*trained, "--time", "none"]) == 0
+    shown = capsys.readouterr().out
+    assert cli.execute([*trained, "--criterion", "magnitude,random"]) == 2
+    refused = capsys.readouterr().err
+    for text in (shown, refused):
+        assert "--dataset" in text
+        assert not re.search(r"batches=|exclude=|criterion=", text)
 
 
 def _made(nets: str) -> Any:
