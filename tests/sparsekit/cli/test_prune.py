@@ -55,11 +55,8 @@ def test_messages_name_flags_and_not_arguments_of_python(nets: str, tmp_path: Pa
     trained = ["prune", f"{nets}:make", "--init", str(tmp_path / "trained.safetensors"), "--budget", "flops=50%"]
     assert cli.execute([*trained, "--time", "none"]) == 0
     shown = capsys.readouterr().out
-    assert cli.execute([*trained, "--criterion", "magnitude,random"]) == 2
-    refused = capsys.readouterr().err
-    for text in (shown, refused):
-        assert "--dataset" in text
-        assert not re.search(r"batches=|exclude=|criterion=", text)
+    assert "--dataset" in shown
+    assert not re.search(r"batches=|exclude=|criterion=", shown)
 
 
 def _made(nets: str) -> Any:
