@@ -12,7 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from common import ROOT, add, read, show, spread
 from narrow_vgg import vgg11
 from torch import Tensor, nn
 
-import sparsekit as sk
 import sparsekit_fl as fl
 from sparsekit_fl.problem.images import cifar10
 
@@ -112,9 +111,9 @@ EPOCHS, CLIENTS = 2, 10
 class Alone(fl.methods.fedlps):
     """FedLPS whose clients share nothing: what federation adds to a submodel."""
 
-    def private(self, graph: sk.UnitGraph) -> Any:
-        """Return every entry."""
-        return graph.shapes
+    def check(self, setup: fl.Setup) -> fl.Setup:
+        """Keep every entry private."""
+        return replace(super().check(setup), private=setup.graph.shapes)
 
 
 fedlps, plain = fl.methods.fedlps, {"scaler": False, "clip": None}

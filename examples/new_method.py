@@ -36,8 +36,9 @@ class Scaffold(fl.Method):
         return {name: server.memory.get(name, torch.zeros_like(server.state[name])) for name in sorted(server.parameters)}
 
     def assign(self, server: fl.ServerContext, client_id: int) -> fl.Task:
-        """Send c with the model."""
-        return fl.Task(extra=self.common(server))
+        """Send c with the model; the update must return tensors of the same shapes."""
+        common = self.common(server)
+        return fl.Task(extra=common, returns=common)
 
     def train(self, client: fl.ClientContext, task: fl.Task) -> fl.Result:
         """Train with corrected gradients; send the change of cᵢ."""
@@ -60,13 +61,6 @@ class Scaffold(fl.Method):
         means = {name: total.cpu() / batches.steps for name, total in sums.items()}
         client.memory.update(means)
         return replace(result, extra={name: mean - own[name] for name, mean in means.items()})
-
-    def validate(self, server: fl.ServerContext, update: fl.Update, task: fl.Task) -> None:
-        """Refuse an update without control variates of the right shapes."""
-        super().validate(server, update, task)
-        found, sent = ({name: tensor.shape for name, tensor in one.extra.items()} for one in (update, task))
-        if found != sent:
-            raise fl.errors.UpdateError(f"the update of client {update.client_id} lacks control variates, or has others")
 
     def aggregate(self, server: fl.ServerContext, updates: Sequence[fl.Update]):
         """Return the mean with equal weights; c moves by the mean change of cᵢ, times the share of clients that took part."""

@@ -96,6 +96,7 @@ def make_context(
         trained=spec.trained,
         initial_state=lambda: spec.initial,
         frozen=spec.frozen,
+        private=spec.private,
     )
 
 
@@ -162,7 +163,7 @@ def _score(spec: RunSpec, client: Client, request: Request, memory: Memory, out:
         best = kept_model(ctx) if ctx.deploy == "best" else None
         model = best or method.deploy(ctx, full)
         load_leaves(ctx, model.state, model.mask)
-        calibrated = (method.recalibrates or best is not None) and calibrate(ctx, module)
+        calibrated = (model.calibrate or best is not None) and calibrate(ctx, module)
         test, validation = ctx.score("test"), ctx.score("val")
         private = any(name not in state and name not in spec.frozen for name in full)
         is_global = model.state is full and model.mask is None and not private
@@ -174,8 +175,9 @@ def _score(spec: RunSpec, client: Client, request: Request, memory: Memory, out:
     shared = test if request.with_shared else None
     if request.with_shared and not is_global:
         with _named(request, spec, "deploy"):
+            asked = model if best is None else method.deploy(ctx, full)
             ctx.load({name: state.get(name, tensor) for name, tensor in spec.initial.items()}, None)
-            if method.recalibrates:
+            if asked.calibrate:
                 calibrate(ctx, module)
             shared = ctx.score("test")
     evaluation = Evaluation(

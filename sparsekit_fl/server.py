@@ -94,7 +94,7 @@ class Server:
             )
         requests = list[Request]()
         for client_id in cohort:
-            task = spec.method.assign(ctx, client_id)
+            task = ctx.tasks[client_id] = spec.method.assign(ctx, client_id)
             if round == 1 and not requests and isinstance(roster, Roster) and roster.was_read:
                 self._warn_of_equal_devices()
             more = {"mask": task.mask, "ratio": check_ratio(task.ratio), "extra": task.extra}
@@ -141,11 +141,11 @@ class Server:
                 ctx.failed[request.client_id] = 1.0 if request.ratio is None else request.ratio
                 error.add_note(f"Where it failed:\n{reply.traceback}")
             raise error
-        update, ratio = reply.update, 1.0 if request.ratio is None else request.ratio
+        update = reply.update
         try:
             examples = ctx.roster[request.client_id].examples
             check_update(update, request, ctx.graph, ctx.state, examples=examples, upload=self.spec.config.upload)
-            self.spec.method.validate(ctx, update, Task(mask=request.mask, ratio=ratio, extra=request.extra))
+            check_answer(update, ctx.tasks[request.client_id])
         except UpdateError:
             raise
         except Exception as error:
@@ -166,15 +166,16 @@ class Server:
         Returns:
             Simulated length of the round, if it does not wait for the slowest client.
         """
-        method = self.spec.method
-        self.state.model = {**self.state.model, **method.aggregate(ctx, updates)}
+        found = self.spec.method.aggregate(ctx, updates)
+        state, seconds = found if isinstance(found, tuple) else (found, None)
+        self.state.model = {**self.state.model, **state}
         self.state.round = ctx.round
         valid = {update.client_id for update in updates}
         written = {reply.client_id: ctx.round for reply in replies if reply.stored and reply.client_id in valid}
         self.state.versions = {**self.state.versions, **written}
         if isinstance(ctx.client, Remembered):
             self.state.remembered = ctx.client.write(ctx.round)
-        return method.seconds(ctx)
+        return seconds
 
 
 def check_update(
@@ -225,6 +226,24 @@ def check_update(
     counted = (cost.flops_training, cost.flops_paper, cost.flops_scoring)
     if min(counted) < 0 or not all(0 <= seconds < _MAX_SECONDS for seconds in (cost.simulated_seconds, cost.wall_seconds)):
         raise UpdateError(f"{who} reports a cost that is negative, or a time without end")
+
+
+def check_answer(update: Update, task: Task) -> None:
+    """Raise UpdateError unless an update holds what its task asked for."""
+    who = f"the update of client {update.client_id}"
+    if update.mask is not None and task.mask is None and not task.partial:
+        raise UpdateError(
+            f"{who} leaves out parts of entries, and its task asked for whole ones; if clients choose what they train, assign"
+            ' Task(partial=True), and aggregate with mean(over="all") (untrained entries count as unchanged) or'
+            ' mean(over="holders") (mean over the clients that hold an entry)'
+        )
+    missing = [name for name in task.metrics if name not in update.metrics]
+    if missing:
+        raise UpdateError(f"{who} lacks the metrics {missing}")
+    found, wanted = ({name: (one.dtype, one.shape) for name, one in part.items()} for part in (update.extra, task.returns))
+    if task.returns and found != wanted:
+        strange = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))[:5]
+        raise UpdateError(f"{who} must return the tensors that its task names; missing, unknown or of another kind: {strange}")
 
 
 def _check_change(who: str, name: str, delta: Tensor, before: Tensor) -> None:

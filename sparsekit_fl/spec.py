@@ -23,7 +23,7 @@ from sparsekit.training import GradientImportance, LearnableMask
 from sparsekit_fl.client.fit import check_training
 from sparsekit_fl.client.packing import clone, digest
 from sparsekit_fl.config import RunConfig
-from sparsekit_fl.methods.base import Method
+from sparsekit_fl.methods.base import Method, Setup
 from sparsekit_fl.models import read_initial
 from sparsekit_fl.packed import plain_bytes
 from sparsekit_fl.problem.data import Client, TensorData
@@ -39,13 +39,14 @@ class RunSpec:
 
     Args:
         method: The recipe.
-        problem: Model, loss and metrics, as `method.prepare` returned them.
+        problem: Model, loss and metrics, as `method.check` returned them.
         graph: The units of the model, and its layers.
         costs: The FLOPs of the model.
-        config: The options, with the method's `redraw_capability`, if it decides that.
+        config: The options, as `method.check` returned them.
         initial: The global state of round 0, dense, on the CPU.
         parameters: State-dict keys of what trains; the rest are buffers, and what is frozen.
         frozen: Those of parameters that need no gradient: they neither travel nor are kept for each client.
+        private: Those of the entries that stay on each client.
         trained: Whether the global state of round 0 was trained before: it was given, or shows signs of it.
     """
 
@@ -57,6 +58,7 @@ class RunSpec:
     initial: StateDict
     parameters: frozenset[str] = frozenset()
     frozen: frozenset[str] = frozenset()
+    private: frozenset[str] = frozenset()
     trained: bool = False
 
     @staticmethod
@@ -69,38 +71,30 @@ class RunSpec:
             config: The options.
             init: Weights to start from; see `read_initial`. None: those of the fresh model.
         """
-        if method.redraw_capability is not None:
-            config = dataclasses.replace(config, redraw_capability=method.redraw_capability)
         check_training(config.training)
-        problem = method.prepare(problem)
-        with torch_scope(Streams(config.seed).model()):
-            model = problem.model()
-        try:
-            graph = trace_units(model, problem.example_inputs)
-        except NoUnitsError:
-            # Methods that train the whole model need no units; the others say so when they choose a mask.
-            graph = UnitGraph(groups={}, shapes={name: t.shape for name, t in model.state_dict().items()})
-        graph = dataclasses.replace(graph, layers=trace_layers(model, *problem.example_inputs))
-        method.check(problem, graph)
-        costs = cost_model(model, *problem.example_inputs, graph=graph)
+        model, graph = _traced(problem, config)
+        setup = method.check(Setup(problem=problem, graph=graph, config=config))
+        if setup.problem is not problem:
+            model, graph = _traced(setup.problem, config)
+        costs = cost_model(model, *setup.problem.example_inputs, graph=graph)
         initial = clone(model.state_dict())
         leaves = dict(model.named_parameters(remove_duplicate=False))
         return RunSpec(
             method=method,
-            problem=problem,
+            problem=setup.problem,
             graph=graph,
             costs=costs,
-            config=config,
+            config=setup.config,
             initial=initial if init is None else read_initial(init, initial),
             parameters=frozenset(name for name, leaf in leaves.items() if leaf.requires_grad),
             frozen=frozenset(name for name, leaf in leaves.items() if not leaf.requires_grad),
+            private=frozenset(setup.private),
             trained=init is not None or signs_of_training(model) is not None,
         )
 
     def shared_names(self) -> list[str]:
         """Return the keys of the state that travel, in the order of the state."""
-        private = self.method.private(self.graph)
-        return [name for name in self.initial if name not in self.frozen and name not in private]
+        return [name for name in self.initial if name not in self.frozen and name not in self.private]
 
     def fingerprint(self) -> str:
         """Return a digest of what tells one model from another: its entries, its units and its frozen values.
@@ -148,6 +142,18 @@ class RunSpec:
             model = self.problem.model()
         model.load_state_dict(state)
         return model
+
+
+def _traced(problem: Problem, config: RunConfig) -> tuple[nn.Module, UnitGraph]:
+    """Make the model from the run's seed, and trace its units and layers."""
+    with torch_scope(Streams(config.seed).model()):
+        model = problem.model()
+    try:
+        graph = trace_units(model, problem.example_inputs)
+    except NoUnitsError:
+        # Methods that train the whole model need no units; the others say so before the run.
+        graph = UnitGraph(groups={}, shapes={name: t.shape for name, t in model.state_dict().items()})
+    return model, dataclasses.replace(graph, layers=trace_layers(model, *problem.example_inputs))
 
 
 def short_digest(value: Any) -> str:

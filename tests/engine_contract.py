@@ -13,7 +13,7 @@ from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.engines import Engine
 from sparsekit_fl.errors import ClientError
 from sparsekit_fl.methods.base import Method
-from sparsekit_fl.methods.client import Result, Task, sgd
+from sparsekit_fl.methods.client import Model, Result, Task, sgd
 from sparsekit_fl.methods.whole_models import Local
 
 
@@ -31,11 +31,11 @@ class Failing(Method):
         client.memory["count"] = client.memory.get("count", 0) + 1
         return replace(sgd(client, task), extra={"count": torch.tensor([client.memory["count"]])})
 
-    def deploy(self, client: ClientContext, state: StateDict) -> Task:
+    def deploy(self, client: ClientContext, state: StateDict) -> Model:
         """Return the global model, or raise."""
         if client.client.id == self.unscored:
             raise ArithmeticError(f"no score for {client.client.id}")
-        return Task(state=state)
+        return Model(state=state)
 
 
 class EngineContract:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from sparsekit.graph import StateDict
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.methods.base import Method
-from sparsekit_fl.methods.client import Result, Task, keep_model, kept_model, sgd
+from sparsekit_fl.methods.client import Model, Result, Task, keep_model, kept_model, sgd
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +18,6 @@ class OwnModels(Method):
         keep_model(client, result)
         return result
 
-    def deploy(self, client: ClientContext, state: StateDict) -> Task:
+    def deploy(self, client: ClientContext, state: StateDict) -> Model:
         """Return the kept model."""
-        return kept_model(client) or Task(state=state)
+        return kept_model(client) or Model(state=state)

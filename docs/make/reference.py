@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_origin
 
+from sparsekit_fl.methods.base import Method
 from sparsekit_fl.options import Checked, options_of
 
 _WIDTH = 96
@@ -29,7 +30,7 @@ TASKS: dict[str, str] = {
     " fl.load_result fl.load_model fl.TensorData fl.build_problem fl.preset_for fl.Capability fl.callbacks.EarlyStopping"
     " fl.callbacks.BestCheckpoint fl.callbacks.TensorBoard fl.metrics.accuracy",
     "Write a federated method": "fl.Method fl.Task fl.Update fl.mean fl.sgd fl.units fl.Result fl.ClientContext"
-    " fl.ServerContext fl.option",
+    " fl.ServerContext fl.Setup fl.Model fl.option",
     "Extend": "Criterion ScoringContext mask_from_scores Allocation allocation.Problem LayerRule layers.Tracer"
     " layers.TensorLabels UnitGroup Bandit Pull GradientImportance finetuning.GroupSL fit_config surgery.export_program"
     " fl.Callback fl.DataSource fl.Engine fl.Request fl.Reply",
@@ -108,7 +109,7 @@ def _page(task: str, examples: dict[str, str]) -> str:
             lines += [f"A module: {_first_line(found)}", ""]
             for each in found.__all__:
                 inner = _find(f"{name}.{each}")
-                if inspect.isclass(inner) or inspect.isroutine(inner):
+                if _is_described(inner):
                     lines += [f"### `{each}` {{ #{name}.{each} }}", "", _first_line(inner), "", *_options(inner)]
         else:
             home = _home(found)
@@ -124,6 +125,11 @@ def _options(found: Any) -> list[str]:
     return [*(f"- `{each}`: {option.about}" for each, option in options.items() if option.about), ""]
 
 
+def _is_described(found: Any) -> bool:
+    """Tell whether an object has documentation of its own: a class, a function, or a variant of a method."""
+    return inspect.isclass(found) or inspect.isroutine(found) or isinstance(found, Method)
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
@@ -133,7 +139,7 @@ def _code(text: str) -> list[str]:
 
 
 def _first_line(found: Any) -> str:
-    if not (inspect.isclass(found) or inspect.isroutine(found) or isinstance(found, ModuleType)):
+    if not (_is_described(found) or isinstance(found, ModuleType)):
         return _value_text(found)
     return (inspect.getdoc(found) or "").split("\n\n")[0].replace("\n", " ")
 

@@ -50,6 +50,7 @@ class ClientContext:
         memory: State of the method on this client, which lives from round to round.
         initial_state: Gives the global state of round 0.
         frozen: State-dict keys of parameters that need no gradient; every client has them from the global state of round 0.
+        private: State-dict keys of the entries that stay on this client from round to round.
         scored: FLOPs of each call of `score` in this round.
         levels: Ratios from which the run draws capabilities.
         capability_of: What a ratio is a share of.
@@ -72,6 +73,7 @@ class ClientContext:
     memory: Memory
     initial_state: Callable[[], StateDict]
     frozen: frozenset[str] = frozenset()
+    private: frozenset[str] = frozenset()
     scored: list[int] = field(default_factory=list, repr=False)
     levels: tuple[float, ...] = CAPABILITY_LEVELS
     capability_of: CapabilityOf = "flops"

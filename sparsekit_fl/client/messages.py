@@ -15,7 +15,6 @@ from torch import Tensor
 from sparsekit.errors import DataError
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit_fl.client.packing import Kept, Mask, pack_mask, unpack_mask
-from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.options import Checked, NonNegativeCount, Ratio
 from sparsekit_fl.packed import pack, unpack
 from sparsekit_fl.problem.data import Capability
@@ -130,13 +129,6 @@ class Update:
     extra: StateDict = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     cost: Cost = field(default_factory=Cost)
-
-
-def require_metrics(update: Update, *names: str) -> None:
-    """Raise UpdateError unless the update reports these metrics, which a method learns from."""
-    missing = [name for name in names if name not in update.metrics]
-    if missing:
-        raise UpdateError(f"the update of client {update.client_id} lacks the metrics {missing}")
 
 
 @dataclass(frozen=True, kw_only=True)

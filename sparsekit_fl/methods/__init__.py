@@ -24,13 +24,16 @@ from sparsekit_fl.methods.whole_models import Ditto as ditto, FedAvg as fedavg, 
 from sparsekit_fl.methods.whole_models import FedProx as fedprox, FedRep as fedrep, Local as local, PerFedAvg as per_fedavg
 from sparsekit_fl.options import read_keywords, read_settings
 
-_MADE = {name: kind for name, kind in dict(globals()).items() if isinstance(kind, type) and issubclass(kind, Method)}
-del _MADE["Method"]
+_MADE = {
+    name: made
+    for name, made in dict(globals()).items()
+    if made is not Method and (isinstance(made, Method) or (isinstance(made, type) and issubclass(made, Method)))
+}
 __all__ = [*_MADE, "registry"]
 
 registry = Registry(
     "method",
-    {name.replace("_", "-"): f"{kind.__module__}:{kind.__name__}" for name, kind in sorted(_MADE.items())},
+    {name.replace("_", "-"): f"{made.__module__}:{getattr(made, '__name__', name)}" for name, made in sorted(_MADE.items())},
     group="sparsekit_fl.methods",
 )
 
@@ -48,9 +51,11 @@ def make_method(text: str, *, settings: Mapping[str, Any] | None = None) -> Meth
     """
     name, *own = text.split() or [text]
     found = registry.find(name)
-    if not isinstance(found, type) or not issubclass(found, Method):
-        called = getattr(found, "__name__", type(found).__name__)
-        raise InvalidValueError(f"{name!r} must be a subclass of sparsekit_fl.Method, got {called}")
+    kind = found if isinstance(found, type) else type(found)
+    if not issubclass(kind, Method):
+        called = getattr(found, "__name__", kind.__name__)
+        raise InvalidValueError(f"{name!r} must be a subclass of sparsekit_fl.Method, or a method, got {called}")
     advice = f"; `sparsekit describe {name}` shows its options, `sparsekit list options` those of a run"
     given = {**read_settings(own), **(settings or {})}
-    return found(**read_keywords(found, given, name=f"method {name!r}", advice=advice))
+    made: Method = found(**read_keywords(kind, given, name=f"method {name!r}", advice=advice))
+    return made

@@ -1,4 +1,4 @@
-"""`Task` and `Result`: what a client is asked, or deploys, and what it learns. `sgd` trains, `keep_model` keeps a model."""
+"""`Task`, `Result` and `Model`: what a client is asked, learns and deploys. `sgd` trains, `keep_model` keeps a model."""
 
 from __future__ import annotations
 
@@ -24,26 +24,51 @@ Leaves = Mapping[str, Tensor]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Task:
-    """What one client trains in one round, or deploys and is scored with.
+    """What one client trains in one round, and what its update must hold. Other updates are refused.
 
     Args:
         state: On the client, a dense state: the global entries, and the client's private ones. Read-only. The server leaves it
             empty, since every client gets the global state.
         mask: A mask chosen by the server: only what it keeps is sent, and everything else arrives as zero. None: the whole
-            model is sent. Of a model to deploy, what it keeps: it is physically small if units are dropped.
-        ratio: What to train, in (0, 1], and in a result what was trained: a share of the FLOPs of the whole model, or of its
-            units, as `RunConfig.capability_of` says. `width(ratio)` of either context is the share of the units.
+            model is sent.
+        ratio: What to train, in (0, 1]: a share of the FLOPs of the whole model, or of its units, as
+            `RunConfig.capability_of` says. `width(ratio)` of either context is the share of the units.
         extra: Further tensors for the client, by name.
+        partial: Whether an update may leave out a part of an entry although `mask` is None.
+        metrics: Names of metrics that the update must have.
+        returns: Name → tensor of the shape and type that a further tensor of the update must have; its values do not matter.
+            Empty: nothing is checked.
     """
 
     state: StateDict = field(default_factory=dict)
     mask: Mask | None = None
     ratio: float = 1.0
     extra: StateDict = field(default_factory=dict)
+    partial: bool = False
+    metrics: Sequence[str] = ()
+    returns: StateDict = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Result(Task):
+class Model:
+    """The model that a client deploys and is scored with.
+
+    Args:
+        state: Dense, or narrow under a mask that drops nothing.
+        mask: What it keeps; None: everything. The model is physically small if units are dropped.
+        ratio: The share that it keeps, in (0, 1], as in a task.
+        calibrate: Compute batch norm statistics again from the client's own training data. The global model is then scored in
+            the same way.
+    """
+
+    state: StateDict
+    mask: Mask | None = None
+    ratio: float = 1.0
+    calibrate: bool = False
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Result:
     """What a client learned in one round.
 
     Args:
@@ -57,6 +82,10 @@ class Result(Task):
         work: FLOPs, if they are not those of `log` under `mask`.
     """
 
+    state: StateDict
+    mask: Mask | None = None
+    ratio: float = 1.0
+    extra: StateDict = field(default_factory=dict)
     log: TrainingLog
     upload: Mask | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -241,7 +270,7 @@ def _sample(client: ClientContext, memory: dict[str, Any], log: TrainingLog) -> 
     return sample
 
 
-def kept_model(client: ClientContext) -> Task | None:
+def kept_model(client: ClientContext) -> Model | None:
     """Return the model that the client keeps; None before its first participation."""
     memory = client.memory.get("kept", {})
     if "state" not in memory:
@@ -249,4 +278,4 @@ def kept_model(client: ClientContext) -> Task | None:
     mask, initial = recall_mask(memory), client.initial_state()
     # What is dropped never runs, so it may hold anything of the right shape.
     own = Kept(client.graph, mask if isinstance(mask, UnitMask) else None).scatter_all(memory["state"], initial)
-    return Task(state={**initial, **own}, mask=mask, ratio=memory["ratio"])
+    return Model(state={**initial, **own}, mask=mask, ratio=memory["ratio"])

@@ -23,7 +23,7 @@ from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import part_flops
 from sparsekit_fl.client.fit import Adjust, Batch
 from sparsekit_fl.client.messages import Cost
-from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, ServerContext, Task, Update, sgd
+from sparsekit_fl.methods.base import ClientContext, Method, Result, ServerContext, Setup, Task, Update, sgd
 from sparsekit_fl.methods.client import Leaves, pull_towards, trained_leaves
 from sparsekit_fl.methods.server import mean_change, moved
 from sparsekit_fl.problem.metrics import IGNORED
@@ -187,11 +187,11 @@ class DepthFL(Method):
 
     source = "Kim et al., DepthFL: Depthwise Federated Learning for Heterogeneous Clients, ICLR 2023"
     note = "The model has exits, one linear layer each, whose work is counted; clients run the first layers only."
-    masked = True
 
-    def prepare(self, problem: Problem) -> Problem:
-        """Return the problem with exits in its model."""
-        return replace(problem, model=partial(with_exits, problem.model, problem.example_inputs))
+    def check(self, setup: Setup) -> Setup:
+        """Give the model exits."""
+        problem = setup.problem
+        return replace(setup, problem=replace(problem, model=partial(with_exits, problem.model, problem.example_inputs)))
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
         """Send the first layers and exits; everything at full depth."""

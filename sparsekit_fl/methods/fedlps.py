@@ -6,9 +6,9 @@ not copied. In the ablations of the paper's Table II, one part of the paper's me
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, make_dataclass, replace
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,13 +18,12 @@ import sparsekit as sk
 from sparsekit.allocation import mask_from_scores, ratio_counts
 from sparsekit.bandit import PUCBV, Interval, Pull
 from sparsekit.criteria import Criterion, Fisher, Magnitude, Ordered, Random, ScoringContext
-from sparsekit.graph import StateDict, UnitGraph, UnitMask, head_entries
+from sparsekit.graph import StateDict, UnitMask, head_entries
 from sparsekit.training import GradientImportance, ImportanceRegularizer, LearnableMask
 from sparsekit_fl.client.context import Memory
 from sparsekit_fl.client.fit import Adjust
-from sparsekit_fl.client.messages import require_metrics
 from sparsekit_fl.client.packing import Kept, recall_mask, remember_mask
-from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, ServerContext, Task, Update, mean, sgd
+from sparsekit_fl.methods.base import ClientContext, Method, Model, Result, ServerContext, Setup, Task, Update, mean, sgd
 from sparsekit_fl.methods.client import keep_model, kept_model
 from sparsekit_fl.methods.server import learn_limits, offered
 from sparsekit_fl.methods.submodels import affordable, units
@@ -72,10 +71,6 @@ class FedLPS(Method):
     """
 
     source = "Xue et al., Learnable Sparse Customization in Heterogeneous Edge Computing, ICDE 2025, arXiv 2412.07216"
-    masked = True
-    needs_units = True
-    literal: ClassVar[bool] = False
-    """Whether the paper's words decide where ours differ."""
 
     ratios: Literal["auto", "capability", "half", "bandit", "random"] | Ratio = option(
         "auto",
@@ -104,22 +99,43 @@ class FedLPS(Method):
     threshold: float = option(-0.05, "Δ: if accuracy changed by less than this, the bandit eliminates smaller ratios.")
     strength: NonNegative = option(1.0, 'λ, of the pattern "learned".')
     mu: NonNegative = option(1.0, "μ, a pull towards the weights that training starts from; 0 switches it off.")
+    redraw: bool | None = option(None, "Draw the clients' capabilities in every round or once; None leaves it to the run.")
+    literal: bool = option(
+        False,
+        "Follow the paper's words where ours differ. Both regularizers are sums of squares. The target of importance is the "
+        "sigmoid of the absolute sums, which is close to 1 for every unit of a wide network; a little noise on the first "
+        "importance breaks ties. Target and importance are read at every step with the learning rate of the weights. T counts "
+        "computation and upload. The executed ratio is credited, so with a capability that changes, its limits credit most "
+        "rewards to small arms.",
+    )
 
-    def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise if the model has no units, or if the problem lacks the accuracy that bandits learn from."""
-        super().check(problem, graph)
+    def describe(self) -> dict[str, str]:
+        """Return name, source and options; `redraw_capability`, an option of the run, only if the method decides it."""
+        described = super().describe()
+        del described["redraw"]
+        return described if self.redraw is None else {**described, "redraw_capability": str(self.redraw).lower()}
+
+    def check(self, setup: Setup) -> Setup:
+        """Keep the head private, unless all share it or the model has nothing else.
+
+        Raises:
+            NoUnitsError: the model has no units.
+            InvalidValueError: the problem lacks the accuracy that bandits learn from.
+        """
+        setup.require_units("FedLPS")
         if self.ratios == "bandit":
-            problem.require_accuracy(f"{type(self).__name__} learns from training accuracy")
-
-    def private(self, graph: UnitGraph) -> Collection[str]:
-        """Return the entries of the head, unless all share it or the model has nothing else."""
-        return head_entries(graph.layers) if self.head == "own" and len(graph.layers) > 1 else ()
+            setup.problem.require_accuracy("FedLPS learns from training accuracy")
+        layers, config = setup.graph.layers, setup.config
+        if self.redraw is not None:
+            config = replace(config, redraw_capability=self.redraw)
+        return replace(setup, config=config, private=head_entries(layers) if self.head == "own" and len(layers) > 1 else ())
 
     # On the server
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
-        """Send the whole model, with the ratio of this client."""
-        return Task(ratio=offered(server, client_id, self._ratio(server, client_id)))
+        """Send the whole model, with the ratio of this client. A bandit learns from its accuracy."""
+        metrics = ("accuracy",) if self.ratios == "bandit" else ()
+        return Task(ratio=offered(server, client_id, self._ratio(server, client_id)), partial=True, metrics=metrics)
 
     def _ratio(self, server: ServerContext, client_id: int) -> float:
         """Return what the rule of the ratios says, at most what the client may be offered."""
@@ -149,11 +165,6 @@ class FedLPS(Method):
         if "bandit" in memory:
             bandit.load_state_dict(memory["bandit"])
         return bandit
-
-    def validate(self, server: ServerContext, update: Update, task: Task) -> None:
-        """Refuse an update without an accuracy, if a bandit learns from it."""
-        if self.ratios == "bandit":
-            require_metrics(update, "accuracy")
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         """Return the mean, and learn from what clients did and from who failed."""
@@ -202,7 +213,7 @@ class FedLPS(Method):
         mask = self._mask(client, task)
         metrics = self._first(client, lambda: client.load(client.initial_state(), mask))
         kept, start = Kept(client.graph, mask), dict(task.state)
-        private = set(self.private(client.graph))
+        private = client.private
         for name, change in memory.get("refit", {}).items():
             # The head is the client's own, and has the refit since it was chosen.
             if name not in private or memory["chosen"] == client.round:
@@ -301,7 +312,7 @@ class FedLPS(Method):
             masked.load(start, importance=targets + noise.to(targets))
         return masked
 
-    def deploy(self, client: ClientContext, state: StateDict) -> Task:
+    def deploy(self, client: ClientContext, state: StateDict) -> Model:
         """Return the client's model; before its first participation, the first units that its device affords."""
         return kept_model(client) or affordable(client, state)
 
@@ -341,51 +352,32 @@ def learning(masked: LearnableMask) -> Adjust:
     return adjust
 
 
-# The variants: FedLPS with other defaults, each a class of its own.
-
-
-def _variant(name: str, about: str, more: Mapping[str, Any] | None = None, **options: Any) -> type[FedLPS]:
-    """Make the class of a variant: its name, its docstring, further attributes of the class, and its defaults."""
-    fields = [(option, FedLPS.__annotations__[option], value) for option, value in options.items()]
-    attributes = {"called": name, "__doc__": about, "__module__": __name__, **(more or {})}
-    made: type[FedLPS] = make_dataclass(
-        name.replace("-", "_"), fields, bases=(FedLPS,), namespace=attributes, frozen=True, kw_only=True
-    )
-    return made
-
+# The variants: FedLPS with other defaults, each under a name of its own.
 
 # What the paper has in place of our parts.
 _PAPER: dict[str, Any] = {
     "ratios": "bandit", "pattern": "learned", "refit": False, "head": "shared", "average": "all", "fill": False,
 }  # fmt: skip
 _RCR = {**_PAPER, "ratios": "capability"}
-_ONCE = {"redraw_capability": False, "note": "Capabilities are drawn once, whatever the run says."}
-_AGAIN = {"redraw_capability": True, "note": "Capabilities are drawn again in every round, whatever the run says."}
-_ONE = {"note": "All clients have one ratio, whatever they can do."}
+_ONCE: dict[str, Any] = {"redraw": False, "note": "Capabilities are drawn once, whatever the run says."}
+_AGAIN: dict[str, Any] = {"redraw": True, "note": "Capabilities are drawn in every round, whatever the run says."}
 
-fedlps_paper = _variant(
-    "fedlps-paper",
-    """FedLPS as the paper words it.
-
-    Both regularizers are sums of squares. The target of the importance is the sigmoid of the absolute sums, which is close to 1
-    for every unit of a wide network; a little noise on the first importance breaks ties. Target and importance are read at
-    every step with the learning rate of the weights. T counts computation and upload. The executed ratio is credited, so with a
-    capability that changes, its limits credit most rewards to small arms. The last personal model is deployed.
-    """,
-    {"literal": True},
-    **_PAPER,
+fedlps_paper = FedLPS.variant("fedlps-paper", "FedLPS as the paper words it.", **_PAPER, literal=True)
+flst = FedLPS.variant(
+    "flst",
+    "FLST: one ratio for all clients, 0.5 as in Table II.",
+    note="All clients have one ratio, whatever they can do.",
+    **_PAPER | {"ratios": 0.5},
 )
-flst = _variant("flst", "FLST: one ratio for all clients, 0.5 as in Table II.", _ONE, **_PAPER | {"ratios": 0.5})
-p_ucbv_fix = _variant("p-ucbv-fix", "P-UCBV-Fix: the paper's parts, and capabilities that are drawn once.", _ONCE, **_PAPER)
-p_ucbv_dyn = _variant("p-ucbv-dyn", "P-UCBV-Dyn: the same, and capabilities drawn again in every round.", _AGAIN, **_PAPER)
-rcr_fix = _variant("rcr-fix", "RCR-Fix: ratios are the clients' capabilities, drawn once.", _ONCE, **_RCR)
-rcr_dyn = _variant("rcr-dyn", "RCR-Dyn: ratios are capabilities, drawn again in every round.", _AGAIN, **_RCR)
-
-
-def _pattern(name: str, what: str) -> type[FedLPS]:
-    return _variant(f"fedlps-{name}", f"The paper's parts, and {what}.", **_PAPER | {"pattern": name})
-
-
-fedlps_random = _pattern("random", "random units, drawn for each client and round")
-fedlps_ordered = _pattern("ordered", "the first units of every layer")
-fedlps_magnitude = _pattern("magnitude", "the units of largest absolute weights in the received model")
+p_ucbv_fix = FedLPS.variant("p-ucbv-fix", "P-UCBV-Fix: the paper's parts; capabilities are drawn once.", **_PAPER, **_ONCE)
+p_ucbv_dyn = FedLPS.variant("p-ucbv-dyn", "P-UCBV-Dyn: the same, drawn again in every round.", **_PAPER, **_AGAIN)
+rcr_fix = FedLPS.variant("rcr-fix", "RCR-Fix: ratios are the clients' capabilities, drawn once.", **_RCR, **_ONCE)
+rcr_dyn = FedLPS.variant("rcr-dyn", "RCR-Dyn: ratios are capabilities, drawn again in every round.", **_RCR, **_AGAIN)
+fedlps_random, fedlps_ordered, fedlps_magnitude = (
+    FedLPS.variant(f"fedlps-{pattern}", f"The paper's parts, and {what}.", **_PAPER | {"pattern": pattern})
+    for pattern, what in (
+        ("random", "random units, drawn for each client and round"),
+        ("ordered", "the first units of every layer"),
+        ("magnitude", "the units of largest absolute weights in the received model"),
+    )
+)

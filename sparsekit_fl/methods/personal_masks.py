@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from sparsekit.criteria import Magnitude
-from sparsekit.errors import SparsekitError
 from sparsekit.graph import StateDict, UnitGraph, WeightMask, group_order
 from sparsekit.rng import torch_generator
 from sparsekit_fl.client.context import Split
 from sparsekit_fl.client.fit import Adjust
 from sparsekit_fl.client.packing import Mask, recall_mask, remember_mask, unpack_mask
-from sparsekit_fl.errors import UpdateError
-from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, ServerContext, Task, Update, sgd
+from sparsekit_fl.methods.base import ClientContext, Method, Model, Result, ServerContext, Setup, Task, Update, mean, sgd
 from sparsekit_fl.methods.client import Leaves
 from sparsekit_fl.methods.server import Over
 from sparsekit_fl.methods.submodels import units
@@ -35,33 +33,31 @@ class OwnMasks(Method):
     A client deploys the global model under its mask; one that never trained deploys the whole of it.
     """
 
-    masked = True
-    recalibrates = True
-    weights = "uniform"
     over: ClassVar[Over] = "holders"
+    """The clients that the mean of an entry is over; see `mean`."""
 
-    def next_mask(self, mask: Mask | None, extra: StateDict) -> Mask | None:
+    def next_mask(self, graph: UnitGraph, mask: Mask | None, extra: StateDict) -> Mask | None:
         """Return the mask of the client's next participation, from an update; by default the one that was trained."""
         return mask
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
         """Return the mask that the client's last update named; None before the first."""
-        return Task(mask=recall_mask(server.client[client_id]))
+        return Task(mask=recall_mask(server.client[client_id]), partial=True)
 
     def remember(self, client: ClientContext, result: Result, ratio: float) -> None:
         """Keep the next mask and its ratio on the client, for `deploy`."""
         client.memory["ratio"] = ratio
-        remember_mask(client.memory, self.next_mask(result.mask, result.extra))
+        remember_mask(client.memory, self.next_mask(client.graph, result.mask, result.extra))
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
-        """Return the mean, and remember each client's mask."""
+        """Return the mean with equal weights, and remember each client's mask."""
         for update in updates:
-            remember_mask(server.client[update.client_id], self.next_mask(update.mask, update.extra))
-        return super().aggregate(server, updates)
+            remember_mask(server.client[update.client_id], self.next_mask(server.graph, update.mask, update.extra))
+        return mean(server, updates, weights="uniform", over=self.over)
 
-    def deploy(self, client: ClientContext, state: StateDict) -> Task:
+    def deploy(self, client: ClientContext, state: StateDict) -> Model:
         """Return the global state under the client's mask."""
-        return Task(state=state, mask=recall_mask(client.memory), ratio=client.memory.get("ratio", 1.0))
+        return Model(state=state, mask=recall_mask(client.memory), ratio=client.memory.get("ratio", 1.0), calibrate=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +70,10 @@ class PruneWhenAccurate(OwnMasks):
     threshold: Share = option(0.5, "Validation accuracy, a fraction, above which a client prunes; 1 never prunes.")
     target: Fraction = option(0.5, "A client prunes as long as it keeps more than this share; the last step may end below.")
 
-    def check(self, problem: Problem, graph: UnitGraph) -> None:
+    def check(self, setup: Setup) -> Setup:
         """Raise InvalidValueError if the problem has no accuracy."""
-        super().check(problem, graph)
-        problem.require_accuracy(f"{type(self).__name__} decides by accuracy")
+        setup.problem.require_accuracy(f"{type(self).__name__} decides by accuracy")
+        return super().check(setup)
 
     def prune(self, client: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
         """Return the mask that keeps `ratio` of each layer or group, inside `mask`; `state` is zero outside of it."""
@@ -146,9 +142,13 @@ class Hermes(PruneWhenAccurate):
     """
 
     source = "Li et al., Hermes: An Efficient FL Framework for Heterogeneous Mobile Clients, MobiCom 2021"
-    needs_units = True
 
     lasso: NonNegative = option(0.001, "λ, the weight of the group lasso; 0 switches it off.")
+
+    def check(self, setup: Setup) -> Setup:
+        """Raise if the model has no units, or the problem no accuracy."""
+        setup.require_units("Hermes")
+        return super().check(setup)
 
     def prune(self, client: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
         """Return the units of largest L1 norm, max(1, ⌈ratio · size⌉) of each group; dropped units are zero and come last."""
@@ -215,28 +215,23 @@ class FedSpa(OwnMasks, SparseWeights):
     )
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
-        """Return the client's mask, or the random one."""
-        memory = server.memory.setdefault("initial", {})
+        """Return the client's mask, or the random one. If masks move, the update names the next one."""
+        memory, shapes = server.memory.setdefault("initial", {}), _shapes(server.graph)
         if not memory:
-            shapes = {name: server.graph.shapes[name] for name in prunable_weights(server.graph)}
             shares = layer_densities(shapes, self.ratio)
             remember_mask(memory, random_weights(shapes, shares, generator=torch_generator(server.rngs["mask"])))
-        return Task(mask=super().assign(server, client_id).mask or recall_mask(memory), ratio=self.ratio)
+        # One bit per entry, each layer padded to whole bytes.
+        size = sum(-(-shape.numel() // 8) for shape in shapes.values())
+        returns = {_NEXT: torch.empty(size, dtype=torch.uint8)} if self.anneal else {}
+        mask = super().assign(server, client_id).mask or recall_mask(memory)
+        return Task(mask=mask, ratio=self.ratio, returns=returns)
 
-    def next_mask(self, mask: Mask | None, extra: StateDict) -> Mask | None:
+    def next_mask(self, graph: UnitGraph, mask: Mask | None, extra: StateDict) -> Mask | None:
         """Return the mask that the client sent."""
-        if _NEXT not in extra or mask is None:
+        if _NEXT not in extra:
             return mask
-        shapes = [[name, list(keep.shape)] for name, keep in mask.items()]
+        shapes = [[name, list(shape)] for name, shape in _shapes(graph).items()]
         return unpack_mask({"mask": extra[_NEXT]}, {"kind": "weight", "shapes": shapes})
-
-    def validate(self, server: ServerContext, update: Update, task: Task) -> None:
-        """Refuse an update if the mask of the client's next participation cannot be read."""
-        try:
-            if (mask := self.next_mask(update.mask, update.extra)) is not None:
-                mask.check(server.graph)
-        except SparsekitError as error:
-            raise UpdateError(f"the update of client {update.client_id} has a wrong next mask: {error}") from error
 
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train, then choose the next mask; the gradient of one batch of the dense model is counted as work."""
@@ -244,13 +239,16 @@ class FedSpa(OwnMasks, SparseWeights):
         share = self.anneal / 2 * (1 + math.cos(math.pi * (client.round - 1) / client.rounds))
         if share and isinstance(task.mask, WeightMask):
             gradients, examples = _screen(client, task.mask)
-            # One bit per entry, each layer padded to whole bytes.
             following = move_mask(task.mask, result.state, gradients, share)
             bits = [np.packbits(keep.reshape(-1).numpy()) for keep in following.values()]
             work = client.work(task.mask, result.log) + client.work_on(examples)
             result = replace(result, extra={_NEXT: torch.from_numpy(np.concatenate(bits))}, work=work)
         self.remember(client, result, task.ratio)
         return result
+
+
+def _shapes(graph: UnitGraph) -> dict[str, torch.Size]:
+    return {name: graph.shapes[name] for name in prunable_weights(graph)}
 
 
 def _screen(client: ClientContext, mask: WeightMask) -> tuple[StateDict, int]:

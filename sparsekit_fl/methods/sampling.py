@@ -49,7 +49,6 @@ class Oort(Method):
     """
 
     source = "Lai et al., Oort: Efficient FL via Guided Participant Selection, OSDI 2021, arXiv 2010.06081"
-    required = (_SQUARES,)
 
     def sample(self, server: ServerContext) -> list[int]:
         """Sample exploited, then explored clients; if they are too few, the rest is drawn from all."""
@@ -77,6 +76,10 @@ class Oort(Method):
         if missing > 0:
             cohort += drawn(rest, missing, rng)
         return sorted(cohort)
+
+    def assign(self, server: ServerContext, client_id: int) -> Task:
+        """Send the whole model, and ask for the squared losses."""
+        return Task(metrics=(_SQUARES,))
 
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train, and report the mean squared loss of single examples in the first epoch."""
@@ -113,7 +116,7 @@ class Oort(Method):
             elif abs(now - before) >= 5.0 * before:
                 percentile = max(_PACE_STEP, percentile - _PACE_STEP)
             memory["percentile"] = percentile
-        return super().aggregate(server, updates)
+        return mean(server, updates)
 
 
 def _late(seconds: float, preferred: float) -> float:
@@ -221,16 +224,19 @@ class REFL(Method):
         right = torch.from_numpy(rng.random(count)) < _FORECAST
         return now.tolist(), (memory["next"] == right).tolist()
 
-    def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
-        """Return the mean of the updates that came in time and of the late ones of earlier rounds that are ready."""
-        fresh, late = self._arrivals(server, updates)
+    def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> tuple[StateDict, float]:
+        """Return the mean of the updates that came in time and of the late ones of earlier rounds that are ready.
+
+        The round ends when the share `target` of the cohort has answered.
+        """
+        fresh, late, seconds = self._arrivals(server, updates)
         weights = [1.0] * len(fresh)
         for update, boost in zip(late, _boosts(server, fresh, late), strict=True):
             weights.append((1.0 - _BETA) / (server.round - update.round + 1) + _BETA * boost)
-        return mean(server, [*fresh, *late], weights=weights)
+        return mean(server, [*fresh, *late], weights=weights), seconds
 
-    def _arrivals(self, server: ServerContext, updates: Sequence[Update]) -> tuple[list[Update], list[Update]]:
-        """Return the updates in time and the late ones that are ready; put those that are not yet ready into memory."""
+    def _arrivals(self, server: ServerContext, updates: Sequence[Update]) -> tuple[list[Update], list[Update], float]:
+        """Return updates in time, late ones that are ready, and the length of the round; remember the others."""
         memory = server.memory
         start = memory.get("clock", 0.0)
         needed = max(1, math.ceil(self.target * len(updates) - 1e-9))
@@ -240,12 +246,9 @@ class REFL(Method):
         waiting = [item for item in memory["late"] if item["arrives"] > end]
         waiting += [_packed(update, start + update.cost.seconds) for update in updates if update.cost.seconds > length]
         before = memory.get("window", length)
-        memory.update(late=waiting, clock=end, length=length, window=(1 - _ALPHA) * length + _ALPHA * before)
-        return [update for update in updates if update.cost.seconds <= length], [Update(**item["update"]) for item in ready]
-
-    def seconds(self, server: ServerContext) -> float | None:
-        """Return the time at which the share `target` of the cohort had answered."""
-        return float(server.memory["length"])
+        memory.update(late=waiting, clock=end, window=(1 - _ALPHA) * length + _ALPHA * before)
+        fresh = [update for update in updates if update.cost.seconds <= length]
+        return fresh, [Update(**item["update"]) for item in ready], length
 
 
 def _fill(tiers: Sequence[Sequence[int]], wanted: int, rng: np.random.Generator) -> list[int]:

@@ -1,4 +1,4 @@
-"""`ServerContext`: what a method sees on the server, and where its state is; `mean`: how it averages what clients learned.
+"""`Setup` and `ServerContext`: what a method sees before a run and on the server; `mean`: how it averages clients' changes.
 
 Sums are in float64, in the order of the updates.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, Literal
@@ -16,16 +16,44 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsekit.errors import NoUnitsError
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import Memory, width_of
 from sparsekit_fl.client.messages import Update
 from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.config import CapabilityOf, RunConfig
+from sparsekit_fl.methods.client import Task
 from sparsekit_fl.problem.data import Capability, Client
+from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.streams import Streams
 
 _LEAST_OFFER = 1e-3
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Setup:
+    """What a run is made of.
+
+    Args:
+        problem: Model, loss, metrics.
+        graph: The units of the model. If a method replaces `problem`, the new model is traced afterwards.
+        config: The options of the run.
+        private: State-dict keys of entries that stay on each client from round to round; at first they are those of round 0.
+    """
+
+    problem: Problem
+    graph: UnitGraph
+    config: RunConfig
+    private: Collection[str] = ()
+
+    def require_units(self, name: str) -> None:
+        """Raise NoUnitsError if the model has no units; `name` is the method's, for the message."""
+        if not self.graph.groups:
+            raise NoUnitsError(
+                f"the model has no units, so {name} has nothing to choose from; `sparsekit units` shows why; or run a method"
+                " that trains the whole model"
+            )
 
 
 @dataclass(frozen=True)
@@ -89,6 +117,7 @@ class ServerContext:
         parameters: State-dict keys of the shared entries that train; the others are buffers.
         capability_of: What a ratio is a share of.
         trained: Whether the global state of round 0 was trained before.
+        tasks: Client id → what it was asked in this round; complete in `aggregate`.
         failed: Client id → ratio, of the clients whose own code raised an exception in this round; complete in `aggregate`.
     """
 
@@ -105,6 +134,7 @@ class ServerContext:
     parameters: frozenset[str]
     capability_of: CapabilityOf = "flops"
     trained: bool = False
+    tasks: dict[int, Task] = field(default_factory=dict)
     failed: dict[int, float] = field(default_factory=dict)
 
     def width(self, ratio: float) -> float:

@@ -20,14 +20,14 @@ from sparsekit.allocation import make_mask, mask_from_scores, ratio_counts
 from sparsekit.bandit import Interval
 from sparsekit.criteria import Criterion, Magnitude, Ordered, Random, ScoringContext
 from sparsekit.finetuning import recalibrate_batchnorm
-from sparsekit.graph import UnitMask
+from sparsekit.graph import StateDict, UnitMask
 from sparsekit.layers import is_convolution
 from sparsekit.rng import torch_generator
 from sparsekit_fl.client.context import Memory, rowmask_flops
 from sparsekit_fl.client.fit import Batch
 from sparsekit_fl.client.messages import Cost
-from sparsekit_fl.methods.base import ClientContext, Method, Result, ServerContext, StateDict, Task, Update, sgd
-from sparsekit_fl.methods.server import Over, Weights, learn_limits, offered
+from sparsekit_fl.methods.base import ClientContext, Method, Model, Result, ServerContext, Setup, Task, Update, mean, sgd
+from sparsekit_fl.methods.server import learn_limits, offered
 from sparsekit_fl.options import Fraction, Positive, option
 
 _LARGEST_BATCH = 256
@@ -51,10 +51,10 @@ def units(side: ServerContext | ClientContext, criterion: Criterion, ratio: floa
     return make_mask(criterion, side.graph, side.width(ratio), context)
 
 
-def affordable(client: ClientContext, state: StateDict) -> Task:
+def affordable(client: ClientContext, state: StateDict) -> Model:
     """Return as much of the global model as the device of a client can run: its first units."""
     ratio = client.capability.ratio
-    return Task(state=state, mask=None if ratio == 1.0 else units(client, Ordered(), ratio, state), ratio=ratio)
+    return Model(state=state, mask=None if ratio == 1.0 else units(client, Ordered(), ratio, state), ratio=ratio)
 
 
 def calibrate(client: ClientContext, module: nn.Module) -> bool:
@@ -88,13 +88,13 @@ class Submodels(Method):
     Entries are averaged over the clients that hold them.
     """
 
-    masked = True
-    recalibrates = True
     criterion: ClassVar[Criterion] = Ordered()
     """Ranks the units; by default the first units of each group come first."""
-    weights: ClassVar[Weights] = "uniform"
-    over: ClassVar[Over] = "holders"
-    needs_units = True
+
+    def check(self, setup: Setup) -> Setup:
+        """Raise NoUnitsError if the model has no units."""
+        setup.require_units(type(self).__name__)
+        return setup
 
     def ratio_of(self, server: ServerContext, client_id: int) -> float:
         """Return the ratio of one client in this round; by default its capability's."""
@@ -104,6 +104,14 @@ class Submodels(Method):
         """Return the submodel."""
         ratio = self.ratio_of(server, client_id)
         return Task(mask=units(server, self.criterion, ratio), ratio=ratio)
+
+    def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
+        """Return the mean over the holders of each entry, all alike."""
+        return mean(server, updates, weights="uniform", over="holders")
+
+    def deploy(self, client: ClientContext, state: StateDict) -> Model:
+        """Return the global model with statistics of the client's own data."""
+        return Model(state=state, calibrate=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,9 +193,12 @@ class EFD(HeteroFL):
 
     source = "Horváth et al., FjORD, NeurIPS 2021, arXiv 2102.13451, after Caldas et al., arXiv 1812.07210"
     criterion = Random()
-    weights = "examples"
 
     scaler: bool = False
+
+    def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
+        """Return the mean over the holders of each entry, weighted by examples."""
+        return mean(server, updates, over="holders")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +214,6 @@ class FjORD(Submodels):
     """
 
     source = "Horváth et al., FjORD: Fair and Accurate FL with Ordered Dropout, NeurIPS 2021, arXiv 2102.13451, Algorithm 1"
-    weights = "examples"
 
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train; the work of a step is that of the widths that it ran."""
@@ -236,9 +246,13 @@ class FjORD(Submodels):
         work = Cost(flops=compact, flops_paper=padded * result.log.padded_examples // steps)
         return replace(result, work=work)
 
-    def deploy(self, client: ClientContext, state: StateDict) -> Task:
+    def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
+        """Return the mean over the holders of each entry, weighted by examples."""
+        return mean(server, updates, over="holders")
+
+    def deploy(self, client: ClientContext, state: StateDict) -> Model:
         """Return as much of the global model as the client can run."""
-        return affordable(client, state)
+        return replace(affordable(client, state), calibrate=True)
 
 
 class _Width:
@@ -348,8 +362,6 @@ class FedMP(Submodels):
     source = "Jiang et al., FedMP: FL through Adaptive Model Pruning in Heterogeneous Edge Computing, ICDE 2022"
     note = "Its ratios may exceed what a client can do; slowness, not a limit, keeps them low."
     criterion = Magnitude()
-    over = "all"
-    required = ("loss",)
 
     low: Fraction = option(0.2, "Least ratio; the arms cover [low, 1]. It is 0.2 in the comparison of Xue et al., ICDE 2025.")
 
@@ -361,17 +373,21 @@ class FedMP(Submodels):
             memory["drawn"] = EUCB(memory, self.low, seed).draw()
         return offered(server, client_id, float(memory["drawn"]))
 
+    def assign(self, server: ServerContext, client_id: int) -> Task:
+        """Return the submodel. The bandit learns from its loss."""
+        return replace(super().assign(server, client_id), metrics=("loss",))
+
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
-        """Return the mean, and credit each client's ratio."""
+        """Return the mean over all clients, and credit each client's ratio."""
         learn_limits(server, updates)
         for client_id in server.failed:  # nothing is known of what did not run
             server.client[client_id]["drawn"] = None
-        mean = sum(update.cost.seconds for update in updates) / len(updates)
+        average = sum(update.cost.seconds for update in updates) / len(updates)
         for update in updates:
             memory = server.client[update.client_id]
             loss, before = update.metrics["loss"], memory.get("loss")
             if before is not None:
-                gap = abs(update.cost.seconds - mean) / max(mean, 1e-12)
+                gap = abs(update.cost.seconds - average) / max(average, 1e-12)
                 EUCB(memory, self.low, 0).tell(max(self.low, update.ratio), (before - loss) / max(gap, _LEAST_GAP))
             memory.update(drawn=None, loss=loss)
-        return super().aggregate(server, updates)
+        return mean(server, updates, weights="uniform")

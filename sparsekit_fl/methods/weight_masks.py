@@ -16,10 +16,9 @@ from sparsekit.graph import StateDict, UnitGraph, WeightMask, layer_weights
 from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import part_flops
 from sparsekit_fl.client.fit import Adjust, TrainingLog
-from sparsekit_fl.client.messages import Cost, require_metrics
+from sparsekit_fl.client.messages import Cost
 from sparsekit_fl.client.packing import mask_state, recall_mask, remember_mask
-from sparsekit_fl.errors import UpdateError
-from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, ServerContext, Task, Update, mean, sgd
+from sparsekit_fl.methods.base import ClientContext, Method, Result, ServerContext, Setup, Task, Update, mean, sgd
 from sparsekit_fl.methods.client import Leaves
 from sparsekit_fl.methods.server import mean_change, moved
 from sparsekit_fl.options import Count, NonNegativeCount, Positive, Ratio, option
@@ -79,17 +78,16 @@ def largest_weights(
 class SparseWeights(Method):
     """A method that prunes single weights."""
 
-    masked = True
     note = "Masks of single weights save bytes and not time; its FLOPs are those of the whole model."
 
-    def check(self, problem: Problem, graph: UnitGraph) -> None:
+    def check(self, setup: Setup) -> Setup:
         """Raise InvalidValueError if there is nothing to prune."""
-        super().check(problem, graph)
-        if not prunable_weights(graph):
+        if not prunable_weights(setup.graph):
             raise InvalidValueError(
                 f"the model has no weight matrix besides its output layer that trains, so {type(self).__name__} has nothing to"
                 " prune; use a model with at least one hidden layer, or freeze fewer"
             )
+        return super().check(setup)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,8 +172,11 @@ class PruneFL(SparseWeights):
         return [cohort[int(server.rngs["sampling"].integers(len(cohort)))]] if self.alone(server.round) else cohort
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
-        """Send the model under the common mask."""
-        return Task(mask=recall_mask(server.memory))
+        """Send the model under the common mask, and ask for gradients if they are due."""
+        due = self.due(server.round)
+        returns = {name: server.state[name] for name in prunable_weights(server.graph)} if due else {}
+        metrics = (_PROCESSED,) if due else ()
+        return Task(mask=recall_mask(server.memory), partial=self.alone(server.round), metrics=metrics, returns=returns)
 
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train under the mask; if a reconfiguration is due, measure the gradients of dropped weights too."""
@@ -196,15 +197,6 @@ class PruneFL(SparseWeights):
                 break
         return Result(state=mask_state(client.graph, mask, state), mask=mask, log=log, work=work, ratio=_density(mask))
 
-    def validate(self, server: ServerContext, update: Update, task: Task) -> None:
-        """Refuse an update without the gradients that are due."""
-        if self.due(server.round):
-            require_metrics(update, _PROCESSED)
-            found = {name: square.shape for name, square in update.extra.items() if square.is_floating_point()}
-            wanted = {name: server.graph.shapes[name] for name in prunable_weights(server.graph)}
-            if found != wanted or not update.metrics[_PROCESSED] > 0.0:
-                raise UpdateError(f"client {update.client_id} sent no gradients for the weights that are pruned, or others too")
-
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         """Return the mean; what the round's mask drops becomes zero, where a weight that comes back starts. Search the mask."""
         if self.alone(server.round):
@@ -214,7 +206,7 @@ class PruneFL(SparseWeights):
         if self.due(server.round):
             mask = _all_weights(server.graph, mask)
             squares = {name: sum((u.extra[name] for u in updates[1:]), updates[0].extra[name]) for name in mask}
-            examples = sum(update.metrics[_PROCESSED] for update in updates) / len(updates)
+            examples = max(1.0, sum(update.metrics[_PROCESSED] for update in updates) / len(updates))
             share = _SHARE * 0.5 ** (server.round / server.rounds)
             mask = search_weights(state, mask, squares, weight_seconds(server.costs, mask, examples), share=share)
             remember_mask(server.memory, mask)

@@ -4,7 +4,7 @@
 """
 
 import copy
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from sparsekit.criteria import Ordered
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph import Layer, WeightMask, head_entries, layer_weights, to_weights
+from sparsekit.graph import Layer, StateDict, UnitGraph, WeightMask, head_entries, layer_weights, to_weights
 from sparsekit_fl.client.context import part_flops
 from sparsekit_fl.client.fit import Adjust, Batch, Batches, LocalStep
 from sparsekit_fl.client.messages import Cost
-from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, ServerContext, StateDict, Task, UnitGraph, sgd
+from sparsekit_fl.methods.base import ClientContext, Method, Model, Result, ServerContext, Setup, Task, Update, mean, sgd
 from sparsekit_fl.methods.client import Leaves, keep_model, kept_model, load_leaves, trained_leaves
 from sparsekit_fl.methods.submodels import affordable, units
 from sparsekit_fl.methods.weight_masks import largest_weights
@@ -62,7 +62,6 @@ class PerFedAvg(Method):
 
     called = "per-fedavg"
     source = "Fallah et al., Personalized Federated Learning with Theoretical Guarantees, NeurIPS 2020, arXiv 2002.07948"
-    weights = "uniform"
     note = "Deployed after 1 step on the client's own data, as in its paper."
 
     adaptation_lr: NonNegative | None = option(
@@ -100,7 +99,11 @@ class PerFedAvg(Method):
         work = client.work(None, result.log)
         return replace(result, work=replace(work, flops_paper=2 * work.flops_paper))
 
-    def deploy(self, client: ClientContext, state: StateDict) -> Task:
+    def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
+        """Return the mean with equal weights."""
+        return mean(server, updates, weights="uniform")
+
+    def deploy(self, client: ClientContext, state: StateDict) -> Model:
         """Return the global model after one step of gradient descent on the client's training data, at most 256 of them."""
         adapt = self._adaptation(client, load_leaves(client, state, None))
         module = client.masked.model
@@ -109,7 +112,7 @@ class PerFedAvg(Method):
         batches = client.batches(epochs=1, batch_size=min(_LARGEST_BATCH, len(client.client.data.train)))
         batch = next(next(iter(batches)))
         adapt(client.problem.loss(module(*batch.inputs), batch.targets))
-        return Task(state=client.masked.narrow_state())
+        return Model(state=client.masked.narrow_state())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +121,9 @@ class Local(Method):
 
     source = "no federation"
 
-    def private(self, graph: UnitGraph) -> Collection[str]:
-        return graph.shapes
+    def check(self, setup: Setup) -> Setup:
+        """Keep every entry private."""
+        return replace(setup, private=setup.graph.shapes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,13 +144,14 @@ class Ditto(Method):
         """Train the global model, which is uploaded, then the client's own. Both are work."""
         batches = client.batches()
         result = sgd(client, task, batches=batches)
-        own = sgd(client, self.deploy(client, task.state), batches=batches, pull=self.lam, anchor=task.state)
+        start = Task(state=self.deploy(client, task.state).state)
+        own = sgd(client, start, batches=batches, pull=self.lam, anchor=task.state)
         keep_model(client, own)
         return replace(result, work=client.work(None, result.log) + client.work(None, own.log))
 
-    def deploy(self, client: ClientContext, state: StateDict) -> Task:
+    def deploy(self, client: ClientContext, state: StateDict) -> Model:
         """Return the client's own model; before its first participation, that of round 0."""
-        return kept_model(client) or Task(state=client.initial_state())
+        return kept_model(client) or Model(state=client.initial_state())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,16 +164,13 @@ class FedPer(Method):
         1, "Number of last layers that make the head. The paper takes the classifier alone, or with the last blocks."
     )
 
-    def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise InvalidValueError if the model cannot be split into a head and a shared part."""
-        check_head(graph, self.layers)
-
-    def private(self, graph: UnitGraph) -> Collection[str]:
-        return head_entries(graph.layers, self.layers)
+    def check(self, setup: Setup) -> Setup:
+        """Keep the head private; raise InvalidValueError if the model cannot be split into a head and a shared part."""
+        return replace(setup, private=own_head(setup.graph, self.layers))
 
 
-def check_head(graph: UnitGraph, layers: int) -> None:
-    """Raise InvalidValueError if the model has no head of its own, or consists of its head alone.
+def own_head(graph: UnitGraph, layers: int) -> tuple[str, ...]:
+    """Return the entries of the head; raise InvalidValueError if the model has none, or consists of its head alone.
 
     An entry that an earlier layer reads too is not of the head: of a decoder tied to its embedding, only the bias is.
     """
@@ -178,6 +180,7 @@ def check_head(graph: UnitGraph, layers: int) -> None:
             f"a head of {layers} of the model's {len(graph.layers)} layers ({names}) has no entry of its own, or leaves nothing"
             " to share; use a deeper model whose output layer has a weight or a bias that no earlier layer reads"
         )
+    return head_entries(graph.layers, layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,10 +236,6 @@ class FedP3(Method):
     """
 
     source = "Yi et al., FedP3: Federated Personalized and Privacy-friendly Network Pruning, ICLR 2024, arXiv 2404.09816"
-    masked = True
-    weights = "uniform"
-    over = "holders"
-    needs_units = True
 
     layers: Count = option(
         2,
@@ -245,14 +244,10 @@ class FedP3(Method):
     )
     kept: Ratio = option(0.9, "Share of the weights of each other layer that is sent.")
 
-    def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise if the model has no units, or no head that can stay with a client."""
-        super().check(problem, graph)
-        check_head(graph, 1)
-
-    def private(self, graph: UnitGraph) -> Collection[str]:
-        """Return the entries of the head."""
-        return head_entries(graph.layers)
+    def check(self, setup: Setup) -> Setup:
+        """Keep the head private; raise if the model has no units, or no head that can stay with a client."""
+        setup.require_units("FedP3")
+        return replace(setup, private=own_head(setup.graph, 1))
 
     def own_layers(self, graph: UnitGraph, client_id: int) -> tuple[Layer, ...]:
         """Return the layers that a client owns, cyclically, from layer k modulo their number for client k; never the head."""
@@ -264,9 +259,13 @@ class FedP3(Method):
         mine = {name for layer in self.own_layers(server.graph, client_id) for name in layer.entries}
         names = [name for name in layer_weights(server.graph.layers, server.graph.shapes) if name not in mine]
         mask = largest_weights(server.state, names, self.kept) if names and self.kept < 1.0 else None
-        return Task(mask=mask, ratio=server.roster[client_id].capability.ratio)
+        return Task(mask=mask, ratio=server.roster[client_id].capability.ratio, partial=True)
 
-    def deploy(self, client: ClientContext, state: StateDict) -> Task:
+    def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
+        """Return the mean over the clients that send an entry, all alike."""
+        return mean(server, updates, weights="uniform", over="holders")
+
+    def deploy(self, client: ClientContext, state: StateDict) -> Model:
         """Return the client's last model; before its first participation, the first units that its device affords."""
         return kept_model(client) or affordable(client, state)
 
@@ -276,7 +275,7 @@ class FedP3(Method):
         result = sgd(client, replace(task, mask=first))
         keep_model(client, result)
         mine = {name for layer in self.own_layers(graph, client.client.id) for name in layer.entries}
-        others = [name for name in graph.shapes if name not in mine and name not in self.private(graph)]
+        others = [name for name in graph.shapes if name not in mine and name not in client.private]
         upload = {name: keep for name, keep in to_weights(graph, first).items() if name in mine}
         nothing = {name: torch.zeros(graph.shapes[name], dtype=torch.bool) for name in others}
         return replace(result, upload=WeightMask({**upload, **nothing}))

@@ -66,8 +66,6 @@ def test_a_worker_that_dies_between_two_rounds_ends_the_run_like_any_other(tmp_p
 class Looks(Method):
     """The server chooses half of the units; a client says what it was sent of the others."""
 
-    masked = True
-
     def assign(self, server, client_id):
         return fl.Task(mask=UnitMask({"first": torch.arange(8) < 4}))
 

@@ -27,7 +27,7 @@ from sparsekit_fl.client.messages import (
 )
 from sparsekit_fl.client.packing import Kept, digest
 from sparsekit_fl.errors import ClientError, UpdateError
-from sparsekit_fl.methods.base import Method
+from sparsekit_fl.methods.base import Method, Task
 from sparsekit_fl.packed import pack
 from sparsekit_fl.results import ClientScores, RoundRecord, RoundScores
 from sparsekit_fl.server import Server
@@ -38,7 +38,8 @@ FUZZ = settings(max_examples=600, derandomize=True, deadline=None, database=None
 
 
 class Masked(Method):
-    masked = True
+    def assign(self, server, client_id):
+        return Task(partial=True)
 
 
 SETUP = RunSpec.build(Masked(), tiny_problem(), tiny_config())

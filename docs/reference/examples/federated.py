@@ -22,16 +22,19 @@ problem = fl.Problem(model=make_model, example_inputs=(torch.zeros(1, 8),))
 clients = [fl.Client(id=k, data=fl.ClientData(split(30), split(10), split(10))) for k in range(4)]
 config = fl.RunConfig(rounds=1, cohort=2, training=fl.TrainingConfig(local_epochs=1), seed=0)
 # --- examples ---
-# sparsekit_fl.Method, sparsekit_fl.ServerContext, sparsekit_fl.Task, sparsekit_fl.units, sparsekit_fl.mean, sparsekit_fl.option
-from dataclasses import dataclass
+# sparsekit_fl.Method, sparsekit_fl.ServerContext, sparsekit_fl.Setup, sparsekit_fl.Task, sparsekit_fl.units, sparsekit_fl.mean
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedHalf(fl.Method):
     """Slow clients train a random half of the units."""
 
-    masked = True  # clients send parts of entries
     threshold: float = fl.option(0.5, "Clients whose capability is below it train half of the units.")
+
+    def check(self, setup: fl.Setup) -> fl.Setup:
+        setup.require_units("FedHalf")
+        return replace(setup, private=sk.graph.head_entries(setup.graph.layers))  # each client keeps its own head
 
     def assign(self, server: fl.ServerContext, client_id: int) -> fl.Task:
         slow = server.roster[client_id].capability.ratio < self.threshold
@@ -43,7 +46,7 @@ class FedHalf(fl.Method):
 
 fl.run(FedHalf(), problem, clients, config)
 
-# sparsekit_fl.sgd, sparsekit_fl.ClientContext, sparsekit_fl.Result
+# sparsekit_fl.sgd, sparsekit_fl.ClientContext, sparsekit_fl.Model, sparsekit_fl.Result, sparsekit_fl.option
 from dataclasses import dataclass, replace
 
 
@@ -51,15 +54,17 @@ from dataclasses import dataclass, replace
 class HalfOwn(fl.Method):
     """Sign SGD; a client deploys the mean of the global model and of its own last one."""
 
+    strength: float = fl.option(0.1, "Pull towards the received weights.")
+
     def train(self, client: fl.ClientContext, task: fl.Task) -> fl.Result:
         signs = lambda gradients: {leaf: gradient.sign() for leaf, gradient in gradients.items()}
-        result = fl.sgd(client, task, adjusts=lambda leaves: [signs], pull=0.1)
+        result = fl.sgd(client, task, adjusts=lambda leaves: [signs], pull=self.strength)
         client.memory["own"] = result.state
         return replace(result, metrics={"largest": max(float(value.abs().max()) for value in result.state.values())})
 
-    def deploy(self, client: fl.ClientContext, state) -> fl.Task:
+    def deploy(self, client: fl.ClientContext, state) -> fl.Model:
         own = client.memory.get("own", state)
-        return fl.Task(state={name: (state[name] + own[name]) / 2 for name in state})
+        return fl.Model(state={name: (state[name] + own[name]) / 2 for name in state})
 
 
 fl.run(HalfOwn(), problem, clients, config)

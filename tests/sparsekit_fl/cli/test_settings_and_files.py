@@ -15,7 +15,6 @@ from sparsekit_fl.cli.listing import KINDS
 from sparsekit_fl.cli.options import RunOptions, paths, with_run_options, written
 from sparsekit_fl.config import RunConfig, TrainingConfig
 from sparsekit_fl.methods import registry
-from sparsekit_fl.options import options_of
 from sparsekit_fl.paper.presets import PRESETS
 
 
@@ -90,7 +89,7 @@ def test_every_option_is_listed_and_no_option_of_a_method_has_the_name_of_one_of
     assert all(listed.values())
     assert listed["rounds"].endswith("Default: that of the preset.")
     for name in registry:
-        assert not set(options_of(registry[name])) & set(paths()), name
+        assert not set(registry[name]().options()) & set(paths()), name
 
 
 @pytest.mark.parametrize(

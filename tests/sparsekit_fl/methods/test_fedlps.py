@@ -91,7 +91,7 @@ def test_what_a_client_sends_has_none_of_its_refit_and_what_it_deploys_has_all_o
     ctx = replace(ctx, trained=True)
     result = fedlps().train(ctx, fl.Task(state=model.state_dict(), ratio=0.5))
     kept = Kept(spec.graph, result.mask)
-    private = fedlps().private(spec.graph)
+    private = spec.private
     assert sorted(private) == ["4.bias", "4.weight"]
     own, changed = ctx.memory["kept"]["state"], set()
     for name, received in model.state_dict().items():
@@ -169,16 +169,19 @@ def test_utility_is_the_papers_function() -> None:
 
 
 CHANGED = {
-    "flst": {"ratios"}, "rcr-fix": {"ratios"}, "rcr-dyn": {"ratios"}, "p-ucbv-fix": set(), "p-ucbv-dyn": set(),
+    "flst": {"ratios"}, "rcr-fix": {"ratios", "redraw"}, "rcr-dyn": {"ratios", "redraw"},
+    "p-ucbv-fix": {"redraw"}, "p-ucbv-dyn": {"redraw"},
     **{name: {"pattern"} for name in ("fedlps-random", "fedlps-ordered", "fedlps-magnitude")},
 }  # fmt: skip
 
 
 def test_only_the_named_part_differs_from_the_papers_method() -> None:
-    assert {*CHANGED, "fedlps", "fedlps-paper"} == {name for name, kind in registry.items() if issubclass(kind, fedlps)}
+    assert {*CHANGED, "fedlps", "fedlps-paper"} == {name for name in registry if isinstance(registry[name](), fedlps)}
     for name, changed in CHANGED.items():
-        ours, whole = registry[name]().options(), fedlps_paper().options()
-        assert {option for option in whole if ours[option] != whole[option]} == changed
+        ours, whole = registry[name].options(), fedlps_paper.options()
+        assert {option for option in whole if ours[option] != whole[option]} == {*changed, "literal"}
+        assert registry[name](mu=0.5).name == f"{name} mu=0.5"
+        assert registry[name](mu=0.5).note == registry[name].note
 
 
 @pytest.mark.slow

@@ -7,8 +7,7 @@ from personal import server_context
 import sparsekit_fl as fl
 from sparsekit.graph import UnitGraph, UnitGroup, UnitMask, UnitSlice, WeightMask
 from sparsekit_fl.client.packing import Kept
-from sparsekit_fl.methods.base import Method
-from sparsekit_fl.methods.submodels import HeteroFL
+from sparsekit_fl.server import check_answer
 
 INDEX = torch.arange(3).view(3, 1)
 GRAPH = UnitGraph(
@@ -75,10 +74,11 @@ def test_a_mean_is_over_all_clients_or_the_holders_alike_or_by_examples(how, upd
 
 
 def test_a_method_of_whole_entries_refuses_masked_updates():
-    ctx, part = server_context(graph=GRAPH, state=START), update(0, [1.0, 1.0, 1.0], keep=[True, False, True])
-    with pytest.raises(fl.errors.UpdateError, match="method needs whole entries, but client 0 sent masked ones; set masked"):
-        Method().validate(ctx, part, fl.Task())
-    HeteroFL().validate(ctx, part, fl.Task())
+    part = update(0, [1.0, 1.0, 1.0], keep=[True, False, True])
+    with pytest.raises(fl.errors.UpdateError, match=r"client 0 leaves out parts of entries, .* Task\(partial=True\)"):
+        check_answer(part, fl.Task())
+    check_answer(part, fl.Task(partial=True))
+    check_answer(part, fl.Task(mask=part.mask))
 
 
 @pytest.mark.parametrize(("counts", "expected"), [((1, 2, 2), 12), ((1, 1, 2), 11), ((1, 4), 12), ((3, 4), 14)])

@@ -121,7 +121,7 @@ def update(client_id, value, *, seconds=1.0, round=1):
 
 
 def ids(arrived):
-    return tuple([item.client_id for item in part] for part in arrived)
+    return tuple([item.client_id for item in part] for part in arrived[:2])
 
 
 @pytest.mark.usefixtures("everybody")
@@ -131,8 +131,9 @@ def test_late_updates_arrive_in_the_round_in_which_they_are_ready() -> None:
     method.sample(first)
     answers = [update(0, [1.0] * 3, seconds=1.0), update(1, [1.0] * 3, seconds=2.0),
                update(2, [1.0] * 3, seconds=3.5), update(3, [2.0] * 3, seconds=9.0)]  # fmt: skip
-    assert ids(method._arrivals(first, answers)) == ([0, 1], [])
-    assert method.seconds(first) == 2.0
+    arrived = method._arrivals(first, answers)
+    assert ids(arrived) == ([0, 1], [])
+    assert arrived[2] == 2.0
     # Clock 2 to 4: client 2 is ready at 3.5, client 3 not before 9.
     second = context(2, memory)
     assert not {2, 3} & set(method.sample(second))
@@ -191,7 +192,8 @@ def test_clients_stay_as_they_are_with_their_own_probability(monkeypatch) -> Non
 
 def combine(method, late, fresh):
     memory = {"late": [{"client": u.client_id, "arrives": 0.0, "update": _packed(u, 0.0)["update"]} for u in late]}
-    return method.aggregate(context(5, memory), fresh)["w"].tolist()
+    state, _ = method.aggregate(context(5, memory), fresh)
+    return state["w"].tolist()
 
 
 FRESH = [update(0, [1.0, 0.0, 0.0], round=5), update(1, [3.0, 0.0, 0.0], round=5)]

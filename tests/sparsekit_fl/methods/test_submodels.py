@@ -149,7 +149,8 @@ def test_statistics_are_those_of_the_clients_own_training_data() -> None:
 
 
 class Recalibrated(fl.Method):
-    recalibrates = True
+    def deploy(self, client, state):
+        return fl.Model(state=state, calibrate=True)
 
 
 @pytest.mark.same_bits
