@@ -137,7 +137,7 @@ def list_roots(name: str) -> list[str]:
         unprunable = trace_units(copy.deepcopy(model), ModelInputs(args, kwargs)).unprunable
     except NoUnitsError as error:
         unprunable = error.unprunable
-    outputs = {item.module for item in unprunable if item.reason == "model output"}
+    outputs = {item.module for item in unprunable if item.kind == "output"}
     names = {module: key for key, module in model.named_modules()}
     roots = []
     for group in groups_of(model, args, kwargs)[1]:

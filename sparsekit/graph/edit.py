@@ -1,7 +1,7 @@
 """without(), only(), narrow(): a graph with fewer groups or fewer units."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import NormSite, UnitSlice, Unprunable
+from sparsekit.graph.groups import NormSite, UnitGroup, UnitSlice, Unprunable
 from sparsekit.graph.index import narrow_shape, places
 from sparsekit.graph.mask import UnitMask
 
@@ -33,15 +33,17 @@ def without(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
     left_out = _checked(graph, groups)
     kept = {name: group for name, group in graph.groups.items() if name not in left_out}
     norms = (replace(site, places={name: at for name, at in site.places.items() if name in kept}) for site in graph.norms)
+    constants = {piece.name for group in kept.values() for piece in group.constants}
     return replace(
         graph,
         groups=kept,
+        constants={name: constant for name, constant in graph.constants.items() if name in constants},
         ties=tuple(tied for tied in graph.ties if set(tied) <= kept.keys()),
         sizes=tuple(size for size in graph.sizes if size.group in kept),
         norms=tuple(site for site in norms if site.places),
         unprunable=(
             *graph.unprunable,
-            *(Unprunable(name, group.size, _REASON) for name, group in graph.groups.items() if name in left_out),
+            *(Unprunable(name, group.size, _REASON, "choice") for name, group in graph.groups.items() if name in left_out),
         ),
     )
 
@@ -65,11 +67,18 @@ def narrow(graph: UnitGraph, mask: UnitMask) -> UnitGraph:
         ForeignMaskError: the mask belongs to another graph.
     """
     mask.check(graph)
-    kept, numbers = graph.kept_indices(mask), graph.numbers(mask.counts())
+    kept, numbers, shapes = graph.kept_indices(mask), graph.numbers(mask.counts()), dict(graph.shapes)
+    constants = graph.kept_constants(mask)
+    shapes |= {name: constant.shape for name, constant in graph.constants.items()}
 
-    def cut(piece: UnitSlice, keep: Tensor) -> UnitSlice:
-        place = places(kept[piece.name][piece.dim], graph.shapes[piece.name][piece.dim])
-        return replace(piece, index=place[piece.index.cpu()[keep]])
+    def cut(pieces: Sequence[UnitSlice], keep: Tensor) -> tuple[UnitSlice, ...]:
+        where = [places((kept | constants)[piece.name][piece.dim], shapes[piece.name][piece.dim]) for piece in pieces]
+        return tuple(replace(piece, index=at[piece.index.cpu()[keep]]) for piece, at in zip(pieces, where, strict=True))
+
+    def smaller(group: UnitGroup) -> UnitGroup:
+        keep = mask[group.name]
+        slices, held = cut(group.slices, keep), cut(group.constants, keep)
+        return replace(group, size=int(keep.sum()), slices=slices, constants=held)
 
     def site(norm: NormSite) -> NormSite:
         stays = norm.stays(mask)
@@ -83,9 +92,10 @@ def narrow(graph: UnitGraph, mask: UnitMask) -> UnitGraph:
 
     return replace(
         graph,
-        groups={
-            name: replace(group, size=int(mask[name].sum()), slices=tuple(cut(piece, mask[name]) for piece in group.slices))
-            for name, group in graph.groups.items()
+        groups={name: smaller(group) for name, group in graph.groups.items()},
+        constants={
+            name: replace(constant, shape=narrow_shape(constant.shape, constants.get(name, {})))
+            for name, constant in graph.constants.items()
         },
         shapes={name: narrow_shape(shape, kept.get(name, {})) for name, shape in graph.shapes.items()},
         sizes=tuple(replace(size, dense=numbers[size.module, size.path]) for size in graph.sizes),

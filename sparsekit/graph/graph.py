@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from sparsekit.errors import ForeignMaskError, InvalidValueError
-from sparsekit.graph.groups import NormSite, SizeAttribute, UnitGroup, UnitSlice, Unprunable, group_order
-from sparsekit.graph.held_numbers import Path
+from sparsekit.graph.groups import Constant, NormSite, SizeAttribute, UnitGroup, UnitSlice, Unprunable, group_order
+from sparsekit.graph.held import Path
 from sparsekit.graph.index import StateDict, gate, narrow_shape
 from sparsekit.graph.layers import Layer
 
@@ -43,6 +43,7 @@ class UnitGraph:
         norms: Normalization calls that average over the kept units only; empty unless `prune_hidden_size=True`.
         layers: Which layers consume which entries, in forward order; only if requested.
         aliases: State-dict keys that share one tensor, such as tied weights.
+        constants: Name → tensor outside the state that holds units, and is cut with them.
     """
 
     groups: Mapping[str, UnitGroup]
@@ -53,6 +54,7 @@ class UnitGraph:
     norms: tuple[NormSite, ...] = ()
     layers: tuple[Layer, ...] = ()
     aliases: tuple[tuple[str, ...], ...] = ()
+    constants: Mapping[str, Constant] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         """Return a summary on one line: `print(graph.groups[name])` shows one group, `sparsekit units` all of them."""
@@ -185,6 +187,13 @@ class UnitGraph:
             State-dict key → axis → int64 (kept,), ascending; the tensors are read-only. Axes and keys that no unit touches are
             absent.
         """
+        return {name: dict(axes) for name, axes in self._kept(keep).items() if name not in self.constants}
+
+    def kept_constants(self, keep: Mapping[str, Tensor]) -> dict[str, dict[int, Tensor]]:
+        """Return the same for `constants`, under their names."""
+        return {name: dict(axes) for name, axes in self._kept(keep).items() if name in self.constants}
+
+    def _kept(self, keep: Mapping[str, Tensor]) -> dict[str, dict[int, Tensor]]:
         kept = self._fused(keep)
         key = kept.tobytes()
         found = self._recent.get(key)
@@ -194,10 +203,10 @@ class UnitGraph:
                 while len(self._recent) >= _REMEMBERED:
                     self._recent.pop(next(iter(self._recent)))
                 self._recent[key] = found
-        return {name: dict(axes) for name, axes in found.items()}
+        return found
 
     def rotated_indices(self, keep: Mapping[str, Tensor], groups: Collection[str]) -> dict[str, dict[int, Tensor]]:
-        """Return `kept_indices` with the kept units of some groups in another order, each in the place of the next.
+        """Return the positions kept of entries and constants, with the kept units of some groups each in the place of the next.
 
         A model that is cut with them has the same units, in every tensor alike, and computes the same if each unit has the
         positions that the graph says. Masks alone cannot tell whether two kept units have each other's.
@@ -246,8 +255,10 @@ class _Table:
     def of(cls, graph: UnitGraph) -> _Table:
         offsets = group_order(graph.groups.values())
         pieces = [(offsets[group], piece) for found in graph.slices_of.values() for group, piece in found]
+        pieces += [(offsets[group.name], piece) for group in graph.groups.values() for piece in group.constants]
         axes = list(dict.fromkeys((piece.name, piece.dim) for _, piece in pieces))
-        bounds = np.cumsum([0, *(graph.shapes[name][dim] for name, dim in axes)])
+        shapes = {**graph.shapes, **{name: constant.shape for name, constant in graph.constants.items()}}
+        bounds = np.cumsum([0, *(shapes[name][dim] for name, dim in axes)])
         start = dict(zip(axes, bounds.tolist(), strict=False))
         spans = np.array([piece.span for _, piece in pieces], dtype=np.int64)
         sizes = np.array([piece.index.numel() for _, piece in pieces], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""UnitSlice, UnitGroup: where units are in tensors; Unprunable, SizeAttribute, NormSite: what else a trace has found."""
+"""UnitSlice, UnitGroup: where units are in tensors; Constant, SizeAttribute, NormSite, Unprunable: what else a trace finds."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -7,9 +7,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sparsekit.graph.held_numbers import Path, shown
+from sparsekit.graph.held import Path, shown
 
 Kind = Literal["channel", "feature", "cell", "head", "expert"]
+Refusal = Literal["output", "expected", "average", "outside", "number", "inexact", "choice", "operator"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,7 +18,7 @@ class UnitSlice:
     """Where the units of a group are in one tensor.
 
     Args:
-        name: State-dict key of the tensor.
+        name: State-dict key of the tensor, or name of a `Constant`.
         dim: Axis of that tensor.
         index: int64 (units, span); row j holds the positions along `dim` that belong to unit j. A flattened channel
             spans H·W columns, an LSTM cell spans four gate rows.
@@ -59,6 +60,7 @@ class UnitGroup:
         kind: What a unit is.
         slices: Every tensor axis that holds the units.
         least: How many must stay, such as the number of experts that each token takes.
+        constants: Axes of tensors outside the state that hold the units: cut with them, never gated.
     """
 
     name: str
@@ -66,6 +68,7 @@ class UnitGroup:
     kind: Kind
     slices: tuple[UnitSlice, ...]
     least: int = 1
+    constants: tuple[UnitSlice, ...] = ()
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -84,11 +87,16 @@ class Unprunable:
         module: Qualified name of the module that makes them.
         size: Number of units.
         reason: One sentence.
+        kind: "output" for units that the model returns; "expected" for others that need no warning, such as a vocabulary;
+            "average" for a norm or a mean over the units, which `prune_hidden_size=True` takes over the kept ones; "outside"
+            for values that belong to no unit; "number" for a number in the code; "inexact" if the comparison of the masked
+            with the compact model failed; "choice" if the user left them out; else "operator".
     """
 
     module: str
     size: int
     reason: str
+    kind: Refusal = "operator"
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,26 @@ class SizeAttribute:
     def name(self) -> str:
         """The path as it is written in code, after the module: `num_heads`, `config.hidden_size`, `shape[0]`."""
         return shown(self.path)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A tensor outside the state dict that a module holds: a non-persistent buffer, or a tensor in an attribute, list or dict.
+
+    Args:
+        module: Qualified name of the module.
+        path: Name of its attribute, then the keys, indices and names that lead to the tensor inside of it.
+        shape: Shape in the dense model.
+    """
+
+    module: str
+    path: Path
+    shape: torch.Size
+
+    @property
+    def name(self) -> str:
+        """The place as it is written in code: `encoder.tables[0]`."""
+        return f"{self.module}.{shown(self.path)}".lstrip(".")
 
 
 @dataclass(frozen=True, eq=False)

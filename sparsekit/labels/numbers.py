@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from sparsekit.graph.held_numbers import Path
+from sparsekit.graph.held import Path
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 

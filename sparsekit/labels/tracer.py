@@ -1,6 +1,7 @@
 """Tracer: all that a trace learns about units, and the words with which handlers and layer rules say it."""
 
 import sys
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -9,8 +10,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from sparsekit.graph.groups import Kind
-from sparsekit.graph.held_numbers import Path
+from sparsekit._torch import tree_leaves
+from sparsekit.graph.groups import Constant, Kind, Refusal
+from sparsekit.graph.held import Path
 from sparsekit.labels.numbers import Given, Held
 from sparsekit.labels.values import (
     ALWAYS_ZERO,
@@ -25,6 +27,8 @@ from sparsekit.labels.values import (
     TensorLabels,
     user_line,
 )
+
+_FROM_INPUTS = "_sparsekit_from_inputs"
 
 
 class Tracer:
@@ -82,6 +86,8 @@ class Tracer:
         self.answers: dict[tuple[Any, ...], tuple[Any, list[TensorLabels | None]]] = {}
         self.rearranged: dict[Any, list[IntArray]] = {}
         self._entry_labels: dict[int, TensorLabels] = {}
+        self._constants: dict[tuple[Any, ...], Entry] = {}
+        self._starts: list[int] = []  # the first node of each entry
         self._sources: list[frozenset[tuple[int, int]]] = [frozenset(), frozenset()]
         self._source_ids: dict[frozenset[tuple[int, int]], int] = {}
         self._model = nn.Module()
@@ -89,26 +95,33 @@ class Tracer:
 
     # ---- one pass
 
-    def begin(self, tensors: Mapping[str, Tensor]) -> None:
-        """Begin a pass, in which `tensors` are the state: key → entry."""
+    def begin(self, tensors: Mapping[str, Tensor], constants: Iterable[tuple[Constant, Tensor]] = ()) -> None:
+        """Begin a pass, in which `tensors` are the state: key → entry. Other tensors that modules hold get nodes once an
+        operator meets them.
+        """
         self.modules: list[str] = [""]
         self.watching = True
         self.alive: list[Tensor] = []  # ids and storages must not be reused while the pass runs
         self._known: dict[int, TensorLabels] = {}
         self.numbers: dict[int, int] = {}  # id of the tensor of each state entry → number of the entry
+        self._waiting: dict[int, tuple[Tensor, list[Constant]]] = {}  # by id
+        for constant, tensor in constants:
+            self._waiting.setdefault(id(tensor), (tensor, []))[1].append(constant)
         for entry in self.entries:
-            tensor = tensors[entry.names[0]]
-            self.numbers[id(tensor)] = entry.number
-            self.set(tensor, self.labels_of(entry))
+            if not entry.constants:
+                tensor = tensors[entry.names[0]]
+                self.numbers[id(tensor)] = entry.number
+                self.set(tensor, self.labels_of(entry))
 
     def end(self) -> None:
         """Release the tensors of the last pass: the hooks of its model refer to the tracer, and would keep them alive."""
-        self.alive, self._known, self.numbers, self._model = [], {}, {}, nn.Module()
+        self.alive, self._known, self.numbers, self._waiting, self._model = [], {}, {}, {}, nn.Module()
         self.rearranged.clear()
 
     def follow(self, model: nn.Module) -> None:
         """Keep `modules` up to date while `model`, a private copy, runs."""
         self._model = model
+        model.register_forward_pre_hook(lambda _m, args, kwargs: self.mark_inputs((*args, *kwargs.values())), with_kwargs=True)
         for name, module in model.named_modules():
             module.register_forward_pre_hook(lambda _m, _a, _name=name: self.modules.append(_name), prepend=True)
             module.register_forward_hook(lambda _m, _a, _o: self._leave(), always_call=True)
@@ -181,15 +194,58 @@ class Tracer:
 
     # ---- entries and sources
 
-    def add_entry(self, names: Sequence[str], shape: Sequence[int], *, is_parameter: bool) -> Entry:
-        """Give every position of every axis of a state entry a fresh node."""
+    def meet(self, tensor: Tensor) -> None:
+        """Note that an operator is given a tensor."""
+        if id(tensor) in self._waiting:
+            _, places = self._waiting.pop(id(tensor))
+            names = tuple(constant.name for constant in places)
+            key = (names, tensor.shape)
+            entry = self._constants.get(key) or self.add_entry(names, tensor.shape, is_parameter=False, constants=places)
+            self._constants[key] = entry
+            self.numbers[id(tensor)] = entry.number
+            self.set(tensor, self.labels_of(entry))
+        if id(tensor) in self.numbers:
+            self.used.add(self.numbers[id(tensor)])
+
+    def mark_inputs(self, given: Iterable[Any]) -> None:
+        """Note which tensors the model is called on."""
+        for tensor in tree_leaves(list(given)):
+            if isinstance(tensor, Tensor):
+                vars(tensor)[_FROM_INPUTS] = True
+
+    def derive(self, outputs: Iterable[Tensor], given: Iterable[Tensor]) -> None:
+        """Note that an operator has computed tensors from others."""
+        if any(_FROM_INPUTS in vars(tensor) for tensor in given):
+            for tensor in outputs:
+                vars(tensor)[_FROM_INPUTS] = True
+
+    def outside(self, what: str, tensor: Tensor | None) -> Cause:
+        """Return that units meet a tensor that has none: what happens there, and where the tensor is from."""
+        reason = f"{what} values that belong to no unit"
+        if tensor is None or self.known(tensor) is not None:
+            return self.cause(reason, "outside")
+        if _FROM_INPUTS in vars(tensor):
+            return self.cause(f"{reason}, which come from the model's input,", "outside")
+        remedy = "self.register_buffer(name, tensor, persistent=False) makes it one that is cut with the units"
+        return self.cause(f"{reason}, a tensor of shape {tuple(tensor.shape)} that no module holds,", "outside", remedy)
+
+    def add_entry(
+        self, names: Sequence[str], shape: Sequence[int], *, is_parameter: bool, constants: Sequence[Constant] = ()
+    ) -> Entry:
+        """Give every position of every axis of an entry a fresh node."""
         first: list[int | None] = []
+        self._starts.append(self.nodes)
         for size in shape:
             first.append(self.nodes if size > 1 else None)
             self.nodes += size if size > 1 else 0
-        entry = Entry(tuple(names), tuple(shape), is_parameter, len(self.entries), tuple(first))
+        entry = Entry(tuple(names), tuple(shape), is_parameter, len(self.entries), tuple(first), tuple(constants))
         self.entries.append(entry)
         return entry
+
+    def is_constant(self, labels: Labels) -> bool:
+        """Tell whether the units of an axis were read from buffers and constants, which tell no units apart by themselves."""
+        met = labels.nodes[labels.nodes >= 0]
+        return bool(met.size) and not self.entries[bisect_right(self._starts, int(met[0])) - 1].is_parameter
 
     def labels_of(self, entry: Entry) -> TensorLabels:
         """Return the labels of an entry as it is, the same object in every pass."""
@@ -289,19 +345,19 @@ class Tracer:
         nodes = what.all_nodes() if isinstance(what, TensorLabels) else what.nodes if isinstance(what, Labels) else what
         nodes = nodes[nodes >= 0]
         if nodes.size:
-            cause = replace(self.cause(reason, quiet=quiet), averaged=averaged) if isinstance(reason, str) else reason
-            self.fixed.append((nodes, cause))
+            kind: Refusal = "expected" if quiet else "average" if averaged else "operator"
+            self.fixed.append((nodes, self.cause(reason, kind) if isinstance(reason, str) else reason))
 
-    def cause(self, reason: str, *, quiet: bool = False) -> Cause:
+    def cause(self, reason: str, kind: Refusal = "operator", remedy: str = "") -> Cause:
         """Return why units stay whole, with the user's own source line."""
-        if quiet:
-            return Cause(self.module, reason, True)
+        if kind == "expected":
+            return Cause(self.module, reason, kind)
         frames: list[tuple[str, int]] = []
         frame = sys._getframe(1)
         while frame is not None and frame.f_code.co_name != "run_traced":
             frames.append((frame.f_code.co_filename, frame.f_lineno))
             frame = frame.f_back  # type: ignore[assignment]
-        return Cause(self.module, reason + user_line(frames))
+        return Cause(self.module, reason, kind, user_line(frames), remedy)
 
     def scaled(
         self,

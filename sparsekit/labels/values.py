@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from sparsekit.graph.groups import Constant, Refusal
 from sparsekit.labels.numbers import Held
 from sparsekit.labels.numbers import IntArray as IntArray
 
@@ -32,17 +33,29 @@ class Cause:
     Args:
         module: Qualified name of the module in which it happened.
         reason: One phrase.
-        quiet: True for what is normal and needs no warning, such as the units of the output layer.
-        averaged: True for a norm or an average over the units, which `prune_hidden_size=True` takes over the kept ones.
+        kind: See `Unprunable`.
+        where: The user's own line, as `user_line` returns it.
+        remedy: What to write instead, if that is known.
     """
 
     module: str
     reason: str
-    quiet: bool = False
-    averaged: bool = False
+    kind: Refusal = "operator"
+    where: str = ""
+    remedy: str = ""
+
+    @property
+    def quiet(self) -> bool:
+        """True for what needs no warning."""
+        return self.kind in ("output", "expected")
+
+    @property
+    def text(self) -> str:
+        """All of it in one sentence."""
+        return f"{self.reason}{self.where}" + (f"; {self.remedy}" if self.remedy else "")
 
 
-OUTPUT = Cause("", "model output", True)
+OUTPUT = Cause("", "model output", "output")
 """Outranks all others: it is normal that the units of the last layer stay, whatever they pass through on the way out."""
 
 
@@ -158,14 +171,15 @@ def constant(shape: Sequence[int], source: int = NOT_ZERO) -> tuple[Labels | Non
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """One parameter or buffer, whatever names it has.
+    """One parameter, buffer or other tensor that modules hold, whatever names it has.
 
     Args:
-        names: All its state-dict keys; more than one if it is tied.
+        names: All its state-dict keys, or names of constants; more than one if it is tied.
         shape: Shape of the dense tensor.
         is_parameter: False for buffers, which are cut but never gated.
         number: Position in the store.
         first: First node of each axis; None where the axis has one position and hence nothing to remove.
+        constants: Where modules hold it, if it is not part of the state.
     """
 
     names: tuple[str, ...]
@@ -173,6 +187,7 @@ class Entry:
     is_parameter: bool
     number: int
     first: tuple[int | None, ...]
+    constants: tuple[Constant, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

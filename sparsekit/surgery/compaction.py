@@ -7,12 +7,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from sparsekit.errors import InvalidValueError, UnsupportedModelError
+from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import StateDict, cut_axes, scatter
 from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule
-from sparsekit.surgery.rebuild import named_entries, narrow_in_place, narrow_module, narrow_state
+from sparsekit.surgery.rebuild import named_constants, named_entries, narrow_in_place, narrow_module, narrow_state
 
 
 def compact(
@@ -50,6 +50,12 @@ def compact(
         raise InvalidValueError(f"mask must be a UnitMask, got {type(mask).__name__}; UnitMask({{group: keep}}) makes one")
     mask.check(graph)
     graph.check_state(named_entries(model), what=f"the {type(model).__name__}")
+    for name, tensor in named_constants(model, graph).items():
+        if tensor.shape != (expected := graph.constants[name].shape):
+            raise ForeignMaskError(
+                f"{name!r} of this {type(model).__name__} has the shape {tuple(tensor.shape)}, and had {tuple(expected)} when"
+                " the model was traced; trace it again"
+            )
     small = (narrow_in_place if inplace else narrow_module)(model, graph, mask, rules)
     return guard_pretrained(small, cut=not all(bool(keep.all()) for keep in mask.values()))
 

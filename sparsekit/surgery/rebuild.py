@@ -2,7 +2,7 @@
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from sparsekit._torch import ConvNd, parameters_of, persistent_buffers, refresh_flat_weights
 from sparsekit.errors import ForeignMaskError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.held_numbers import set_number, shown
+from sparsekit.graph.groups import Constant
+from sparsekit.graph.held import held_at, held_tensors, set_held, shown
 from sparsekit.graph.index import StateDict, cut_axes, gather, moved_axes
 from sparsekit.layers import LayerRule, resize
 from sparsekit.runtime.safe_convolution import guard_convolutions
@@ -31,7 +32,44 @@ def named_entries(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def copy_with(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+def find_constants(model: nn.Module) -> dict[str, tuple[Constant, Tensor]]:
+    """Return name → place and tensor, of all tensors that modules hold outside the state."""
+    state = {id(entry) for entry in named_entries(model).values()}
+    found = {}
+    for name, module in model.named_modules():
+        for path, tensor in held_tensors(module).items():
+            if id(tensor) not in state and tensor.layout is torch.strided and not tensor.is_quantized:
+                constant = Constant(name, path, tensor.shape)
+                found[constant.name] = constant, tensor
+    return found
+
+
+def named_constants(model: nn.Module, graph: UnitGraph) -> dict[str, Tensor]:
+    """Return name → tensor, of the constants of a graph.
+
+    Raises:
+        ForeignMaskError: the model holds no tensor there.
+    """
+    found = {}
+    for name, constant in graph.constants.items():
+        tensor = held_at(model.get_submodule(constant.module), constant.path)
+        if not isinstance(tensor, Tensor):
+            raise ForeignMaskError(
+                f"this {type(model).__name__} has no tensor {name!r}, but the graph cuts one; trace the model as it is now"
+            )
+        found[name] = tensor
+    return found
+
+
+def put_constants(model: nn.Module, tensors: Mapping[str, Tensor], places: Iterable[Constant]) -> None:
+    """Let modules hold other tensors at some places; those that `tensors` lacks stay."""
+    for constant in places:
+        home = model.get_submodule(constant.module)
+        if constant.name in tensors and held_at(home, constant.path) is not tensors[constant.name]:
+            set_held(home, constant.path, tensors[constant.name])
+
+
+def copy_with(model: nn.Module, tensors: Mapping[str, Tensor], constants: Iterable[Constant] = ()) -> nn.Module:
     """Return a deep copy of `model` in which some state entries are replaced; everything else is copied.
 
     Replaced tensors are not copied, so that this is cheap where they are most of the model. Every reference to an entry (a
@@ -40,6 +78,7 @@ def copy_with(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     Args:
         model: Not changed.
         tensors: State-dict key → new tensor; of tied names the first one counts.
+        constants: Tensors outside the state, which are replaced by those of their names in `tensors`.
 
     Returns:
         The copy, with the `requires_grad` flags and training modes of the original.
@@ -65,13 +104,19 @@ def copy_with(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
                 # Tied by `.data`: several tensors over the same memory.
                 new = shared.setdefault((own.data_ptr(), own.dtype, own.shape, own.stride(), new.shape), new)
             memo[id(own)] = nn.Parameter(new, requires_grad=own.requires_grad) if isinstance(own, nn.Parameter) else new
+    constants = [constant for constant in constants if constant.name in tensors]
+    for constant in constants:
+        own = held_at(model.get_submodule(constant.module), constant.path)
+        memo[id(own)] = tensors[constant.name].detach().requires_grad_(own.requires_grad)
     twins = [(module, nn.Module.__new__(type(module))) for module in model.modules() if _is_plain(module)]
     memo |= {id(module): twin for module, twin in twins}
     for module, twin in reversed(twins):  # children first: a wrapper such as that of torch.compile looks into what it wraps
         state = cast(Mapping[str, Any], module.__getstate__())  # without what torch.compile has made of the module
         owner = type(module).__name__
         twin.__setstate__({name: _copied(v, memo, f"{owner}.{name}") for name, v in state.items()})
-    return cast(nn.Module, _copied(model, memo, type(model).__name__))
+    made = cast(nn.Module, _copied(model, memo, type(model).__name__))
+    put_constants(made, tensors, constants)  # those of classes and closures, which copies share
+    return made
 
 
 def _copied(value: object, memo: dict[int, object], what: str) -> object:
@@ -129,14 +174,17 @@ def narrow_state(
     keep: Mapping[str, Tensor],
     indices: Mapping[str, Mapping[int, Tensor]] | None = None,
 ) -> dict[str, Tensor]:
-    """Return the entries that units touch, without the positions of dropped units; other keys are absent.
+    """Return the entries and constants that units touch, without the positions of dropped units; other keys are absent.
 
     `indices` is `graph.kept_indices(keep)`, if it is known, or the same positions in another order.
     """
     narrow: dict[str, Tensor] = {}
     done: dict[int, Tensor] = {}
     axes_that_change = cut_axes if indices is None else moved_axes
-    for name, axes in (graph.kept_indices(keep) if indices is None else indices).items():
+    if indices is None:
+        held = {name: axes for name, axes in graph.kept_constants(keep).items() if name in state}
+        indices = graph.kept_indices(keep) | held
+    for name, axes in indices.items():
         tensor = state[name]
         if id(tensor) not in done:
             whole = tensor.detach()
@@ -160,7 +208,8 @@ def narrow_module(
     Raises:
         ForeignMaskError: an entry of the copy does not have the shape that the graph expects.
     """
-    small = copy_with(model, narrow_state(named_entries(model), graph, keep, indices))
+    tensors = named_entries(model) | named_constants(model, graph)
+    small = copy_with(model, narrow_state(tensors, graph, keep, indices), graph.constants.values())
     _fit(small, graph, keep, rules)
     return small
 
@@ -182,6 +231,8 @@ def narrow_in_place(
         if id(entry) not in done and (cut := cut_axes(entry.shape, axes)):
             reshape_leaf(entry, in_format(gather(entry.detach(), cut), memory_format(entry)))
         done.add(id(entry))
+    constants = narrow_state(named_constants(model, graph), graph, keep, graph.kept_constants(keep))
+    put_constants(model, constants, graph.constants.values())
     _fit(model, graph, keep, rules)
     return model
 
@@ -189,9 +240,13 @@ def narrow_in_place(
 def narrow_block(model: nn.Module, graph: UnitGraph, keep: Mapping[str, Tensor], name: str) -> nn.Module:
     """Return a narrow copy of one module inside of `model`, which has layers of torch's classes alone."""
     prefix = f"{name}."
-    inside = {key: axes for key, axes in graph.kept_indices(keep).items() if key.startswith(prefix)}
-    narrow = narrow_state(named_entries(model), graph, keep, inside)
-    small = copy_with(model.get_submodule(name), {key.removeprefix(prefix): entry for key, entry in narrow.items()})
+    kept, tensors = graph.kept_indices(keep) | graph.kept_constants(keep), named_entries(model) | named_constants(model, graph)
+    narrow = narrow_state(tensors, graph, keep, {key: axes for key, axes in kept.items() if key.startswith(prefix)})
+    small = copy_with(
+        model.get_submodule(name),
+        {key.removeprefix(prefix): entry for key, entry in narrow.items()},
+        [replace(each, module=each.module[len(prefix) :]) for key, each in graph.constants.items() if key.startswith(prefix)],
+    )
     resize(small)
     own = (replace(size, module=size.module[len(prefix) :]) for size in graph.sizes if f"{size.module}.".startswith(prefix))
     set_sizes(small, replace(graph, sizes=tuple(own)), {group: int(stays.sum()) for group, stays in keep.items()})
@@ -254,5 +309,5 @@ def set_sizes(model: nn.Module, graph: UnitGraph, counts: Mapping[str, int]) -> 
             module = model.get_submodule(name)
         except AttributeError as error:
             raise ForeignMaskError(f"no module {name!r} in this {type(model).__name__}, but the graph sizes it") from error
-        if not set_number(module, path, value):
+        if not set_held(module, path, value):
             raise ForeignMaskError(f"module {name!r} of this {type(model).__name__} has no integer at {shown(path)}")

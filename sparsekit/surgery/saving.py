@@ -1,8 +1,8 @@
 """save_compact(), load_compact(): a compacted model as one safetensors file, rebuilt from your own code without pickle.
 
-The file holds the narrow tensors. A JSON text in its header describes the modules: class names, plain attributes
-(`out_channels`, `_num_heads`, `eps`, …), and which parameters are tied or do not train. It has the mask, too, where it is
-known, and a proof if inputs are known: what the model computes on inputs that everybody can draw again.
+The file holds the narrow tensors, those outside the state dict too. A JSON text in its header describes the modules: class
+names, plain attributes (`out_channels`, `_num_heads`, `eps`, …), and which parameters are tied or do not train. If they are
+known, it also has the mask, and a proof: what the model computes on inputs that everybody can draw again.
 Nothing in the file can run: the classes come from the factory that the reader passes.
 """
 
@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from sparsekit._torch import persistent_buffers, without_compiler
 from sparsekit.errors import CompactFileError, ForeignMaskError, InvalidValueError, SparsekitError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.held_numbers import Path as NumberPath
-from sparsekit.graph.held_numbers import held_numbers, set_number, shown
+from sparsekit.graph.held import Path as NumberPath
+from sparsekit.graph.held import held_at, held_numbers, set_held, shown
 from sparsekit.graph.index import StateDict, places
 from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule, resize
 from sparsekit.registry import load_object
 from sparsekit.runtime.safe_convolution import guard_convolutions
 from sparsekit.surgery.proof import check_proof, make_proof
-from sparsekit.surgery.rebuild import copy_with, named_entries
+from sparsekit.surgery.rebuild import copy_with, find_constants, named_entries
 from sparsekit.version import __version__
 
 Factory: TypeAlias = nn.Module | Callable[[], nn.Module | tuple[nn.Module, Any]] | str
@@ -89,6 +89,7 @@ def save_compact(
         raise InvalidValueError("pass graph and mask together, or neither; the mask means nothing without its graph")
     model = _plain(model)
     entries, ties = _entries(model)
+    constants, places = _constants(model)
     if graph is not None and mask is not None:
         mask.check(graph)
         graph.check_state(named_entries(model), mask, what=f"this {type(model).__name__}")
@@ -97,12 +98,13 @@ def save_compact(
         "modules": {name: [type(module).__qualname__, _attributes(module)] for name, module in model.named_modules()},
         "numbers": _numbers(model),
         "ties": ties,
+        "constants": places,
         "fixed": [name for name, entry in entries.items() if isinstance(entry, nn.Parameter) and not entry.requires_grad],
         "graph": None if graph is None else digest(graph),
         "mask": None if mask is None else {name: keep.nonzero().flatten().tolist() for name, keep in mask.items()},
         "proof": None if example_inputs is None else make_proof(model, example_inputs),
     }
-    write_file(Path(path), entries, spec)
+    write_file(Path(path), entries | constants, spec)
 
 
 def load_compact(
@@ -128,14 +130,20 @@ def load_compact(
     model = _make(factory)
     tensors, spec = read_file(Path(path))
     with damage(path):
+        held = {key: tensors.pop(key) for key in spec["constants"]}
         tensors |= {alias: tensors[name] for alias, name in spec["ties"].items()}
         _check_architecture(path, model, tensors, spec)
     devices = {name: torch.device("cpu") if own.is_meta else own.device for name, own in named_entries(model).items()}
     small = copy_with(model, {name: tensors[name].to(device) for name, device in devices.items()})
+    with damage(path):
+        for key, places in spec["constants"].items():
+            tensor = held[key].to(next(iter(devices.values()), "cpu"))
+            for module, at in places:
+                _put(path, small, module, tuple(at), tensor)
     empty = sorted(name for name, entry in [*small.named_parameters(), *small.named_buffers()] if entry.is_meta)
     if empty:
         raise InvalidValueError(
-            f"the factory makes {empty[0]!r} on the meta device, without data, and it is not part of the saved state;"
+            f"the factory makes {empty[0]!r} on the meta device, without data, and the file has none for it;"
             " let the factory build the model on a real device"
         )
     resize(small, rules)
@@ -211,6 +219,39 @@ def _entries(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     return entries, ties
 
 
+def _constants(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, list[tuple[str, NumberPath]]]]:
+    """Return key in a file → tensor outside the state, and key → modules and paths that hold it."""
+    keys: dict[int, str] = {}
+    tensors: dict[str, Tensor] = {}
+    places: dict[str, list[tuple[str, NumberPath]]] = {}
+    for name, (constant, tensor) in find_constants(model).items():
+        key = keys.setdefault(id(tensor), f"outside the state: {name}")
+        tensors.setdefault(key, tensor.detach().clone())
+        places.setdefault(key, []).append((constant.module, constant.path))
+    return tensors, places
+
+
+def _put(path: str | os.PathLike[str], model: nn.Module, name: str, at: NumberPath, tensor: Tensor) -> None:
+    """Let a module hold a tensor outside the state, also where the factory has none yet.
+
+    Raises:
+        CompactFileError: the module has no place for it.
+    """
+    module = model.get_submodule(name)
+    if set_held(module, at, tensor):
+        return
+    holder: Any = held_at(module, at[:-1]) if at[1:] else module
+    if holder is module:
+        setattr(module, str(at[0]), tensor)
+    elif isinstance(holder, dict) or (isinstance(holder, list) and at[-1] in range(len(holder))):
+        holder[at[-1]] = tensor
+    else:
+        raise CompactFileError(
+            f"{path} has the tensor {shown(at)!r} of {name or 'the top'!r}, and {type(module).__qualname__} of the factory has"
+            " no place for it; use the code that the model was saved with. If a pass makes it, delete it before saving"
+        )
+
+
 def _is_plain(value: object) -> bool:
     if type(value) is dict:
         return all(type(key) is str and _is_plain(item) for key, item in value.items())
@@ -248,7 +289,7 @@ def _set_numbers(path: str | os.PathLike[str], model: nn.Module, saved: Sequence
             for at, number in ((tuple(at), number) for at, number in numbers):
                 if own.get(at) == number or (at not in own and str(at[0]).startswith("_")):  # what passes and loaders make
                     continue
-                if not set_number(module, at, number):
+                if not set_held(module, at, number):
                     raise CompactFileError(
                         f"{path} has the integer {shown(at)!r} of {name or 'the top'!r}, which {type(module).__qualname__} of"
                         " the factory lacks; use the code that the model was saved with"
@@ -332,7 +373,7 @@ def _check_modules(path: str | os.PathLike[str], small: nn.Module, saved: Mappin
             )
 
 
-_KEY, _FORMAT = "sparsekit", 2
+_KEY, _FORMAT = "sparsekit", 3
 
 
 def write_file(path: Path, entries: StateDict, spec: Mapping[str, Any]) -> None:

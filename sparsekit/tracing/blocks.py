@@ -153,7 +153,7 @@ class BlockVerifier:
     def _key(graph: UnitGraph, names: tuple[str, ...]) -> tuple[Any, ...]:
         """Return what tells a set of groups from one of the same names in another graph."""
         groups = [graph.groups[name] for name in names]
-        return tuple((g.name, g.size, tuple((s.name, s.dim, s.side, s.span) for s in g.slices)) for g in groups)
+        return tuple((g.name, g.size, tuple((s.name, s.dim, s.side, s.span) for s in g.slices + g.constants)) for g in groups)
 
     def _capture(self, homes: Mapping[str, Any]) -> None:
         """Note what modules are called on, in their first call on each of the inputs."""
@@ -202,7 +202,7 @@ class BlockVerifier:
             [(name, tensor.shape, tensor.dtype) for name, tensor in named_entries(block).items()],
             [[number[name] for name in tied] for tied in part.tied_sets],
             [
-                (g.size, g.least, [(s.name, s.dim, s.side, s.gated, s.index.numpy().tobytes()) for s in g.slices])
+                (g.size, g.least, [(s.name, s.dim, s.side, s.gated, s.index.numpy().tobytes()) for s in g.slices + g.constants])
                 for g in (part.groups[name] for name in names)
             ],
             [replace(size, group=str(number[size.group])) for size in part.sizes],
@@ -283,6 +283,7 @@ def _count(module: nn.Module) -> int:
 def _places(graph: UnitGraph, names: tuple[str, ...]) -> str:
     """Return the longest module path that all tensors and sizes of some groups lie in."""
     paths = [piece.name.rpartition(".")[0] for name in names for piece in graph.groups[name].slices]
+    paths += [graph.constants[piece.name].module for name in names for piece in graph.groups[name].constants]
     paths += [size.module for size in graph.sizes if size.group in names]
     paths += [site.module for site in graph.norms if site.places.keys() & set(names)]
     steps = zip(*(path.split(".") for path in paths), strict=False)
@@ -295,7 +296,8 @@ def _part_of(graph: UnitGraph, home: str, names: list[str], block: nn.Module) ->
     cut = len(home) + 1
 
     def local(group: UnitGroup) -> UnitGroup:
-        return replace(group, slices=tuple(replace(piece, name=piece.name[cut:]) for piece in group.slices))
+        own, constants = (tuple(replace(piece, name=piece.name[cut:]) for piece in p) for p in (group.slices, group.constants))
+        return replace(group, slices=own, constants=constants)
 
     return replace(
         whole,
@@ -304,6 +306,7 @@ def _part_of(graph: UnitGraph, home: str, names: list[str], block: nn.Module) ->
         sizes=tuple(replace(size, module=size.module[cut:]) for size in whole.sizes),
         norms=tuple(replace(site, module=site.module[cut:]) for site in whole.norms),
         layers=(),
+        constants={key[cut:]: replace(each, module=each.module[cut:]) for key, each in whole.constants.items()},
     )
 
 

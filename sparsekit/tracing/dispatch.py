@@ -33,10 +33,11 @@ class Dispatcher(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        numbers = self.tracer.numbers
-        given = tensors_of((*args, *kwargs.values()))
-        self.tracer.used |= {numbers[id(tensor)] for tensor in given if id(tensor) in numbers}
+        given = list(tensors_of((*args, *kwargs.values())))
+        for tensor in given:
+            self.tracer.meet(tensor)
         result = func(*args, **kwargs)
+        self.tracer.derive(tensors_of((result,)), given)
         if not self.tracer.watching:
             return result
         schema = operator_schema(func)
@@ -148,12 +149,26 @@ class Dispatcher(DispatchMode):
             if after is not None and len(after.axes) != tensor.dim():  # its rule saw the shape that is there now
                 call.fix_inputs(f"the shape of a tensor is changed in place by {call.name!r}")
                 after = None
-            if before is not None and before.entry is not None:
+            if before is not None and before.entry is not None and before.entry.constants and after is not None:
+                self._write_constant(tensor, before, self.tracer.settle(after))
+            elif before is not None and before.entry is not None:
                 call.fix_inputs(f"the model's state is overwritten in place by {call.name!r}")
             elif len(written) > 1 or storage_id(tensor) in self._viewed:
                 self._mutate_viewed(call, tensor, before, after)
             else:
                 self.tracer.set(tensor, None if after is None else after.computed())
+
+    def _write_constant(self, tensor: Tensor, before: TensorLabels, after: TensorLabels) -> None:
+        """Let a tensor outside the state, such as scratch memory, hold the units that are written to it."""
+        for own, new in zip(before.axes, after.units, strict=True):
+            if own is not None and new is not None:
+                self.tracer.unite(own.nodes, new.nodes)
+        storage = storage_id(tensor)
+        for other in [other for other in self.tracer.alive if storage_id(other) == storage]:
+            known = self.tracer.known(other)
+            self.tracer.set(other, None if known is None else known.computed())
+        if tensor.nbytes == tensor.untyped_storage().nbytes():
+            self.tracer.set(tensor, after.computed())
 
     def _mutate_viewed(self, call: Call, tensor: Tensor, before: TensorLabels | None, after: TensorLabels | None) -> None:
         # The other tensors on this memory change too. That is harmless only if the labels say nothing new.

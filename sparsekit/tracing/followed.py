@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from sparsekit.graph.held_numbers import Path, map_numbers
+from sparsekit.graph.held import Path, map_numbers
 from sparsekit.labels.numbers import Given, Held, Number, Size
 from sparsekit.labels.tracer import Tracer
 from sparsekit.layers import LayerRule, find_rule

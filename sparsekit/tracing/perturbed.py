@@ -19,7 +19,12 @@ class PerturbedState:
     """
 
     def __init__(
-        self, entries: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype | None], generator: torch.Generator
+        self,
+        entries: Mapping[str, Tensor],
+        dtypes: Mapping[str, torch.dtype | None],
+        generator: torch.Generator,
+        constants: Mapping[str, Tensor],
+        dtype: torch.dtype | None,
     ) -> None:
         self.values: dict[str, Tensor] = {}
         self._zeroed: dict[int, Tensor] = {}
@@ -35,6 +40,12 @@ class PerturbedState:
                     self._drawn.append((name, own.detach(), value))
                 if not isinstance(own, nn.Parameter):
                     buffers.append(value)
+            self.values[name] = done[id(own)]
+        for name, own in constants.items():
+            if id(own) not in done:
+                wanted = dtype if dtype is not None and own.is_floating_point() else own.dtype
+                done[id(own)] = own.detach().to(wanted, copy=True)
+                buffers.append(done[id(own)])
             self.values[name] = done[id(own)]
         self._buffers, self._before = buffers, [buffer.clone() for buffer in buffers]
 

@@ -18,7 +18,7 @@ from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import OUTPUT, Cause
 from sparsekit.layers import LayerRule, find_rule
 from sparsekit.layers.parametrized import fix_hooked
-from sparsekit.surgery.rebuild import named_entries
+from sparsekit.surgery.rebuild import find_constants, named_entries
 from sparsekit.tracing.blocks import BlockVerifier, is_large, is_meta
 from sparsekit.tracing.dispatch import Dispatcher
 from sparsekit.tracing.followed import FollowNumbers, hold_numbers
@@ -127,7 +127,7 @@ def trace_units(
         listed = "; ".join(f"{item.module} ({item.size}): {item.reason}" for item in found) or "no layer makes units"
         raise NoUnitsError(
             f"nothing in {type(model).__name__} can be removed exactly. Found: {listed}"
-            f"{hint if any(cause.averaged for _, cause in built.loud) else ''}."
+            f"{hint if any(cause.kind == 'average' for _, cause in built.loud) else ''}."
             " A hidden layer of its own (Linear, convolution, LSTM, …) between input and output has units",
             found,
         )
@@ -264,7 +264,7 @@ def _follow(
     *,
     numbers: bool,
 ) -> None:
-    tracer.begin(named_entries(copy))
+    tracer.begin(named_entries(copy), find_constants(copy).values())
     if numbers:
         hold_numbers(tracer, copy, rules)
     for module in copy.modules():
@@ -310,7 +310,7 @@ def _verified(verifier: Verifier | BlockVerifier, tracer: Tracer, built: Built) 
             units = built.nodes[name]
             why = first.setdefault(int(units[0]), reason)
             if not try_other_sizes(tracer, built.sizes, name):
-                tracer.fix(units, literal_cause(tracer, built.root, units) or Cause("", why))
+                tracer.fix(units, literal_cause(tracer, built.root, units) or Cause("", why, "inexact"))
         built = build(tracer, built.graph.shapes)
     return built
 
@@ -318,12 +318,12 @@ def _verified(verifier: Verifier | BlockVerifier, tracer: Tracer, built: Built) 
 def _warn(built: Built, hint: str) -> None:
     causes: dict[Cause, list[Unprunable]] = {}
     for item, cause in built.loud:
-        causes.setdefault(replace(cause, quiet=False), []).append(item)
+        causes.setdefault(cause, []).append(item)
     for cause, items in causes.items():
         modules = ", ".join(f"{item.module!r} ({item.size} units)" for item in items)
         where = f" in {cause.module!r}" if cause.module and cause.module != items[0].module else ""
         warnings.warn(
-            f"{modules} cannot be pruned: {cause.reason}{where}{hint if cause.averaged else ''}",
+            f"{modules} cannot be pruned: {cause.text}{where}{hint if cause.kind == 'average' else ''}",
             UnprunableWarning,
             stacklevel=level_of_user(),
         )

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import buffers_of, persistent_buffers
+from sparsekit._torch import buffers_of
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.labels.values import user_line
 from sparsekit.layers import LayerRule, find_rule
 from sparsekit.runtime.kept_norms import kept_norms
-from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
+from sparsekit.surgery.rebuild import copy_with, find_constants, named_entries, narrow_module
 from sparsekit.tracing.compare import compare_tensors, is_undefined, rounding_floor
 from sparsekit.tracing.inputs import ModelInputs, find_numbers, find_tensors, held_tensors, with_tokens
 from sparsekit.tracing.passes import InFloat64, ReadOnly, train_without_dropout
@@ -72,9 +72,10 @@ class Verifier:
             found = {name: dtype for name in entries if isinstance(_owner(self.model, name), nn.RNNBase)}
         else:
             found = dict.fromkeys(entries, dtype)
-        self._state = PerturbedState(entries, found, self._generator)
-        self._dense = copy_with(self.model, self._state.values)
-        _convert_loose_tensors(self._dense, None if lean else dtype)
+        held = find_constants(self.model)
+        constants = {name: tensor for name, (_, tensor) in held.items()}
+        self._state = PerturbedState(entries, found, self._generator, constants, None if lean else dtype)
+        self._dense = copy_with(self.model, self._state.values, [place for place, _ in held.values()])
 
     def _drawn(self) -> Sequence[ModelInputs]:
         return with_tokens(self.model, self.calls, self._generator)
@@ -256,7 +257,7 @@ class Verifier:
         indices = {
             name: {dim: torch.argsort(places[name][dim])[torch.searchsorted(places[name][dim].sort()[0], index)]
                    for dim, index in axes.items()}
-            for name, axes in graph.kept_indices(keep).items()
+            for name, axes in (graph.kept_indices(keep) | graph.kept_constants(keep)).items()
         }  # fmt: skip
         return keep, narrow_module(between, graph, keep, self.rules, indices)
 
@@ -375,15 +376,6 @@ def _keep_buffers(model: nn.Module) -> Callable[[], None]:
             home[name] = None if buffer is None else before[id(buffer)]  # a record may hold the other one
 
     return put_back
-
-
-def _convert_loose_tensors(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Give floating tensors outside the state `dtype` too: in a product with others they would be refused."""
-    for module in model.modules() if dtype is not None else ():
-        state = persistent_buffers(module)
-        for name, buffer in buffers_of(module).items():
-            if buffer is not None and buffer.is_floating_point() and name not in state:
-                buffers_of(module)[name] = buffer.to(dtype)
 
 
 def _described(error: Exception) -> str:

@@ -14,13 +14,23 @@ from torch import Tensor, nn
 
 from sparsekit._torch import buffers_of
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import Axes, StateDict, cut_axes, gather, scatter_
+from sparsekit.graph.index import Axes, StateDict, cut_axes, gather, narrow_shape, scatter, scatter_
 from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule, find_rule, resize
 from sparsekit.runtime.safe_convolution import guard_convolutions
 from sparsekit.surgery.compaction import guard_pretrained
 from sparsekit.surgery.optimizer_state import HasState, carried_state, entries_that_stay
-from sparsekit.surgery.rebuild import copy_with, in_format, memory_format, named_entries, reshape_leaf, set_sizes
+from sparsekit.surgery.rebuild import (
+    copy_with,
+    in_format,
+    memory_format,
+    named_constants,
+    named_entries,
+    narrow_state,
+    put_constants,
+    reshape_leaf,
+    set_sizes,
+)
 
 Rules = Mapping[type[nn.Module], LayerRule]
 
@@ -32,14 +42,14 @@ class _Entry:
     key: str
     """The name under which units touch it, if they do under one."""
     names: list[str]
-    owner: nn.Module
-    attribute: str
+    homes: list[tuple[nn.Module, str]]
     parameter: nn.Parameter | None
     _format: torch.memory_format | None = None
 
     @property
     def tensor(self) -> Tensor:
-        value = buffers_of(self.owner)[self.attribute] if self.parameter is None else self.parameter
+        owner, attribute = self.homes[0]
+        value = buffers_of(owner)[attribute] if self.parameter is None else self.parameter
         assert value is not None
         return value.detach()
 
@@ -48,10 +58,11 @@ class _Entry:
         # Remembered, as the strides of few channels fit every format.
         self._format = memory_format(self.tensor) or self._format
         tensor = in_format(tensor, self._format)
-        if self.parameter is None:
-            buffers_of(self.owner)[self.attribute] = tensor
-        else:
+        if self.parameter is not None:
             reshape_leaf(self.parameter, tensor)  # optimizers and modules keep their references to it
+            return
+        for owner, attribute in self.homes:
+            buffers_of(owner)[attribute] = tensor
 
 
 def _find_entries(module: nn.Module, graph: UnitGraph) -> list[_Entry]:
@@ -61,10 +72,11 @@ def _find_entries(module: nn.Module, graph: UnitGraph) -> list[_Entry]:
         names.setdefault(id(tensor), []).append(name)
     entries = []
     for own in names.values():
-        tensor, (owner, _, attribute) = tensors[own[0]], own[0].rpartition(".")
+        tensor = tensors[own[0]]
+        homes = [(module.get_submodule(owner), attribute) for owner, _, attribute in (name.rpartition(".") for name in own)]
         key = next((name for name in own if name in graph.slices_of), own[0])
         parameter = tensor if isinstance(tensor, nn.Parameter) else None
-        entries.append(_Entry(key, own, module.get_submodule(owner), attribute, parameter))
+        entries.append(_Entry(key, own, homes, parameter))
     return entries
 
 
@@ -92,6 +104,8 @@ class NarrowModel:
         """Sizes of the dense layers: module name → attribute → number."""
         self._entries = _find_entries(self.module, graph)
         self._touched = [entry for entry in self._entries if entry.key in graph.slices_of]
+        self._constants = {name: tensor.clone() for name, tensor in named_constants(self.module, graph).items()}
+        """Dense tensors outside the state, by name."""
         self._dense: dict[str, Tensor] = {}
         self._owned: set[str] = set()
         self._axes: dict[str, dict[int, Tensor]] = {}
@@ -147,6 +161,7 @@ class NarrowModel:
             if entry.key in self.graph.slices_of:
                 self._dense[entry.key] = dense
             resized = self._gather(entry, dense) or resized
+        self._cut_constants()
         if resized:
             self._fit_sizes()
 
@@ -163,6 +178,21 @@ class NarrowModel:
             vars(self.module.get_submodule(name)).update(numbers)
         resize(self.module, self.rules)
         set_sizes(self.module, self.graph, self.mask.counts())
+
+    def _cut_constants(self) -> None:
+        if self._constants:
+            held = named_constants(self.module, self.graph)
+            narrow = narrow_state(self._constants, self.graph, self.mask, self.graph.kept_constants(self.mask))
+            moved = {name: tensor.to(held[name]) for name, tensor in narrow.items()}
+            put_constants(self.module, moved, self.graph.constants.values())
+
+    def _save_constants(self) -> None:
+        """Note in the dense constants what steps have written to the narrow ones."""
+        axes = self.graph.kept_constants(self.mask)
+        for name, held in named_constants(self.module, self.graph).items() if self._constants else ():
+            dense = self._constants[name]
+            if held.shape == narrow_shape(dense.shape, axes[name]):
+                self._constants[name] = scatter(held.detach(), dense, cut_axes(dense.shape, axes[name]))
 
     def _writable(self, key: str) -> Tensor:
         """Return the dense copy of an entry that units touch, to be written to."""
@@ -196,6 +226,7 @@ class NarrowModel:
             if stay is not None:
                 scatter_(entry.tensor, self._writable(entry.key), self._cut(entry))
                 changed.append((entry, stay))
+        self._save_constants()
         self.mask, self._axes = mask, after
         self.version += 1
         resized = False
@@ -210,6 +241,7 @@ class NarrowModel:
                     carried = carried_state(owner, state, entry.parameter, shape, stay)
                     state.clear()
                     state.update(carried)
+        self._cut_constants()
         if resized:
             self._fit_sizes()
 

@@ -15,9 +15,9 @@ from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import NOT_ZERO, OUTPUT, Cause, Entry, IntArray
 from sparsekit.tracing.grouping.sizes import Candidate, chosen_sizes, counted_parts, find_sizes, tie_splits
 
-_UNREAD = Cause("", "nothing reads its units", True)
+_UNREAD = Cause("", "nothing reads its units", "expected")
 _AVERAGED = Cause("", "nothing but an average over its units reads them")
-_TIED = Cause("", "the other layers of the same recurrent module stay whole", True)
+_TIED = Cause("", "the other layers of the same recurrent module stay whole", "expected")
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +57,7 @@ class _Builder:
         for number in range(len(tracer.made) - 1, -1, -1):
             self.made_at[tracer.made[number][0]] = number
         self.made = self.made_at < len(tracer.made)
+        self.saved = np.array([not entry.constants for entry, _ in self.axes], dtype=bool)[self.axis_of]  # part of the state
         self.columns = np.zeros(size, dtype=bool)
         for nodes in tracer.columns:
             self.columns[nodes] = True
@@ -124,7 +125,7 @@ class _Builder:
 
     def groups(self) -> list[list[int]]:
         """Return roots of active units, grouped by signature, in forward order."""
-        size, alive = self.tracer.nodes, self._roots_of([self.made]) & (self.cause == -1)
+        size, alive = self.tracer.nodes, self._roots_of([self.made]) & self._roots_of([self.saved]) & (self.cause == -1)
         active = np.flatnonzero(alive[self.root])
         self.members: dict[int, IntArray] = {}
         if not active.size:
@@ -157,7 +158,7 @@ class _Builder:
         """One group from the roots of its units."""
         nodes = np.stack([self.members[root] for root in roots])
         record = int(self.made_at[nodes].min())
-        first = nodes[0][self.made_at[nodes[0]].argmin()]
+        first = nodes[0][np.lexsort((self.made_at[nodes[0]], ~self.saved[nodes[0]]))[0]]
         entry, _ = self.axes[self.axis_of[first]]
         kind: Kind = self.tracer.made[record][1] or ("channel" if len(entry.shape) > 2 else "feature")
         if self.heads[roots[0]]:
@@ -171,6 +172,7 @@ class _Builder:
         gates = self.gates.get(roots[0])
         axis_of = self.axis_of[nodes[0]]
         pieces: list[tuple[int, UnitSlice]] = []
+        constants: list[UnitSlice] = []
         for axis in np.unique(axis_of).tolist():
             mine = np.sort(nodes[:, axis_of == axis], axis=1)
             holder, dim = self.axes[axis]
@@ -182,18 +184,23 @@ class _Builder:
             index = torch.from_numpy(mine - holder.first[dim])
             side = "out" if made or not self.columns[mine].any() else "in"
             when = int(self.made_at[mine].min()) if side == "out" else len(self.tracer.made) + axis
-            for key in holder.names:
-                pieces.append((when, UnitSlice(key, dim, index, side, gated)))  # type: ignore[arg-type]
+            own = [UnitSlice(key, dim, index, side, gated) for key in holder.names]  # type: ignore[arg-type]
+            if holder.constants:
+                constants += own
+            else:
+                pieces += [(when, piece) for piece in own]
         pieces.sort(key=lambda pair: pair[0])
         least = [number for run, number in self.tracer.least if not set(roots).isdisjoint(self.root[run].tolist())]
-        return UnitGroup(name, len(roots), kind, tuple(piece for _, piece in pieces), max([1, *least]))
+        slices = tuple(piece for _, piece in pieces)
+        return UnitGroup(name, len(roots), kind, slices, max([1, *least]), tuple(constants))
 
     def fixed(self) -> tuple[tuple[Unprunable, Cause], ...]:
         """Return what stays whole, by producing module and cause."""
         counts: dict[tuple[str, int], int] = {}
         left = self.cause != -1  # fixed roots that no record has made yet
+        stored = self._roots_of([self.saved])
         for nodes, _ in self.tracer.made:
-            fresh = np.unique(self.root[nodes][left[self.root[nodes]]])
+            fresh = np.unique(self.root[nodes][left[self.root[nodes]] & stored[self.root[nodes]]])
             left[fresh] = False
             module = _owner(self.axes[self.axis_of[nodes[0]]][0])
             for cause, number in Counter(self.cause[fresh].tolist()).items():
@@ -202,13 +209,15 @@ class _Builder:
         for (module, number), size in counts.items():
             cause = causes[number]
             where = f" in {cause.module!r}" if cause.module and cause.module != module else ""
-            found.append((Unprunable(module, size, f"{cause.reason}{where}"), cause))
+            found.append((Unprunable(module, size, f"{cause.text}{where}", cause.kind), cause))
         return tuple(found)
 
 
 def _owner(entry: Entry) -> str:
     """Return the module that an entry belongs to as its user wrote it, past what parametrizing and compiling put in between."""
     name, parent = entry.names[0], entry.names[0].rpartition(".")[0]
+    if entry.constants:
+        return entry.constants[0].module or entry.constants[0].name
     parent = re.sub(r"(^|\.)parametrizations\..*$", "", parent)
     parent = ".".join(part for part in parent.split(".") if part != "_orig_mod")
     return parent or name.rpartition(".")[2]
@@ -265,6 +274,7 @@ def build(tracer: Tracer, shapes: Mapping[str, torch.Size]) -> Built:
     candidates = find_sizes(tracer, builder.root, group_of, groups)
     sizes, shared = chosen_sizes(tracer, candidates)
     whole = tuple(item for item, _ in fixed)
+    held = {piece.name for group in groups.values() for piece in group.constants}
     graph = UnitGraph(
         groups,
         dict(shapes),
@@ -272,7 +282,10 @@ def build(tracer: Tracer, shapes: Mapping[str, torch.Size]) -> Built:
         whole,
         sizes,
         norms,
-        aliases=tuple(tuple(entry.names) for entry in tracer.entries if len(entry.names) > 1),
+        aliases=tuple(tuple(entry.names) for entry in tracer.entries if len(entry.names) > 1 and not entry.constants),
+        constants={
+            constant.name: constant for entry in tracer.entries for constant in entry.constants if constant.name in held
+        },
     )
     return Built(graph, nodes, tuple((item, cause) for item, cause in fixed if not cause.quiet), candidates, builder.root)
 

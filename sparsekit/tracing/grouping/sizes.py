@@ -8,12 +8,12 @@ right with it.
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from sparsekit.graph.groups import SizeAttribute, UnitGroup
-from sparsekit.graph.held_numbers import Path
+from sparsekit.graph.held import Path
 from sparsekit.labels.numbers import Held
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import Cause, Count, IntArray
@@ -162,9 +162,9 @@ def try_other_sizes(tracer: Tracer, candidates: Sequence[Candidate], group: str)
 def literal_cause(tracer: Tracer, root: IntArray, units: IntArray) -> Cause | None:
     """Return that a number in the code is the length of an axis of these units, if there is one."""
     for nodes, size, cause in tracer.literals:
-        code = cause.reason.partition(" (")[2]
+        code = cause.where.partition(" (")[2]
         lengths = [nodes.shape[dim] for dim in _varying(nodes, root)]
         if size in lengths and np.isin(root[nodes], units).any() and re.search(rf"\b{size}\b", code):
-            what = "write -1 in its place, or read it from an attribute of the module"
-            return Cause(cause.module, f"the number {size} is written in the code{cause.reason}; {what}")
+            remedy = "write -1 in its place, or read it from an attribute of the module"
+            return replace(cause, reason=f"the number {size} is written in the code", kind="number", remedy=remedy)
     return None

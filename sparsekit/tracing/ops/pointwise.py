@@ -81,8 +81,11 @@ def combine(
         held = [(axis, owner) for axis, owner in pieces if not axis.is_uniform]
         if ordinary:
             for axis, owner in held:
-                reason = f"combined by {name!r} with values that belong to no unit"
-                call.tracer.fix(axis, reason, quiet=owner.entry is not None)
+                reason = f"combined by {name!r} with"
+                if owner.entry is not None or call.tracer.is_constant(axis):
+                    call.tracer.fix(axis, f"{reason} values that belong to no unit", quiet=True)
+                else:
+                    call.tracer.fix(axis, call.tracer.outside(reason, _stranger(call, d, rank)))
             # Fixed units keep their labels: what follows is fixed with them, and an output layer is known as such.
             axes.append(held[0][0].without_zero() if held else None)
         elif not pieces or (not held and size == 1 and len(pieces) < len(owners)):
@@ -98,6 +101,15 @@ def combine(
                     call.tracer.make_nodes(axis.nodes)
             axes.append(Labels(nodes, _sources(call, name, sources, size)))
     return TensorLabels(tuple(axes), joint=joint)
+
+
+def _stranger(call: Call, dim: int, rank: int) -> Tensor | None:
+    """Return an operand that has no units along an axis of the result."""
+    for tensor in call.tensors:
+        k = dim - (rank - tensor.dim())
+        if 0 <= k < tensor.dim() and tensor.shape[k] > 1 and call.tracer.known(tensor) is None:
+            return tensor
+    return None
 
 
 def _meet(
@@ -148,7 +160,7 @@ def _fitting(
             if other is labels or k < 0 or shape[k] == 1 or (other.joint is not None and other.joint.nodes.shape[k] > 1):
                 continue
             axis = other.axes[k]
-            if axis is None:
+            if axis is None or (not axis.is_uniform and call.tracer.is_constant(axis)):
                 ordinary = dim
             elif not axis.is_uniform:
                 for rest in dims:

@@ -17,7 +17,7 @@ from zoo_base import Lambda
 
 from sparsekit.errors import NoUnitsError
 from sparsekit.graph.edit import narrow
-from sparsekit.graph.held_numbers import held_numbers, set_number
+from sparsekit.graph.held import held_numbers, set_held
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.compaction import compact, compact_state, expand
 from sparsekit.surgery.saving import load_compact, save_compact
@@ -241,8 +241,8 @@ def test_a_number_that_is_written_in_the_code_is_named_with_its_line() -> None:
 def test_one_integer_of_a_module_is_set_without_touching_what_others_hold() -> None:
     shared = {"sizes": [Config(), 3]}
     first, second = Lambda(None, shared=shared), Lambda(None, shared=shared)
-    assert set_number(first, ("shared", "sizes", 0, "width"), 4)
+    assert set_held(first, ("shared", "sizes", 0, "width"), 4)
     assert first.shared["sizes"][0].width == 4
     assert second.shared is shared
     assert shared == {"sizes": [Config(), 3]}
-    assert not set_number(first, ("shared", "nothing"), 4)
+    assert not set_held(first, ("shared", "nothing"), 4)

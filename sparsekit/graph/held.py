@@ -1,7 +1,8 @@
-"""Integers that a module holds: where they are, and how to set one of them.
+"""Integers and tensors that a module holds outside its state: where they are, and how to replace one of them.
 
-They are in attributes, and in the lists, dicts, tuples, dataclasses, configurations, partial functions and closures that
-attributes refer to. Such objects are often shared between modules and with the user, so whoever changes one copies it first.
+A module holds them in attributes and buffers, and in the lists, dicts, tuples, dataclasses, configurations, partial functions
+and closures that attributes refer to. Such containers are often shared between modules and with the user, so whoever changes
+one copies it first.
 """
 
 import copy
@@ -16,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 Path: TypeAlias = tuple[str | int, ...]
-"""Name of an attribute, then the keys, indices and names that lead to a number inside of it."""
+"""Name of an attribute, then the keys, indices and names that lead to a number or tensor inside of it."""
 
 _DEPTH = 3  # of containers in each other
 _LONGEST = 64  # a longer list holds data
 _OWN = frozenset(vars(nn.Module()))
-_SEALED = (Tensor, nn.Module, type, types.ModuleType, torch.Generator, np.ndarray, str, bytes)
+_SEALED = (nn.Module, type, types.ModuleType, torch.Generator, np.ndarray, str, bytes)
 
 
 def map_numbers(module: nn.Module, change: Callable[[Path, int], int]) -> dict[str, Any]:
@@ -34,18 +35,9 @@ def map_numbers(module: nn.Module, change: Callable[[Path, int], int]) -> dict[s
     Returns:
         Name of attribute → new value. Containers on the way to an integer are copies, all else is the same object.
     """
-    held = {
-        name: value
-        for kind in reversed(type(module).__mro__)
-        if issubclass(kind, nn.Module) and not kind.__module__.startswith("torch.")
-        for name, value in vars(kind).items()
-        if not name.startswith("__") and type(value) in (int, tuple, list, dict)
-    }
-    held |= {name: value for name, value in vars(module).items() if name not in _OWN}
-    held |= {name: value for name, value in module.named_buffers(recurse=False) if _is_number(value)}
     changed = {}
-    for name, value in held.items():
-        new = _mapped(value, (name,), change, _DEPTH)
+    for name, value in _attributes(module).items():
+        new = _mapped(value, (name,), lambda path, leaf: change(path, leaf) if type(leaf) is int else leaf, _DEPTH)
         if new is not value:
             changed[name] = new
     return changed
@@ -53,32 +45,41 @@ def map_numbers(module: nn.Module, change: Callable[[Path, int], int]) -> dict[s
 
 def held_numbers(module: nn.Module) -> dict[Path, int]:
     """Return path → integer, of all that a module holds."""
-    found: dict[Path, int] = {}
-
-    def note(path: Path, value: int) -> int:
-        found[path] = value
-        return value
-
-    map_numbers(module, note)
-    return found
+    return {path: leaf for path, leaf in _leaves(module).items() if type(leaf) is int}
 
 
-def set_number(module: nn.Module, path: Path, number: int) -> bool:
-    """Set an integer that a module holds, in copies of the containers on the way to it; False if there is no such integer."""
+def held_tensors(module: nn.Module) -> dict[Path, Tensor]:
+    """Return path → tensor, of all buffers and other tensors that a module holds; parameters and single integers are absent."""
+    leaves = _leaves(module).items()
+    return {path: leaf for path, leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)}
+
+
+def set_held(module: nn.Module, path: Path, new: int | Tensor) -> bool:
+    """Replace an integer or tensor that a module holds, in copies of the containers on the way; False if nothing is there."""
     found = []
 
-    def one(at: Path, value: int) -> int:
+    def one(at: Path, old: Any) -> Any:
         if at != path:
-            return value
-        found.append(value)
-        return number
+            return old
+        found.append(old)
+        return new
 
-    for name, value in map_numbers(module, one).items():
-        if isinstance(value, Tensor):
-            setattr(module, name, value)
-        else:
-            vars(module)[name] = value
+    name = str(path[0])
+    held = _attributes(module).get(name)
+    value = _mapped(held, (name,), one, _DEPTH)
+    if isinstance(value, Tensor):
+        setattr(module, name, value)
+    elif found:
+        vars(module)[name] = value
     return bool(found)
+
+
+def held_at(module: nn.Module, path: Path) -> Any:
+    """Return what a module holds at a path; None if nothing is there."""
+    value = _attributes(module).get(str(path[0]))
+    for step in path[1:]:
+        value = _parts(value).get(step)
+    return value
 
 
 def shown(path: Path) -> str:
@@ -87,11 +88,35 @@ def shown(path: Path) -> str:
     return str(first) + "".join(f".{step}" if isinstance(step, str) and step.isidentifier() else f"[{step!r}]" for step in rest)
 
 
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    held = {
+        name: value
+        for kind in reversed(type(module).__mro__)
+        if issubclass(kind, nn.Module) and not kind.__module__.startswith("torch.")
+        for name, value in vars(kind).items()
+        if not name.startswith("__") and type(value) in (int, tuple, list, dict, Tensor)
+    }
+    held |= {name: value for name, value in vars(module).items() if name not in _OWN}
+    return held | dict(module.named_buffers(recurse=False))
+
+
+def _leaves(module: nn.Module) -> dict[Path, Any]:
+    found: dict[Path, Any] = {}
+
+    def note(path: Path, leaf: Any) -> Any:
+        found[path] = leaf
+        return leaf
+
+    for name, value in _attributes(module).items():
+        _mapped(value, (name,), note, _DEPTH)
+    return found
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, Tensor) and not value.is_meta and value.dim() == 0 and value.dtype in (torch.int64, torch.int32)
 
 
-def _mapped(value: Any, path: Path, change: Callable[[Path, int], int], depth: int) -> Any:
+def _mapped(value: Any, path: Path, change: Callable[[Path, Any], Any], depth: int) -> Any:
     if type(value) is int:
         return change(path, value)
     if isinstance(value, np.integer):
@@ -102,6 +127,8 @@ def _mapped(value: Any, path: Path, change: Callable[[Path, int], int], depth: i
         number = int(value)
         new = change(path, number)
         return value if new is number or type(new) is not int else torch.full_like(value, new)
+    if isinstance(value, Tensor):
+        return change(path, value)
     if depth == 0 or value is None or isinstance(value, (bool, float, complex, *_SEALED)):
         return value
     parts = _parts(value)
