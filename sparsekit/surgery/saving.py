@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -244,7 +244,7 @@ def _put(path: str | os.PathLike[str], model: nn.Module, name: str, at: NumberPa
     if holder is module:
         setattr(module, str(at[0]), tensor)
     elif isinstance(holder, dict) or (isinstance(holder, list) and at[-1] in range(len(holder))):
-        holder[at[-1]] = tensor
+        cast(Any, holder)[at[-1]] = tensor
     else:
         raise CompactFileError(
             f"{path} has the tensor {shown(at)!r} of {name or 'the top'!r}, and {type(module).__qualname__} of the factory has"

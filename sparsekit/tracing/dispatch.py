@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from sparsekit._torch import DispatchMode, operator_schema, storage_id
@@ -36,9 +37,13 @@ class Dispatcher(DispatchMode):
         given = list(tensors_of((*args, *kwargs.values())))
         for tensor in given:
             self.tracer.meet(tensor)
+        moved = self._moved_in_place(func, args, kwargs)
         result = func(*args, **kwargs)
         self.tracer.derive(tensors_of((result,)), given)
         if not self.tracer.watching:
+            return result
+        if moved is not None:
+            self._propagate(replace(moved, outputs=tuple(given[:1])), mutates=False)
             return result
         schema = operator_schema(func)
         arguments = dict(zip(arguments_of(func)[0], args, strict=False)) | kwargs
@@ -51,6 +56,21 @@ class Dispatcher(DispatchMode):
         if mutates or call.name in MAKE_CONSTANTS or any(self.tracer.known(tensor) is not None for tensor in call.tensors):
             self._propagate(call, mutates)
         return result
+
+    def _moved_in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        """Return the call of the operator that returns a view, for one that makes its own tensor that view: `squeeze_`."""
+        if torch.Tag.inplace_view not in func.tags or not self.tracer.watching or self.tracer.known(args[0]) is None:
+            return None
+        name, (names, _) = operator_schema(func).name.split("::")[-1].removesuffix("_"), arguments_of(func)
+        packet = getattr(torch.ops.aten, name, None)
+        overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+        returning = next((overload for overload in overloads if arguments_of(overload)[0] == names), None)
+        if returning is None:
+            return None
+        before = args[0].detach()  # with the shape that it has now
+        self.tracer.set(before, self.tracer.known(args[0]))
+        arguments = dict(zip(names, (before, *args[1:]), strict=False)) | kwargs
+        return Call(self.tracer, returning, name, arguments, ())
 
     def _propagate(self, call: Call, mutates: bool) -> None:
         key = self._key(call)
@@ -120,11 +140,11 @@ class Dispatcher(DispatchMode):
         return found
 
     def _attach(self, call: Call, found: Sequence[TensorLabels | None], mutates: bool) -> None:
-        if not mutates:
-            for tensor, labels in zip(call.outputs, found, strict=False):
+        for tensor, labels in zip(call.outputs, found, strict=False):
+            if not mutates or not any(tensor is given for given in call.tensors):
                 self.tracer.set(tensor, labels)
-            return
-        self._mutate(call, found[0] if found else None)
+        if mutates:
+            self._mutate(call, found[0] if found else None)
 
     def _exhausted(self, entering: Sequence[TensorLabels]) -> bool:
         """Count the work and give up on all units when there is too much of it, so that no model makes a trace hang."""

@@ -29,9 +29,12 @@ def _same(call: Call) -> Outputs:
 
 @handles("as_strided")
 def _restride(call: Call) -> Outputs:
-    """Return other strides for axes of one position, as the pooling of channels-last maps writes in place; all else is not
-    known.
+    """Return a view in strides of its own: of a contiguous tensor any, as the frames of `stft`; of another the one with other
+    strides for axes of one position, as the pooling of channels-last maps writes in place.
     """
+    given = call.arguments["self"]
+    if given is not call.out and given.is_contiguous() and max(given.numel(), call.out.numel()) <= MOST_POSITIONS:
+        return _moved(call, call.joint_labels("self"), "read in strides of its own by 'as_strided'")
     tensor, labels = call.out, call.labels("self")
     wide = [dim for dim, size in enumerate(tensor.shape) if size > 1]
     strides = [math.prod(tensor.shape[dim + 1 :]) for dim in wide]
@@ -48,6 +51,9 @@ def _restride(call: Call) -> Outputs:
 
 def _run(call: Call, numbers: Tensor) -> Any:
     """Run the operator on other values of the same shape."""
+    if call.name == "as_strided":
+        start = call.arguments["self"].storage_offset()
+        return numbers.contiguous().as_strided(call.out.shape, call.out.stride(), call.arg("storage_offset", start) - start)
     if call.name == "view_as_real":
         return numbers[..., None].expand(call.out.shape)
     if call.name == "view_as_complex":

@@ -33,6 +33,18 @@ def filled(y: Tensor) -> Tensor:
     return keys.sum(-1).transpose(1, 2).view_as(y)
 
 
+def in_place(name: str, *given: int) -> Callable[[Tensor], Tensor]:
+    """A tensor that becomes a view of itself."""
+    return lambda y: getattr(y * 1.0, name)(*given)
+
+
+def spectrum(y: Tensor) -> Tensor:
+    window = torch.ones(8).to(y)
+    return y + torch.stft(y.flatten(0, 1).flatten(1), 8, window=window, return_complex=True).abs().sum((1, 2)).view(
+        *y.shape[:2], 1, 1
+    )
+
+
 # Each keeps the five channels of its input apart.
 APART: dict[str, Callable[[Tensor], Tensor]] = {
     "grid_sample": lambda y: F.grid_sample(y, GRID.to(y), align_corners=False),
@@ -54,6 +66,16 @@ APART: dict[str, Callable[[Tensor], Tensor]] = {
     "one filter for all": lambda y: F.conv2d(
         y, torch.ones(1, 1, 3, 3).to(y).repeat(y.shape[1], 1, 1, 1), None, 1, 1, 1, y.shape[1]
     ),
+    "one expanded filter": lambda y: F.conv2d(y, KERNEL.to(y).expand(y.shape[1], 1, 3, 3), None, 1, 1, 1, y.shape[1]),
+    "quantile": lambda y: y - y.quantile(0.3, 3, keepdim=True) + y.nanquantile(0.5, 2, keepdim=True),
+    "rrelu": F.rrelu,
+    "stft": spectrum,
+    "squeeze_": lambda y: in_place("squeeze_", 1)(y[:, None]),
+    "unsqueeze_": lambda y: in_place("unsqueeze_", 1)(y)[:, 0],
+    "transpose_": lambda y: in_place("transpose_", 1, 3)(y).transpose(1, 3),
+    "swapaxes_": lambda y: in_place("swapaxes_", 1, 2)(y).transpose(1, 2),
+    "t_": lambda y: y * in_place("t_")(y.mean((2, 3))).t()[..., None, None],
+    "detach_": in_place("detach_"),
 }
 
 
