@@ -18,7 +18,7 @@ def test_what_is_left_out_is_fixed_with_a_reason_and_stays_whole_in_a_compact_mo
     graph = trace_units(model, torch.randn(3, 4))
     smaller = without(graph, ["0"])
     assert list(smaller.groups) == ["2"]
-    assert smaller.unprunable[-1] == Unprunable("0", 6, "left out on purpose")
+    assert smaller.unprunable[-1] == Unprunable("0", 6, "left out on purpose", "choice")
     assert smaller.shapes == graph.shapes
     small = compact(model, smaller, UnitMask({"2": torch.arange(5) < 3}))
     assert [small[0].out_features, small[2].out_features] == [6, 3]  # type: ignore[index]

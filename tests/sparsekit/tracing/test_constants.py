@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.errors import CompactFileError, NoUnitsError
+from sparsekit.graph.edit import narrow, only
 
 Put = Callable[[Any, Tensor], None]
 # How a module holds a tensor, and how it reads it again.
@@ -157,3 +158,12 @@ def test_a_constant_for_which_the_factory_has_no_place_is_refused(tmp_path: Path
     other.t = []
     with pytest.raises(CompactFileError, match=r"has the tensor 't\[1\]' of 'the top', and Shifted of the factory has no"):
         sk.load_compact(tmp_path / "model.safetensors", other)
+
+
+def test_the_graph_of_a_cut_model_has_its_constants_cut() -> None:
+    model, x = Net("a dict", (12,)).eval(), torch.randn(4, 3)
+    graph, _ = trace(model, x)
+    mask = random_mask(graph, 0.5, 0)
+    again, _ = trace(sk.compact(model, graph, mask), x)
+    assert narrow(graph, mask).constants == again.constants
+    assert only(graph, [next(iter(graph.groups))]).constants.keys() < graph.constants.keys()
