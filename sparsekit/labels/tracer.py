@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from sparsekit._torch import tree_leaves
 from sparsekit.graph.groups import Constant, Kind, Refusal
 from sparsekit.graph.held import Path
 from sparsekit.labels.numbers import Given, Held
+from sparsekit.labels.origin import mark_inputs
 from sparsekit.labels.values import (
     ALWAYS_ZERO,
     NO_UNIT,
@@ -28,8 +28,6 @@ from sparsekit.labels.values import (
     user_line,
 )
 
-_FROM_INPUTS = "_sparsekit_from_inputs"
-
 
 class Tracer:
     """What some passes of a model say about units. Vectorised: nothing here loops over units.
@@ -39,7 +37,7 @@ class Tracer:
 
     Attributes:
         nodes: Number of nodes.
-        entries: Parameters and buffers, in the order of the state.
+        entries: Parameters, buffers and constants, in the order of the state.
         united: Pairs of node runs that are one unit, position by position.
         fixed: Nodes whose units stay whole, with the cause.
         made: Nodes that make the values of their units, in forward order, with the kind if it is known.
@@ -47,9 +45,9 @@ class Tracer:
         reads: (nodes, sources, cause) of every reader; the cause is set if nothing of a parameter multiplies the units.
         tied: Runs of nodes that must keep equally many units.
         least: (nodes, number) of runs of which so many units must stay.
-        unsure: Nodes whose values are not certain to be zero when gated, because they start from a state passed in.
+        unsure: Nodes whose values may not be zero when gated, because they start from a state that is passed in.
         heads: Nodes whose units are attention heads: each makes a map of its own over the positions.
-        counts: Axes of units whose lengths were given by integers, such as those over which code lays units.
+        counts: Axes of units whose lengths were given by integers.
         equals: (nodes, integers held) of comparisons of the length of an axis that were true.
         literals: (nodes, number, where) of lengths that were given and read from nowhere.
         attempts: Module → how many choices of integers that follow the number of its units have failed.
@@ -57,7 +55,7 @@ class Tracer:
         given: The integers of the call that runs now.
         norms: (module, number of the call in a forward pass of it) → what each such call averaged over; None where no units.
         used: Numbers of the entries that some operator has met.
-        answers: What handlers have said: call → (labels of its inputs, labels of its outputs), for another pass over the code.
+        answers: Call → (labels of its inputs, labels of its outputs), for another pass over the code.
         rearranged: What rearranging operators do to the numbers of positions, for later calls on the same shapes.
         watching: False while an opaque layer runs, whose rule says what its operators do.
     """
@@ -121,7 +119,7 @@ class Tracer:
     def follow(self, model: nn.Module) -> None:
         """Keep `modules` up to date while `model`, a private copy, runs."""
         self._model = model
-        model.register_forward_pre_hook(lambda _m, args, kwargs: self.mark_inputs((*args, *kwargs.values())), with_kwargs=True)
+        model.register_forward_pre_hook(lambda _m, args, kwargs: mark_inputs(args, kwargs), with_kwargs=True)
         for name, module in model.named_modules():
             module.register_forward_pre_hook(lambda _m, _a, _name=name: self.modules.append(_name), prepend=True)
             module.register_forward_hook(lambda _m, _a, _o: self._leave(), always_call=True)
@@ -207,28 +205,6 @@ class Tracer:
         if id(tensor) in self.numbers:
             self.used.add(self.numbers[id(tensor)])
 
-    def mark_inputs(self, given: Iterable[Any]) -> None:
-        """Note which tensors the model is called on."""
-        for tensor in tree_leaves(list(given)):
-            if isinstance(tensor, Tensor):
-                vars(tensor)[_FROM_INPUTS] = True
-
-    def derive(self, outputs: Iterable[Tensor], given: Iterable[Tensor]) -> None:
-        """Note that an operator has computed tensors from others."""
-        if any(_FROM_INPUTS in vars(tensor) for tensor in given):
-            for tensor in outputs:
-                vars(tensor)[_FROM_INPUTS] = True
-
-    def outside(self, what: str, tensor: Tensor | None) -> Cause:
-        """Return that units meet a tensor that has none: what happens there, and where the tensor is from."""
-        reason = f"{what} values that belong to no unit"
-        if tensor is None or self.known(tensor) is not None:
-            return self.cause(reason, "outside")
-        if _FROM_INPUTS in vars(tensor):
-            return self.cause(f"{reason}, which come from the model's input,", "outside")
-        remedy = "self.register_buffer(name, tensor, persistent=False) makes it one that is cut with the units"
-        return self.cause(f"{reason}, a tensor of shape {tuple(tensor.shape)} that no module holds,", "outside", remedy)
-
     def add_entry(
         self, names: Sequence[str], shape: Sequence[int], *, is_parameter: bool, constants: Sequence[Constant] = ()
     ) -> Entry:
@@ -288,13 +264,7 @@ class Tracer:
     # ---- what happens to units
 
     def unite(self, a: IntArray, b: IntArray, *, quiet: bool = False) -> None:
-        """Make two runs of nodes one unit, position by position; fix those that meet no unit.
-
-        Args:
-            a: A run of nodes.
-            b: Another, of the same length.
-            quiet: Meeting no unit is normal and needs no warning.
-        """
+        """Make two runs of nodes one unit, position by position; fix those that meet no unit, `quiet` if that is normal."""
         if a.shape != b.shape:
             self.fix(np.concatenate([a, b]), f"sizes {a.size} and {b.size} do not match")
             return
@@ -333,8 +303,8 @@ class Tracer:
         Args:
             what: Labels, several of them, or nodes.
             reason: Why; if it is not a `Cause`, the line of the user's code is added.
-            quiet: It is normal and needs no warning.
-            averaged: A norm or an average over the units is the cause.
+            quiet: It is of the kind "expected".
+            averaged: It is of the kind "average".
         """
         if what is None:
             return
@@ -398,7 +368,7 @@ class Tracer:
             self.make_nodes(axis.nodes, kind)
 
     def make_nodes(self, nodes: IntArray, kind: Kind | None = None) -> None:
-        """Note that these entry positions make the values of their units."""
+        """Note that these positions of entries make the values of their units."""
         nodes = nodes[nodes >= 0]
         if nodes.size:
             self.made.append((nodes, kind))

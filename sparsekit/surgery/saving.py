@@ -6,29 +6,25 @@ known, it also has the mask, and a proof: what the model computes on inputs that
 Nothing in the file can run: the classes come from the factory that the reader passes.
 """
 
-import contextlib
-import hashlib
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sparsekit._torch import persistent_buffers, without_compiler
-from sparsekit.errors import CompactFileError, ForeignMaskError, InvalidValueError, SparsekitError
+from sparsekit.errors import CompactFileError, ForeignMaskError, InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.held import Path as NumberPath
 from sparsekit.graph.held import held_at, held_numbers, set_held, shown
-from sparsekit.graph.index import StateDict, places
+from sparsekit.graph.index import places
 from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule, resize
 from sparsekit.registry import load_object
 from sparsekit.runtime.safe_convolution import guard_convolutions
+from sparsekit.surgery.files import damage, digest, read_file, write_file
 from sparsekit.surgery.proof import check_proof, make_proof
 from sparsekit.surgery.rebuild import copy_with, find_constants, named_entries
 from sparsekit.version import __version__
@@ -371,82 +367,3 @@ def _check_modules(path: str | os.PathLike[str], small: nn.Module, saved: Mappin
                 f"{path} holds another architecture: at {name or 'the top'!r} it has {there}, the factory makes"
                 f" {own.get(name, 'nothing')}; pass the factory of the dense model that was compacted"
             )
-
-
-_KEY, _FORMAT = "sparsekit", 3
-
-
-def write_file(path: Path, entries: StateDict, spec: Mapping[str, Any]) -> None:
-    """Write tensors, tied ones once, and JSON values, to which format and version are added; or leave an old file as it is.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    description = {"format": _FORMAT, "sparsekit": __version__, **spec}
-    header = {_KEY: json.dumps(description, separators=(",", ":"))}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.touch()  # where this fails, the operating system says why: no such folder, no permission
-    try:
-        mode = temporary.stat().st_mode
-        tensors = {name: entry.detach().cpu().contiguous() for name, entry in entries.items()}
-        # The format allows no shared memory: what is a part of some is copied.
-        apart = {name: t if t.nbytes == t.untyped_storage().nbytes() else t.clone() for name, t in tensors.items()}
-        save_file(apart, temporary, metadata=header)
-        # safetensors makes a file that its owner alone may read.
-        temporary.chmod(mode)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())  # a power cut must not leave a name without its bytes
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def read_file(path: Path, *, tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors, if they are wanted, and the description that `write_file` wrote.
-
-    Raises:
-        CompactFileError: the file is damaged, of another format, or not ours.
-        OSError: it cannot be read.
-    """
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            # Copies begin where torch lets tensors begin; otherwise the last bits of products would depend on their position
-            # in the file.
-            found = {name: file.get_tensor(name).clone() for name in file.keys()} if tensors else {}  # noqa: SIM118
-    except SafetensorError as error:
-        raise CompactFileError(
-            f"{path} cannot be read: {error}; it is cut off, damaged or no safetensors file, so copy or save it again"
-        ) from error
-    if _KEY not in header:
-        raise CompactFileError(f"{path} was not written by save_compact: its header has no {_KEY!r}; save the model with it")
-    with damage(path):
-        spec = json.loads(header[_KEY])
-        if spec["format"] != _FORMAT:
-            raise CompactFileError(
-                f"{path} has format {spec['format']!r}, written by sparsekit {spec['sparsekit']}; this is {__version__}, which"
-                f" reads format {_FORMAT}: install that version, or save again with this one"
-            )
-    return found, spec
-
-
-@contextlib.contextmanager
-def damage(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn every error in reading a description into one that says that the file is damaged."""
-    try:
-        yield
-    except SparsekitError:
-        raise
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise CompactFileError(f"the description in {path} is damaged ({error!r}); save the model again") from error
-
-
-def digest(graph: UnitGraph) -> str:
-    """Return the SHA-256 of all that gives a mask its meaning: shapes, groups and their slices."""
-    sha = hashlib.sha256(repr([(name, tuple(shape)) for name, shape in graph.shapes.items()]).encode())
-    for group in graph.groups.values():
-        sha.update(repr((group.name, group.size)).encode())
-        for piece in group.slices:
-            sha.update(repr((piece.name, piece.dim)).encode())
-            sha.update(piece.index.cpu().contiguous().numpy().tobytes())
-    return sha.hexdigest()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsekit._torch import DispatchMode, operator_schema, storage_id
+from sparsekit.labels.origin import mark_results
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import TensorLabels
 from sparsekit.labels.views import written_over
@@ -39,7 +40,7 @@ class Dispatcher(DispatchMode):
             self.tracer.meet(tensor)
         moved = self._moved_in_place(func, args, kwargs)
         result = func(*args, **kwargs)
-        self.tracer.derive(tensors_of((result,)), given)
+        mark_results(tensors_of((result,)), given)
         if not self.tracer.watching:
             return result
         if moved is not None:

@@ -7,8 +7,9 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from sparsekit.labels.origin import is_from_inputs
 from sparsekit.labels.tracer import Tracer
-from sparsekit.labels.values import TensorLabels
+from sparsekit.labels.values import Cause, TensorLabels
 
 MOST_POSITIONS = 1 << 24
 """Bound on the work for one rearrangement, or for units that differ along several axes."""
@@ -75,6 +76,19 @@ class Call:
     def tensors(self) -> list[Tensor]:
         """All tensor arguments, those in lists included."""
         return list(tensors_of(self.arguments.values()))
+
+    def outside(self, what: str, dim: int, rank: int) -> Cause:
+        """Return that units along an axis of the result, of `rank` axes, meet values without any, and their origin."""
+        reason = f"{what} values that belong to no unit"
+        for tensor in self.tensors:
+            own = dim - (rank - tensor.dim())
+            if 0 <= own < tensor.dim() and tensor.shape[own] > 1 and self.tracer.known(tensor) is None:
+                if is_from_inputs(tensor):
+                    return self.tracer.cause(f"{reason}, which come from the model's input,", "outside")
+                remedy = "self.register_buffer(name, tensor, persistent=False) makes it one that is cut with the units"
+                reason += f", a tensor of shape {tuple(tensor.shape)} that no module holds,"
+                return self.tracer.cause(reason, "outside", remedy)
+        return self.tracer.cause(reason, "outside")
 
     def fix_inputs(self, reason: str) -> None:
         """Keep whole every unit that enters the call."""

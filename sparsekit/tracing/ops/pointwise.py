@@ -85,7 +85,7 @@ def combine(
                 if owner.entry is not None or call.tracer.is_constant(axis):
                     call.tracer.fix(axis, f"{reason} values that belong to no unit", quiet=True)
                 else:
-                    call.tracer.fix(axis, call.tracer.outside(reason, _stranger(call, d, rank)))
+                    call.tracer.fix(axis, call.outside(reason, d, rank))
             # Fixed units keep their labels: what follows is fixed with them, and an output layer is known as such.
             axes.append(held[0][0].without_zero() if held else None)
         elif not pieces or (not held and size == 1 and len(pieces) < len(owners)):
@@ -101,15 +101,6 @@ def combine(
                     call.tracer.make_nodes(axis.nodes)
             axes.append(Labels(nodes, _sources(call, name, sources, size)))
     return TensorLabels(tuple(axes), joint=joint)
-
-
-def _stranger(call: Call, dim: int, rank: int) -> Tensor | None:
-    """Return an operand that has no units along an axis of the result."""
-    for tensor in call.tensors:
-        k = dim - (rank - tensor.dim())
-        if 0 <= k < tensor.dim() and tensor.shape[k] > 1 and call.tracer.known(tensor) is None:
-            return tensor
-    return None
 
 
 def _meet(
