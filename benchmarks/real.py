@@ -34,7 +34,7 @@ from sparsekit.criteria.orders import Scored
 from sparsekit.finetuning import Distillation, recalibrate_batchnorm, reconstruct
 from sparsekit.measure.cost import measure_costs
 from sparsekit.measure.paired import measure_turns
-from sparsekit.pruning.plan import CANDIDATES
+from sparsekit.pruning.settings import CANDIDATES
 from sparsekit.pruning.reconstruction import statistics_prior
 from sparsekit.training import GradientImportance, ImportanceRegularizer
 

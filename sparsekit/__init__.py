@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from sparsekit.measure.cost import cost_model as cost_model
     from sparsekit.pruning.prune import prune as prune
     from sparsekit.pruning.report import PruneReport as PruneReport
-    from sparsekit.pruning.result import Pruned as Pruned
+    from sparsekit.pruning.result import Pruned as Pruned, PrunePlan as PrunePlan
     from sparsekit.surgery.compaction import compact as compact, expand as expand
     from sparsekit.surgery.onnx import export_onnx as export_onnx
     from sparsekit.transformers.pretrained import load_pretrained as load_pretrained, save_pretrained as save_pretrained
@@ -75,7 +75,7 @@ _HOMES = {
     "sparsekit.measure.budget": "Budget",
     "sparsekit.measure.cost": "count_cost",
     "sparsekit.pruning.prune": "prune",
-    "sparsekit.pruning.result": "Pruned",
+    "sparsekit.pruning.result": "Pruned PrunePlan",
     "sparsekit.surgery.compaction": "compact expand",
     "sparsekit.transformers.pretrained": "load_pretrained save_pretrained",
     "sparsekit.surgery.saving": "load_compact save_compact",

@@ -1,6 +1,6 @@
 """Allocation: how many units stay in each group, and which. `registry` finds allocations by name."""
 
-from sparsekit.allocation.by_cost import balanced, by_cost, by_loss, global_ranking
+from sparsekit.allocation.by_cost import by_cost, by_loss, global_ranking
 from sparsekit.allocation.limits import PreferredMultiple
 from sparsekit.allocation.masks import make_mask, mask_from_scores
 from sparsekit.allocation.problem import Allocation, Problem, allocate
@@ -16,7 +16,6 @@ __all__ = [
     "Problem",
     "Schedule",
     "allocate",
-    "balanced",
     "by_cost",
     "by_loss",
     "by_ratio",
@@ -32,7 +31,6 @@ __all__ = [
 registry = Registry(
     "allocation",
     {
-        "balanced": "sparsekit.allocation.by_cost:balanced",
         "by_cost": "sparsekit.allocation.by_cost:by_cost",
         "by_loss": "sparsekit.allocation.by_cost:by_loss",
         "global": "sparsekit.allocation.by_cost:global_ranking",

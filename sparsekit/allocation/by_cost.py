@@ -49,17 +49,6 @@ def by_loss(problem: Problem) -> Counts:
     return by_cost(problem, scale="none")
 
 
-def balanced(problem: Problem) -> Counts:
-    """Remove units as `by_loss` does, and spare groups that are narrow already: `width_penalty` is 2.
-
-    Where the network trains further, it was better than `by_cost` on one network and worse on two: compare both.
-
-    Raises:
-        InvalidValueError: no budget.
-    """
-    return by_cost(problem, scale="none", width_penalty=2.0)
-
-
 def global_ranking(problem: Problem, *, scale: Scale = "relative") -> Counts:
     """Remove the units of lowest importance, wherever they are, until the budget is met; then put back what still fits.
 

@@ -81,30 +81,18 @@ class Walk:
             push(number)
         while (totals := self.tracker.totals()) and any(totals[name] > limit for name, limit in self.limits.items()):
             if not heap:
-                number = self._largest_drop()
-            else:
-                rank, taken, number, place = heapq.heappop(heap)
-                if place != self.places[number]:
-                    continue
-                now = priority(number)
-                if now is None:
-                    continue
-                if now > rank and heap and (now, taken, number, place) > heap[0]:  # costs have changed since: look again later
-                    heapq.heappush(heap, (now, taken, number, place))
-                    continue
+                raise BudgetError("the budget cannot be met: every group is at its least number of units")
+            rank, taken, number, place = heapq.heappop(heap)
+            if place != self.places[number]:
+                continue
+            now = priority(number)
+            if now is None:
+                continue
+            if now > rank and heap and (now, taken, number, place) > heap[0]:  # costs have changed since: look again later
+                heapq.heappush(heap, (now, taken, number, place))
+                continue
             self._go(number, self.places[number] - 1)
             push(number)
-
-    def _largest_drop(self) -> int:
-        """Return the width that saves most when it goes down all the way: a table of times may be flat at the next step."""
-        drops = [
-            (self.tracker.gain(width.groups, width.counts[0], self.limits), -number)
-            for number, (width, place) in enumerate(zip(self.widths, self.places))
-            if place > 0
-        ]
-        if not drops:
-            raise BudgetError("the budget cannot be met: every group is at its least number of units")
-        return -max(drops)[1]
 
     def fill(self, without: int | None = None) -> None:
         """Put blocks back while one fits, the most important per cost first; none of the width number `without`."""

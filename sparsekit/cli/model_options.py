@@ -133,8 +133,8 @@ class PruneOptions(ModelOptions):
     allocation: Annotated[
         str | None,
         _where(
-            help="How to distribute the budget over layers: by_cost, by_loss, balanced, global, uniform, or"
-            " package.module:allocation. Default: with data, the best of several; without, by_cost."
+            help="How to distribute the budget over layers: by_cost, by_loss, global, uniform, or package.module:allocation."
+            " Default: with data, the best of several; without, by_cost."
         ),
     ] = None
     exclude: Annotated[

@@ -40,6 +40,7 @@ def _prune(options: PruneOptions) -> None:
     A factory is called without arguments and returns the module, or the module and its example inputs. A loader may take
     data_dir, batch_size and seed.
     """
+    from sparsekit.pruning.prune import prune
     from sparsekit.tracing.trace import UnprunableWarning
 
     shown = not options.quiet and not options.as_json and sys.stderr.isatty()
@@ -48,10 +49,10 @@ def _prune(options: PruneOptions) -> None:
         job = PruneJob(options, progress=shown)
         files: dict[str, str] = {}
         if options.dry_run:
-            report = job.decide(dry_run=True).report
+            report = prune(dry_run=True, **job.arguments()).report
         else:
             _open_folder(options)
-            done = job.finish(job.decide())
+            done = job.finish(prune(**job.arguments()))
             report, files = done.report, job.write(done)
     if options.as_json:
         print_json({**report.to_dict(), **({} if options.dry_run else {"files": files})})
@@ -99,35 +100,33 @@ class PruneJob:
         self.metric = metric_of(validation, self.loss)
         self.epochs: dict[str, int] = {}
 
-    def decide(self, *, dry_run: bool = False) -> Pruned:
-        """Prune, with reconstruction and fine-tuning after every step."""
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `prune`."""
         import numpy as np
 
         from sparsekit.measure.budget import Budget
-        from sparsekit.pruning.prune import prune
         from sparsekit.rng import torch_generator
         from sparsekit.tracing.inputs import ModelInputs
 
         options = self.options
-        return prune(
-            self.model,
-            ModelInputs(self.args, self.kwargs),
-            budget=Budget.of(options.budget),
-            batches=itertools.islice(self.train, options.calibration_batches) if self.has_data else None,
-            loss=self.loss if self.has_data else None,
-            reconstruct=_RECONSTRUCT[options.reconstruct or "both"],
-            metric=self.metric,
-            criterion=self._criterion(),
-            allocation=options.allocation,
-            exclude=options.exclude or (),
-            multiple_of=options.multiple_of,
-            schedule=self.schedule,
-            finetune=self._train if options.epochs else None,
-            prune_hidden_size=options.prune_hidden_size,
-            generator=torch_generator(np.random.default_rng(options.seed)),
-            dry_run=dry_run,
-            progress=self.progress,
-        )
+        return {
+            "model": self.model,
+            "example_inputs": ModelInputs(self.args, self.kwargs),
+            "budget": Budget.of(options.budget),
+            "batches": itertools.islice(self.train, options.calibration_batches) if self.has_data else None,
+            "loss": self.loss if self.has_data else None,
+            "reconstruct": _RECONSTRUCT[options.reconstruct or "both"],
+            "metric": self.metric,
+            "criterion": self._criterion(),
+            "allocation": options.allocation,
+            "exclude": options.exclude or (),
+            "multiple_of": options.multiple_of,
+            "schedule": self.schedule,
+            "finetune": self._train if options.epochs else None,
+            "prune_hidden_size": options.prune_hidden_size,
+            "generator": torch_generator(np.random.default_rng(options.seed)),
+            "progress": self.progress,
+        }
 
     def _criterion(self) -> Any:
         from sparsekit.criteria.batches import DataDriven

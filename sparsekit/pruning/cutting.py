@@ -1,8 +1,9 @@
-"""best_cut(): one cut by each of some candidates, of which the best on held-out examples is kept."""
+"""decide() and execute(): which candidate cuts a model, and the cut, refitted."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +22,11 @@ from sparsekit.measure.budget import Budget
 from sparsekit.measure.clock import device_of, evaluated, stopwatch
 from sparsekit.measure.paired import prepare, time_turns
 from sparsekit.progress import working
+from sparsekit.pruning.calibration import Calibration
 from sparsekit.pruning.latency import meet_latency
-from sparsekit.pruning.plan import Candidate, Plan
 from sparsekit.pruning.reconstruction import recalibrate_batchnorm, refit, refits_in_sequence, statistics_prior
 from sparsekit.pruning.report import CandidateReport
+from sparsekit.pruning.settings import Candidate, Settings
 from sparsekit.surgery.compaction import compact
 from sparsekit.tracing.trace import check_runs
 
@@ -37,176 +39,184 @@ class StarvedGroupsWarning(UserWarning):
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """What a candidate makes.
+    """The units that a candidate keeps.
 
     Args:
-        candidate: The way to cut.
-        mask: Units of the model that was cut.
-        model: The narrow model.
-        latency_ms: Measured, where the budget limits it; else None.
+        mask: Of the model that is cut.
+        model: The narrow model, if it was needed to decide.
+        measured: Measurements of the refit; None if it was not refitted.
+        latency_ms: Of the narrow model, if the budget limits milliseconds.
     """
+
+    mask: UnitMask
+    model: nn.Module | None = None
+    measured: Mapping[str, Any] | None = None
+    latency_ms: float | None = None
+
+
+class Decision(NamedTuple):
+    """The best candidate, its cut, all candidates with their scores, and notes for the report."""
 
     candidate: Candidate
-    mask: UnitMask
-    model: nn.Module
-    latency_ms: float | None
-
-
-class Chosen(NamedTuple):
-    """The best cut, and how it was found.
-
-    Args:
-        cut: The best cut, reconstructed.
-        tried: All candidates.
-        scores: Label of a criterion → scores of all units.
-        measured: For the report.
-        notes: For the report: candidates that could not be made or compared.
-    """
-
     cut: Cut
     tried: Sequence[CandidateReport]
     scores: Mapping[str, Scored]
-    measured: Mapping[str, Any]
     notes: Sequence[str]
 
 
-def best_cut(
-    plan: Plan, candidates: Sequence[Candidate], model: nn.Module, graph: UnitGraph, target: Budget | None, *, dry: bool
-) -> Chosen:
-    """Cut by every candidate and keep the one of least loss on examples that neither scored nor reconstructed it.
+def decide(
+    settings: Settings, candidates: Sequence[Candidate], model: nn.Module, graph: UnitGraph, target: Budget | None
+) -> Decision:
+    """Choose the candidate with the lowest loss on examples that neither scored nor reconstructed it.
 
-    To be judged, each layer of a candidate is refitted by itself. Refitting in sequence takes twice the time and lowers the
-    loss of all candidates alike, so only the best one is refitted again in sequence.
-
-    Args:
-        plan: What was decided.
-        candidates: Of one, nothing is judged. Without examples to judge by, the first is taken.
-        model: What is cut.
-        graph: Its units.
-        target: Budget of this step, in absolute numbers.
-        dry: Whether a single candidate is only counted, and `model` itself returned.
+    A single candidate is only counted. Otherwise, each layer of a candidate is refitted by itself: a refit in sequence takes
+    twice the time and lowers all losses alike.
 
     Raises:
-        BudgetError, InvalidValueError, MissingImportanceError: what the last candidate raised, where none can be made.
+        BudgetError, InvalidValueError, MissingImportanceError: the error of the last candidate, if none can be made.
     """
-    judge = plan.calibration if len(candidates) > 1 and plan.calibration is not None and plan.calibration.judge else None
-    prior = _prior(plan, model) if not dry or judge else {}
+    calibration = settings.calibration
+    if len(candidates) == 1 or calibration is None or not calibration.judge:
+        score = _score(settings, candidates[0], model, graph)
+        cut = _cut(settings, candidates[0], score, model, graph, target)
+        return Decision(candidates[0], cut, (), {candidates[0].label: score}, ())
     scores: dict[str, Scored] = {}
     tried: list[CandidateReport] = []
-    best: tuple[float, Cut, dict[str, Any]] | None = None
+    best: tuple[float, Candidate, Cut] | None = None
     refused = InvalidValueError("no candidate")
-    for candidate in candidates if judge else candidates[:1]:
+    prior = _prior(settings, calibration, model)
+    for candidate in candidates:
+        label, way = candidate.label, candidate.way
         try:
-            if candidate.label not in scores:
-                call = plan.call.args, plan.call.kwargs
-                context = ScoringContext(weights=model.state_dict(), model=model, generator=plan.generator, call=call)
-                found = score_units(candidate.criterion, graph, context)
-                scores[candidate.label] = Scored(found, candidate.label, is_comparable(candidate.criterion))
-            cut = _make(plan, candidate, model, graph, scores[candidate.label], target, only_count=dry and not judge)
-            measured = _refit(plan, cut, model, graph, prior, sequential=not judge)
+            if label not in scores:
+                scores[label] = _score(settings, candidate, model, graph)
+            cut = _cut(settings, candidate, scores[label], model, graph, target)
+            small = _small(settings, cut, model, graph)
+            measured = _refit(settings, small, cut.mask, model, graph, prior, sequential=False)
         except InvalidValueError as error:
-            if not judge:
-                raise
             refused = error
-            tried.append(CandidateReport(candidate.label, candidate.way, None, False, f"could not be made: {error}"))
+            tried.append(CandidateReport(label, way, None, False, f"could not be made: {error}"))
             continue
-        loss = judge.measure(cut.model) if judge else None
-        told = "" if loss is None or loss == loss else "its loss on held-out examples is NaN"
-        tried.append(CandidateReport(candidate.label, candidate.way, None if told else loss, False, told))
-        rank = float("inf") if told else loss or 0.0
+        loss = calibration.measure(small)
+        told = "" if loss == loss else "its loss on held-out examples is NaN"
+        tried.append(CandidateReport(label, way, None if told else loss, False, told))
+        rank = float("inf") if told else loss
         if best is None or rank < best[0]:
-            best = rank, cut, measured
+            best = rank, candidate, replace(cut, model=small, measured=measured)
     if best is None:
         raise refused
-    _, cut, measured = best
-    if judge and not dry and plan.reconstruct in (True, "layers") and refits_in_sequence(model, graph, cut.mask):
-        cut = replace(cut, model=compact(model, graph, cut.mask, rules=plan.rules))
-        measured |= _refit(plan, cut, model, graph, prior, sequential=True)
-    chosen = (cut.candidate.label, cut.candidate.way)
-    rows = [replace(each, chosen=(each.criterion, each.allocation) == chosen) for each in tried]
+    _, candidate, cut = best
+    rows = [replace(each, chosen=(each.criterion, each.allocation) == (candidate.label, candidate.way)) for each in tried]
     notes = [f"Candidate {each.criterion}, {each.allocation}: {each.note}." for each in tried if each.note]
-    return Chosen(cut, rows, scores, measured, notes)
+    return Decision(candidate, cut, rows, scores, notes)
 
 
-def _make(
-    plan: Plan,
-    candidate: Candidate,
-    model: nn.Module,
-    graph: UnitGraph,
-    scores: Scored,
-    target: Budget | None,
-    *,
-    only_count: bool,
+def execute(settings: Settings, cut: Cut, model: nn.Module, graph: UnitGraph) -> tuple[nn.Module, Mapping[str, Any]]:
+    """Cut a model as decided and refit it; returns the narrow model, and measurements of the refit."""
+    layers = settings.calibration is not None and settings.reconstruct in (True, "layers")
+    if cut.model is not None and cut.measured is not None:  # each layer of it was refitted by itself
+        if not (layers and refits_in_sequence(model, graph, cut.mask)):
+            return cut.model, cut.measured
+        cut = replace(cut, model=None)
+    small = _small(settings, cut, model, graph)
+    prior = {} if settings.calibration is None else _prior(settings, settings.calibration, model)
+    return small, _refit(settings, small, cut.mask, model, graph, prior, sequential=True)
+
+
+def _score(settings: Settings, candidate: Candidate, model: nn.Module, graph: UnitGraph) -> Scored:
+    call = settings.call.args, settings.call.kwargs
+    context = ScoringContext(weights=model.state_dict(), model=model, generator=settings.generator, call=call)
+    found = score_units(candidate.criterion, graph, context)
+    return Scored(found, candidate.label, is_comparable(candidate.criterion))
+
+
+def _cut(
+    settings: Settings, candidate: Candidate, scores: Scored, model: nn.Module, graph: UnitGraph, target: Budget | None
 ) -> Cut:
-    """Cut to a budget, of milliseconds too. Numbers of units mean the same in a narrow model, so costs are the plan's."""
-
-    def to(budget: Budget | None, *, only_count: bool) -> Cut:
-        counts = allocate(
-            candidate.allocation, graph, scores.values, plan.costs, budget=budget, limits=plan.limits_of(graph),
-            multiple_of=plan.multiple_of,
-        )  # fmt: skip
-        if getattr(candidate.allocation, "func", candidate.allocation) is global_ranking:
-            _warn_of_starved(graph, counts)
-        mask = mask_from_scores(graph, scores.values, counts, source=f"{scores.name} scores")
-        if only_count:  # who cuts by herself, perhaps in place, has no memory for a second model
-            return Cut(candidate, mask, model, None)
-        small = compact(model, graph, mask, rules=plan.rules)
-        check_runs(small, plan.call)
-        return Cut(candidate, mask, small, None)
-
+    """Choose the units within a budget; if it limits milliseconds, by timing narrow models."""
     if target is None or target.latency_ms is None:
-        return to(target, only_count=only_count)
-    absolute = target.limits(plan.dense_costs)
-    limit_ms, dense_ms = absolute["latency_ms"], plan.dense_costs["latency_ms"]
-
-    def at(share: float) -> tuple[Cut, Callable[[], float]]:
-        """Cut to a share of the dense FLOPs."""
-        limits: dict[str, Any] = {name: getattr(target, name) for name in target.metrics if name != "latency_ms"}
-        if (flops := max(1.0, share * plan.dense_costs["flops"])) < absolute.get("flops", float("inf")):
-            limits["flops"] = flops
-        cut = to(Budget(**limits), only_count=False)
-        args, kwargs = plan.call.args, plan.call.kwargs
-        with torch.no_grad(), evaluated(cut.model):
-            small_pass = prepare(cut.model, target.runtime, args, kwargs)
-
-        def measure() -> float:
-            assert plan.dense_pass is not None
-            with torch.no_grad(), evaluated(plan.dense, cut.model):
-                pair = time_turns(plan.dense_pass, small_pass, stopwatch(device_of(plan.dense, args, kwargs)))
-            # A share is one of what the dense model takes at the same time: machines slow down and speed up again.
-            of_dense = plan.budget is not None and isinstance(plan.budget.latency_ms, str)
-            return dense_ms / pair.faster if of_dense else pair.after_ms
-
-        return cut, measure
-
-    with working("Searching the widths that meet the latency", show=plan.progress):
-        cut, after_ms = meet_latency(limit_ms, dense_ms, at, requested=target.told("latency_ms", limit_ms))
+        return Cut(_mask(settings, candidate, scores, graph, target))
+    limit_ms = target.limits(settings.dense_costs)["latency_ms"]
+    at = partial(_cut_to_share, settings, candidate, scores, model, graph, target)
+    with working("Searching the widths that meet the latency", show=settings.progress):
+        cut, after_ms = meet_latency(
+            limit_ms, settings.dense_costs["latency_ms"], at, requested=target.told("latency_ms", limit_ms)
+        )
     return replace(cut, latency_ms=after_ms)
 
 
+def _mask(settings: Settings, candidate: Candidate, scores: Scored, graph: UnitGraph, budget: Budget | None) -> UnitMask:
+    # Numbers of units mean the same in a narrow model, so costs are those of the dense one.
+    counts = allocate(
+        candidate.allocation, graph, scores.values, settings.costs, budget=budget, limits=settings.limits_of(graph),
+        multiple_of=settings.multiple_of,
+    )  # fmt: skip
+    if getattr(candidate.allocation, "func", candidate.allocation) is global_ranking:
+        _warn_of_starved(graph, counts)
+    return mask_from_scores(graph, scores.values, counts, source=f"{scores.name} scores")
+
+
+def _small(settings: Settings, cut: Cut, model: nn.Module, graph: UnitGraph) -> nn.Module:
+    if cut.model is not None:
+        return cut.model
+    small = compact(model, graph, cut.mask, rules=settings.rules)
+    check_runs(small, settings.call)
+    return small
+
+
+def _cut_to_share(
+    settings: Settings, candidate: Candidate, scores: Scored, model: nn.Module, graph: UnitGraph, target: Budget, share: float
+) -> tuple[Cut, Callable[[], float]]:
+    """Cut to a share of the dense FLOPs, and to all limits but that of milliseconds, which the returned function measures."""
+    limits: dict[str, Any] = {name: getattr(target, name) for name in target.metrics if name != "latency_ms"}
+    flops = max(1.0, share * settings.dense_costs["flops"])
+    if flops < target.limits(settings.dense_costs).get("flops", float("inf")):
+        limits["flops"] = flops
+    cut = Cut(_mask(settings, candidate, scores, graph, Budget(**limits)))
+    small = _small(settings, cut, model, graph)
+    with torch.no_grad(), evaluated(small):
+        small_pass = prepare(small, target.runtime, settings.call.args, settings.call.kwargs)
+    return replace(cut, model=small), partial(_milliseconds, settings, small, small_pass)
+
+
+def _milliseconds(settings: Settings, small: nn.Module, small_pass: Callable[[], object]) -> float:
+    assert settings.dense_pass is not None
+    timed = stopwatch(device_of(settings.dense, settings.call.args, settings.call.kwargs))
+    with torch.no_grad(), evaluated(settings.dense, small):
+        pair = time_turns(settings.dense_pass, small_pass, timed)
+    # Machines slow down and speed up again, so a share refers to the dense model at the same time.
+    of_dense = settings.budget is not None and isinstance(settings.budget.latency_ms, str)
+    return settings.dense_costs["latency_ms"] / pair.faster if of_dense else pair.after_ms
+
+
 def _refit(
-    plan: Plan, cut: Cut, dense: nn.Module, graph: UnitGraph, prior: Mapping[str, Tensor], *, sequential: bool
-) -> dict[str, Any]:
-    """Refit the layers that read dropped units, then renew the statistics of batch norms; what is measured on the way."""
+    settings: Settings,
+    small: nn.Module,
+    mask: UnitMask,
+    dense: nn.Module,
+    graph: UnitGraph,
+    prior: Mapping[str, Tensor],
+    *,
+    sequential: bool,
+) -> Mapping[str, Any]:
+    """Refit the layers that read dropped units, then recalibrate batch norms; returns measurements for the report."""
     measured: dict[str, Any] = {}
-    if plan.calibration is None or cut.model is dense or all(bool(keep.all()) for keep in cut.mask.values()):
+    if settings.calibration is None or all(bool(keep.all()) for keep in mask.values()):
         return measured
-    batches = plan.calibration.fit
-    if plan.reconstruct in (True, "layers"):
-        left = refit(dense, cut.model, graph, cut.mask, batches, sequential=sequential, progress=plan.progress)
+    batches = settings.calibration.fit
+    if settings.reconstruct in (True, "layers"):
+        left = refit(dense, small, graph, mask, batches, sequential=sequential, progress=settings.progress)
         if left:
             measured["reconstruction_error"] = sum(left.values()) / len(left)
-    if plan.reconstruct in (True, "batchnorm"):
-        indices = graph.kept_indices(cut.mask)
+    if settings.reconstruct in (True, "batchnorm"):
+        indices = graph.kept_indices(mask)
         own = {name: value[indices[name][0]] if name in indices else value for name, value in prior.items()}
-        recalibrate_batchnorm(cut.model, batches, prior=own, progress=plan.progress)
+        recalibrate_batchnorm(small, batches, prior=own, progress=settings.progress)
     return measured
 
 
-def _prior(plan: Plan, model: nn.Module) -> Mapping[str, Tensor]:
-    """Return what the statistics of a model know beyond the batches."""
-    needed = plan.calibration is not None and plan.reconstruct in (True, "batchnorm")
-    return statistics_prior(model, plan.calibration.fit) if needed and plan.calibration is not None else {}
+def _prior(settings: Settings, calibration: Calibration, model: nn.Module) -> Mapping[str, Tensor]:
+    return statistics_prior(model, calibration.fit) if settings.reconstruct in (True, "batchnorm") else {}
 
 
 def _warn_of_starved(graph: UnitGraph, counts: Counts) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 from torch import nn
@@ -13,7 +13,6 @@ from torch import nn
 from sparsekit.allocation.limits import PreferredMultiple, free_counts, least_counts
 from sparsekit.allocation.schedule import Schedule
 from sparsekit.criteria.batches import Batch, Loss
-from sparsekit.criteria.orders import Scored
 from sparsekit.errors import InvalidValueError, level_of_user
 from sparsekit.graph.edit import narrow
 from sparsekit.graph.graph import UnitGraph
@@ -21,12 +20,12 @@ from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule
 from sparsekit.measure.budget import Budget
 from sparsekit.measure.clock import measured
-from sparsekit.pruning.cutting import Chosen, best_cut
-from sparsekit.pruning.plan import Allocations, Criteria, ExampleInputs, Plan, decide
+from sparsekit.pruning.cutting import Decision, decide, execute
 from sparsekit.pruning.reconstruction import Reconstruct
-from sparsekit.pruning.report import CandidateReport, PruneReport, describe
-from sparsekit.pruning.result import Pruned
+from sparsekit.pruning.report import PruneReport, describe
+from sparsekit.pruning.result import Pruned, PrunePlan
 from sparsekit.pruning.selection import Selector
+from sparsekit.pruning.settings import Allocations, Criteria, ExampleInputs, Settings, read_settings
 from sparsekit.registry import calling
 
 AfterCut: TypeAlias = Callable[[nn.Module, int], object]
@@ -35,7 +34,33 @@ with."""
 Metric: TypeAlias = Callable[[nn.Module], float]
 
 
+@overload
 def prune(
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    *,
+    budget: Budget | Mapping[str, str | float] | str | None = ...,
+    batches: Iterable[Batch] | None = ...,
+    loss: Loss | None = ...,
+    reconstruct: Reconstruct = ...,
+    metric: Callable[[nn.Module], float] | None = ...,
+    criterion: Criteria | None = ...,
+    allocation: Allocations | None = ...,
+    exclude: Iterable[Selector] = ...,
+    limits: Mapping[Selector, tuple[float, float]] | None = ...,
+    multiple_of: int | Mapping[str, int] | PreferredMultiple | None = ...,
+    schedule: Schedule | str | None = ...,
+    finetune: AfterCut | None = ...,
+    graph: UnitGraph | None = ...,
+    prune_hidden_size: bool = ...,
+    rules: Mapping[type[nn.Module], LayerRule] | None = ...,
+    generator: torch.Generator | None = ...,
+    dry_run: Literal[False] = ...,
+    progress: bool | None = ...,
+) -> Pruned: ...
+@overload
+def prune(model: nn.Module, example_inputs: ExampleInputs, *, dry_run: Literal[True], **options: Any) -> PrunePlan: ...
+def prune(  # type: ignore[misc]  # of a dry run, the options are checked when it runs
     model: nn.Module,
     example_inputs: ExampleInputs,
     *,
@@ -57,7 +82,7 @@ def prune(
     generator: torch.Generator | None = None,
     dry_run: bool = False,
     progress: bool | None = None,
-) -> Pruned:
+) -> PrunePlan:
     """Prune a trained model to a budget, and return a smaller, plain module.
 
     Only the model, its inputs and the budget are required, but pass `batches` for every trained
@@ -111,8 +136,8 @@ def prune(
             data and has none gets `batches` and `loss`. None compares the default candidates; without
             batches, it takes weight magnitudes. Several criteria or allocations need batches.
         allocation: How many units stay in each group: a function or name ("by_cost", "by_loss",
-            "balanced", "global", "uniform"), or several of them to compare. None takes "by_cost", or those of the
-            default candidates.
+            "global", "uniform"), or several of them to compare. None takes "by_cost", or the allocations
+            of the default candidates.
         exclude: Layers that keep all their units, by name, regular expression, type or module; or kinds of
             unit, such as "channel".
         limits: Layers, named in the same way → (smallest, largest) share of their units that stays,
@@ -129,13 +154,14 @@ def prune(
         prune_hidden_size: Also prune units that a layer norm averages over, as in `trace_units`.
         rules: Rules for layer types of your own, as in `trace_units`.
         generator: Source of randomness for criteria that draw. None always draws the same numbers.
-        dry_run: Decide and report only. The `model` of the result is the dense model, and `finetune` is
-            not called. To cut a model that fits into memory only once, name a criterion, then call
-            `compact(model, result.graph, result.mask, inplace=True)`.
+        dry_run: Decide, and return a `PrunePlan` that says which units would stay. `metric` and
+            `finetune` are not called after the last step. To cut a model that fits into memory only
+            once, name a criterion, then call `compact(model, plan.graph, plan.mask, inplace=True)`.
         progress: Whether to draw progress on stderr. None draws if that is a terminal.
 
     Returns:
-        The small model, the mask, the units, the report, and the scores of all units.
+        The small model, the mask, the units, the report, and the scores of all units; without the model
+        if `dry_run`.
 
     Raises:
         BudgetError: The budget cannot be met; the message names the minimum and the groups that
@@ -157,50 +183,49 @@ def prune(
         if given is not None and not callable(given):
             raise InvalidValueError(f"{name} must be a function that is called with a model, got {given!r}")
     with torch.inference_mode(mode=False):  # in which nothing can be measured
-        plan = decide(
+        settings = read_settings(
             model, example_inputs, budget=budget, batches=batches, loss=loss, reconstruct=reconstruct, criterion=criterion,
             allocation=allocation, exclude=exclude, limits=limits, multiple_of=multiple_of, schedule=schedule, graph=graph,
             prune_hidden_size=prune_hidden_size, rules=rules, generator=generator, progress=progress,
         )  # fmt: skip
-        return _execute(plan, None if dry_run else metric, None if dry_run else finetune, dry_run=dry_run)
+        return _run(settings, metric, finetune, dry_run=dry_run)
 
 
-def _execute(plan: Plan, metric: Metric | None, finetune: AfterCut | None, *, dry_run: bool) -> Pruned:
-    """Cut in the steps of the plan, the first by the best candidate and the others as the first."""
-    small, units, mask = plan.dense, plan.graph, UnitMask.full(plan.graph)
-    candidates = plan.candidates
-    tried: Sequence[CandidateReport] = ()
-    scores: Mapping[str, Scored] = {}
+def _run(settings: Settings, metric: Metric | None, finetune: AfterCut | None, *, dry_run: bool) -> PrunePlan:
+    """Decide and execute each step of the schedule: the first with the best candidate, and the others with the same one."""
+    small, units, mask = settings.dense, settings.graph, UnitMask.full(settings.graph)
+    candidates = settings.candidates
+    first: Decision | None = None
     history: list[Mapping[str, float]] = []
     found: dict[str, Any] = {}
-    notes = list(plan.notes)
 
     def score(when: str) -> None:
         if metric is not None:
             with measured(small), calling("metric"):
                 found[f"{_identifier(metric)}_{when}"] = metric(small)
 
-    score("dense")
-    steps = plan.schedule.steps
+    steps = settings.schedule.steps
+    if not dry_run:
+        score("dense")
     for step in range(1, steps + 1):
         when = "" if steps == 1 else f"_step{step}"
-        chosen = best_cut(plan, candidates, small, units, plan.target(step), dry=dry_run and step == steps)
-        cut, candidates = chosen.cut, (chosen.cut.candidate,)
-        if step == 1:
-            tried, scores = chosen.tried, chosen.scores
-            notes += chosen.notes
-        found |= chosen.measured
-        mask = inside(mask, cut.mask)
-        history.append(plan.costs.costs(mask.counts()))
-        units, changed = narrow(plan.graph, mask), cut.model is not small
-        small = cut.model
-        if changed:
-            score(f"pruned{when}")
+        decision = decide(settings, candidates, small, units, settings.target(step))
+        first, candidates = first or decision, (decision.candidate,)
+        mask = inside(mask, decision.cut.mask)
+        history.append(settings.costs.costs(mask.counts()))
+        if dry_run and step == steps:
+            break
+        small, more = execute(settings, decision.cut, small, units)
+        found |= more
+        units = narrow(settings.graph, mask)
+        score(f"pruned{when}")
         if finetune is not None:
             small = _finetuned(finetune, small, step)
             score(f"finetuned{when}")
-    report = _report(plan, chosen, mask, history, found, tried, notes)
-    return Pruned(plan.dense if dry_run else small, mask, plan.graph, report, scores, plan.call)
+    assert first is not None
+    report = _report(settings, first, mask, decision.cut.latency_ms, history, found)
+    made: dict[str, Any] = {"mask": mask, "graph": settings.graph, "report": report, "scores": first.scores}
+    return PrunePlan(**made) if dry_run else Pruned(**made, model=small, inputs=settings.call)
 
 
 def _finetuned(finetune: AfterCut, small: nn.Module, step: int) -> nn.Module:
@@ -230,34 +255,34 @@ def _identifier(metric: Metric) -> str:
 
 
 def _report(
-    plan: Plan,
-    chosen: Chosen,
+    settings: Settings,
+    decision: Decision,
     mask: UnitMask,
+    latency_ms: float | None,
     history: list[Mapping[str, float]],
     found: Mapping[str, Any],
-    tried: Sequence[CandidateReport],
-    notes: list[str],
 ) -> PruneReport:
-    costs, budget, graph, counts, cut = plan.costs, plan.budget, plan.graph, mask.counts(), chosen.cut
+    costs, budget, graph, counts = settings.costs, settings.budget, settings.graph, mask.counts()
     # Preferred multiples give way where a budget asks for less.
-    free = free_counts(graph, plan.limits, 1 if isinstance(plan.multiple_of, PreferredMultiple) else plan.multiple_of)
-    absolute = budget.limits(plan.dense_costs) if budget is not None else {}
-    if budget is not None and all(plan.dense_costs[name] <= limit for name, limit in absolute.items()):
+    multiples = 1 if isinstance(settings.multiple_of, PreferredMultiple) else settings.multiple_of
+    absolute = budget.limits(settings.dense_costs) if budget is not None else {}
+    notes = [*settings.notes, *decision.notes]
+    if budget is not None and all(settings.dense_costs[name] <= limit for name, limit in absolute.items()):
         notes.append(f"The dense model is within the budget already ({budget}), so nothing was cut.")
         warnings.warn(notes[-1], stacklevel=level_of_user())
     return PruneReport(
-        model=type(plan.dense).__name__,
-        criterion=cut.candidate.label,
-        allocation=cut.candidate.way,
+        model=type(settings.dense).__name__,
+        criterion=decision.candidate.label,
+        allocation=decision.candidate.way,
         requested={name: getattr(budget, name) for name in absolute},
         limits=absolute,
-        before=plan.dense_costs,
-        after=costs.costs(counts) | ({} if cut.latency_ms is None else {"latency_ms": cut.latency_ms}),
-        minimum=costs.costs(least_counts(free)),
+        before=settings.dense_costs,
+        after=costs.costs(counts) | ({} if latency_ms is None else {"latency_ms": latency_ms}),
+        minimum=costs.costs(least_counts(free_counts(graph, settings.limits, multiples))),
         groups=describe(costs, counts),
         unprunable=[{"module": item.module, "size": item.size, "reason": item.reason} for item in graph.unprunable],
         steps=history,
         measured=found,
-        candidates=tried if len(tried) > 1 else (),
+        candidates=decision.tried,
         notes=notes,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
 from sparsekit.measure.budget import format_cost
@@ -108,15 +108,6 @@ class PruneReport:
         """Return the report as JSON data."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return found
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> PruneReport:
-        """Return the report that `to_dict` wrote; other entries are not looked at."""
-        own = {item.name: data[item.name] for item in fields(cls) if item.name in data}
-        own["groups"] = [GroupReport(**{**group, "modules": tuple(group["modules"])}) for group in own["groups"]]
-        own["candidates"] = [CandidateReport(**each) for each in own.get("candidates", ())]
-        own["times"] = [TimePair(**pair) for pair in own.get("times", ())]
-        return cls(**own)
 
     def tables(self) -> dict[str, Table]:
         """Return title → heads and rows of texts: "Costs", "Groups", and where there are any the others."""

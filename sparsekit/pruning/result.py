@@ -1,4 +1,4 @@
-"""Pruned: the smaller model, what was kept of the dense one, and the report."""
+"""PrunePlan and Pruned: the units that stay, the report, and the smaller model."""
 
 from __future__ import annotations
 
@@ -21,26 +21,63 @@ from sparsekit.surgery.saving import save_compact
 from sparsekit.tracing.inputs import ModelInputs
 
 
-@dataclass(eq=False)
-class Pruned:
-    """What `prune` returns.
+@dataclass(eq=False, kw_only=True, repr=False)
+class PrunePlan:
+    """What `prune(dry_run=True)` decides: the units that would stay, and the cost of the model. `print` shows it.
+
+    ```python
+    plan = sk.prune(model, (x,), budget="flops=50%", dry_run=True)
+    print(plan)
+    small = sk.compact(model, plan.graph, plan.mask)
+    ```
 
     Args:
-        model: The smaller model, a plain module.
-        mask: Which units of the dense model it keeps.
+        mask: The units of the dense model that stay.
         graph: The units of the dense model.
-        report: What was requested and achieved.
-        scores: Name → scores of all units, by each criterion that was tried; `criterion=pruned.scores` prunes to another
-            budget without scoring again.
-        inputs: Example inputs of the dense model.
+        report: The requested and the achieved costs, candidates and notes.
+        scores: Label of each criterion that was tried → scores of all units. `criterion=plan.scores` prunes to another budget
+            without scoring again.
     """
 
-    model: nn.Module
     mask: UnitMask
     graph: UnitGraph
     report: PruneReport
     scores: Mapping[str, Scored] = field(default_factory=dict)
-    inputs: ModelInputs | None = field(default=None, repr=False)
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Group name → number of units that stay."""
+        return self.mask.counts()
+
+    @property
+    def cost(self) -> Mapping[str, float]:
+        """Metric → cost of the narrow model."""
+        return self.report.after
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Remarks for the reader, such as candidates that failed."""
+        return self.report.notes
+
+    def __str__(self) -> str:
+        return str(self.report)
+
+    def __repr__(self) -> str:
+        kept = f"{sum(self.widths.values())} of {self.graph.units} units"
+        return f"{type(self).__name__}({self.report.model}: {kept}; {self.report.criterion}, {self.report.allocation})"
+
+
+@dataclass(eq=False, kw_only=True, repr=False)
+class Pruned(PrunePlan):
+    """What `prune` returns: the smaller model, with the mask, the graph, the report and the scores of a `PrunePlan`.
+
+    Args:
+        model: The smaller model, a plain module.
+        inputs: Example inputs of the dense model.
+    """
+
+    model: nn.Module
+    inputs: ModelInputs | None = None
 
     def measure_times(self, dense: nn.Module, example_inputs: Any, *, runtimes: Sequence[str] = ("eager",)) -> Pruned:
         """Time the dense and the smaller model in turns, in a few seconds: milliseconds, and the layers that take most.

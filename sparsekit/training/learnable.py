@@ -18,7 +18,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import StateDict
 from sparsekit.graph.mask import UnitMask
 from sparsekit.measure.budget import Budget
-from sparsekit.pruning.result import Pruned
+from sparsekit.pruning.result import Pruned, PrunePlan
 from sparsekit.training.checkpoint import Checkpoint
 from sparsekit.training.importance import (
     GradientImportance,
@@ -145,7 +145,8 @@ class LearnableMask(MovingMask):
                     self.vectors.set_mask(self._largest())
             self._chosen_for = self._widths
         if learning is not None or is_distributed():
-            self._watch()
+            self._watched = True  # nobody holds the mask yet
+            watch(self)
 
     @classmethod
     def from_pruned(
@@ -171,7 +172,7 @@ class LearnableMask(MovingMask):
             InvalidValueError: the result of a dry run, or `LearnedNarrowing`, which begins with all units.
             ForeignMaskError: `dense` is another model.
         """
-        if pruned.model is dense:
+        if not isinstance(pruned, Pruned):
             raise InvalidValueError("prune(dry_run=True) makes no small model to begin with; prune without dry_run")
         if narrows(learning):
             raise InvalidValueError("LearnedNarrowing begins with all units; pass the dense model to LearnableMask instead")
@@ -179,7 +180,7 @@ class LearnableMask(MovingMask):
         masked._begin(pruned, dense)
         return masked
 
-    def _begin(self, pruned: Pruned, dense: nn.Module) -> None:
+    def _begin(self, pruned: PrunePlan, dense: nn.Module) -> None:
         """Load a pruned model, and the dense one, whose weights dropped units keep; after a dry run, the dense one alone."""
         if (counts := pruned.mask.counts()) != self._counts():
             self._widths = counts

@@ -17,9 +17,9 @@ from sparsekit.errors import InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.measure.budget import Budget
 from sparsekit.measure.cost import CostModel, measure_costs
-from sparsekit.pruning.plan import CANDIDATES
 from sparsekit.pruning.prune import prune
-from sparsekit.pruning.result import Pruned
+from sparsekit.pruning.result import Pruned, PrunePlan
+from sparsekit.pruning.settings import CANDIDATES
 from sparsekit.pruning.trained import UncalibratedWarning, signs_of_training
 from sparsekit.surgery.compaction import expand
 from sparsekit.tracing.blocks import refuse_meta
@@ -99,7 +99,7 @@ def first_cut(
     batches: Iterable[Batch] | None,
     loss: Loss | None,
     rules: Rules | None,
-) -> Pruned:
+) -> PrunePlan:
     """Prune a copy as `prune` does: to a budget, or with batches to one ratio for all groups; without batches, decide only.
 
     Raises:
@@ -113,17 +113,17 @@ def first_cut(
     if budget is None:
         named = list(dict.fromkeys(criterion for criterion, _ in CANDIDATES))
         options = {"criterion": named, "allocation": partial(by_ratio, ratios=ratio), "multiple_of": 1}
-    options["dry_run"] = batches is None
-    return prune(model, example_inputs, batches=batches, loss=loss, graph=graph, rules=rules, **options)
+    options |= {"batches": batches, "loss": loss, "graph": graph, "rules": rules}
+    return prune(model, example_inputs, dry_run=True, **options) if batches is None else prune(model, example_inputs, **options)
 
 
-def dense_start(pruned: Pruned, dense: nn.Module) -> dict[str, Tensor]:
+def dense_start(pruned: PrunePlan, dense: nn.Module) -> dict[str, Tensor]:
     """Return a dense state: kept units as in a pruned model, dropped ones as in the dense one; after a dry run, the latter."""
     state: dict[str, Tensor] = dense.state_dict()
-    return state if pruned.model is dense else expand(pruned.model.state_dict(), pruned.graph, pruned.mask, into=state)
+    return expand(pruned.model.state_dict(), pruned.graph, pruned.mask, into=state) if isinstance(pruned, Pruned) else state
 
 
-def importance_of(pruned: Pruned, regularizer: ImportanceRegularizer | None) -> Tensor:
+def importance_of(pruned: PrunePlan, regularizer: ImportanceRegularizer | None) -> Tensor:
     """Return the scores of the criterion that was chosen, float (J,), on the scale of a regularizer if there is one; kept
     units that dropped ones exceed, as after several steps, are raised above them."""
     scores = pruned.scores[pruned.report.criterion].values

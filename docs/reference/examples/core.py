@@ -129,8 +129,8 @@ mask = sk.make_mask(sk.criteria.Magnitude(), graph, 0.5, sk.ScoringContext(weigh
 # sparsekit.trace_units
 graph = sk.trace_units(model, x[:2])
 
-# sparsekit.allocation.balanced, sparsekit.allocation.by_cost, sparsekit.allocation.by_loss, sparsekit.allocation.uniform
-for kind in (sk.allocation.balanced, sk.allocation.by_cost, sk.allocation.by_loss, sk.allocation.global_ranking, sk.allocation.uniform):
+# sparsekit.allocation.by_cost, sparsekit.allocation.by_loss, sparsekit.allocation.uniform
+for kind in (sk.allocation.by_cost, sk.allocation.by_loss, sk.allocation.global_ranking, sk.allocation.uniform):
     pruned = sk.prune(model, (x[:1],), budget="params=50%", allocation=kind)
 
 # sparsekit.allocation.by_ratio
@@ -251,6 +251,10 @@ class FilterRule(sk.LayerRule):
 net = nn.Sequential(nn.Linear(6, 32), Filter(32), nn.Linear(32, 4))
 found = sk.trace_units(net, torch.randn(2, 16, 6), rules={Filter: FilterRule()})
 print(found)
+
+# sparsekit.PrunePlan
+plan: sk.PrunePlan = sk.prune(model, (x[:1],), budget="flops=50%", dry_run=True)
+print(plan, plan.widths, plan.cost, plan.notes)
 
 # sparsekit.Pruned, sparsekit.prune
 pruned: sk.Pruned = sk.prune(model, (x[:1],), budget=sk.Budget(flops="50%"))

@@ -67,7 +67,7 @@ LINES = {
         ("--dataset imagenet", "unknown data set"),
         ("--dataset nets.py:batches --loss crossentropy", "did you mean 'cross_entropy'"),
         # Code of a user that is called later than at loading.
-        ("--allocation by_ratio", "unknown allocation 'by_ratio'; known: balanced, by_cost"),
+        ("--allocation by_ratio", "unknown allocation 'by_ratio'; known: by_cost"),
         ("--criterion scored", "unknown criterion 'scored'"),
         ("--dataset nets.py:wide", "the model on a batch of float32 (4, 5, 8, 8) failed with RuntimeError"),
         ("--dataset nets.py:bare", "since the batches have no targets failed with TypeError"),

@@ -10,7 +10,6 @@ from zoo_base import Lambda
 import sparsekit as sk
 from sparsekit.errors import InvalidValueError
 from sparsekit.measure.paired import measure_pair
-from sparsekit.pruning.report import PruneReport
 
 
 class _Counting(nn.Module):
@@ -49,7 +48,7 @@ def test_a_report_with_times_survives_json_and_says_them() -> None:
     model, x = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4)), torch.zeros(6, 8)
     pruned = sk.prune(model, {"input": x}, budget="flops=50%").measure_times(model, {"input": x})
     report = pruned.report
-    assert PruneReport.from_dict(report.to_dict()).to_dict() == report.to_dict()
+    assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
     assert len(report.tables()["Time"][1]) == len(report.times)
     assert all(name in dict(pruned.model.named_modules()) for name in report.slowest)
     assert "times faster" in str(report)
@@ -61,7 +60,6 @@ def test_other_runtimes_are_timed_where_asked_and_one_that_cannot_leaves_a_note(
     report = sk.prune(model, (x,), budget="flops=50%").measure_times(model, x, runtimes=("eager", "export")).report
     assert [pair.runtime for pair in report.times if pair.batch == 4][-1] == "export"
     assert report.times[-1].label.endswith("export")
-    assert type(report).from_dict(json.loads(json.dumps(report.to_dict()))).times == list(report.times)
 
     # A value decides, which a program cannot follow.
     model = Lambda(lambda m, x: m.body(x) if x.sum() > -1e9 else x, body=model)

@@ -15,7 +15,6 @@ import sparsekit as sk
 from sparsekit.allocation import Schedule
 from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit.graph.edit import narrow
-from sparsekit.pruning.report import PruneReport
 
 
 def _net() -> nn.Module:
@@ -55,7 +54,7 @@ def test_widths_are_multiples_of_eight_by_default_and_the_budget_is_used() -> No
     assert all(group.after % 8 == 0 for group in report.groups)
     assert 0.98 * report.limits["flops"] <= report.after["flops"] <= report.limits["flops"]
     assert any(group.after % 8 for group in plain.report.groups)
-    assert PruneReport.from_dict(report.to_dict()).to_dict() == report.to_dict()
+    assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
     assert report.minimum == plain.report.minimum, "a preference gives way to a budget"
 
 
@@ -82,6 +81,32 @@ def test_the_report_says_what_was_requested_achieved_and_possible() -> None:
     assert json.loads(json.dumps(report.to_dict()))["after"] == report.after
     assert "flops: " in str(report)
     assert "requested ≤" in str(report)
+
+
+@pytest.mark.parametrize("more", [{}, {"batches": [torch.cat([X] * 4)] * 32}, {"schedule": Schedule("linear", 2)}])
+def test_a_dry_run_returns_the_plan_of_the_cut_that_is_made_without_it(more: dict[str, Any]) -> None:
+    called: list[nn.Module] = []
+
+    def metric(model: nn.Module) -> float:
+        called.append(model)
+        return 0.0
+
+    model = _net()
+    plan = sk.prune(model, X, budget="flops=50%", dry_run=True, **more)
+    pruned = sk.prune(model, X, budget="flops=50%", **more)
+    assert type(plan) is sk.PrunePlan
+    assert isinstance(pruned, sk.PrunePlan)
+    assert plan.mask == pruned.mask
+    assert (plan.widths, plan.cost, plan.notes) == (pruned.widths, pruned.cost, pruned.report.notes)
+    assert str(plan).startswith("Sequential, ")
+    assert set(str(plan).splitlines()) <= set(str(pruned).splitlines())
+    assert (
+        repr(plan)
+        == f"PrunePlan(Sequential: {sum(plan.widths.values())} of 72 units; {plan.report.criterion}, {plan.report.allocation})"
+    )
+    if "schedule" not in more:
+        sk.prune(model, X, budget="flops=50%", dry_run=True, metric=metric, finetune=lambda *_: 1 / 0, **more)
+        assert not called
 
 
 def test_a_schedule_trains_between_the_cuts_and_ends_within_the_budget() -> None:

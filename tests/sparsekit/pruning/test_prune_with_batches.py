@@ -10,8 +10,8 @@ from torch import nn
 
 import sparsekit as sk
 from sparsekit.pruning.cutting import StarvedGroupsWarning
-from sparsekit.pruning.plan import CANDIDATES
 from sparsekit.pruning.reconstruction import statistics_prior
+from sparsekit.pruning.settings import CANDIDATES
 from sparsekit.pruning.trained import UncalibratedWarning
 
 

@@ -1,4 +1,4 @@
-"""Plan: what prune() decides before it cuts anything."""
+"""Settings: the checked arguments of one call of prune(), the traced graph, and the candidates."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ Allocations: TypeAlias = Allocation | str | Sequence[Allocation | str]
 
 CANDIDATES = (
     ("fisher", "by_cost"),
-    ("fisher", "balanced"),
     ("position_fisher", "by_loss"),
     ("wanda", "by_cost"),
     ("wanda", "uniform"),
@@ -69,7 +68,7 @@ class Candidate(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
+class Settings:
     """What all cuts of one call of `prune` have in common.
 
     Args:
@@ -123,7 +122,7 @@ class Plan:
         return found
 
 
-def decide(
+def read_settings(
     model: nn.Module,
     example_inputs: ExampleInputs,
     *,
@@ -142,7 +141,7 @@ def decide(
     rules: Mapping[type[nn.Module], LayerRule] | None,
     generator: torch.Generator | None,
     progress: bool | None,
-) -> Plan:
+) -> Settings:
     """Check the arguments of `prune`, trace the model, read the batches and name the candidates."""
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"expected a torch.nn.Module, got {model!r}; build the model first, and pass the instance")
@@ -187,7 +186,7 @@ def decide(
         notes = _notes_without_data(model, candidates[0].criterion)
     else:
         notes = calibration.notes(candidates[0].label, candidates[0].way) if len(candidates) > 1 else []
-    return Plan(
+    return Settings(
         dense=model, call=call, graph=graph, costs=costs, dense_costs=dense, limits=shares, budget=wanted, schedule=schedule,
         multiple_of=multiples, candidates=candidates, calibration=calibration, reconstruct=reconstruct, rules=rules,
         generator=generator if generator is not None else torch_generator(np.random.default_rng(0)), progress=progress,
