@@ -1,4 +1,4 @@
-"""Train a sparse model that is physically narrow, under a mask that stays or that is learned."""
+"""Train a sparse model that is physically narrow, under a mask that is fixed or learned."""
 
 from sparsekit.training.importance import GradientImportance, ImportanceRegularizer
 from sparsekit.training.learnable import LearnableMask

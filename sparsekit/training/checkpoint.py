@@ -1,4 +1,4 @@
-"""Checkpoint: all that the training of a learnable mask continues from, as entries of a state dict."""
+"""Checkpoint: everything from which the training of a learnable mask continues, as entries of a state dict."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OWN = "sparsekit."
 
 
 class Found(NamedTuple):
-    """What was read from a state dict, and what is wrong with it, in the words of torch."""
+    """A checkpoint that was read, and the complaints about it, in the words of torch."""
 
     checkpoint: Checkpoint
     missing: list[str]
@@ -32,10 +32,10 @@ class Checkpoint:
     Args:
         dense: The dense state under the model's own keys.
         importance: Group name → float (units,).
-        mask: What is kept.
+        mask: The units that are kept.
         ratio: Share of units kept.
-        budget: What the mask may cost, as text; empty for a mask without a budget.
-        rule: What the rule of learning remembers; empty for a mask that stays.
+        budget: The budget as text; empty for a mask without a budget.
+        rule: State of the rule of learning; empty for a fixed mask.
     """
 
     dense: Mapping[str, Tensor]
@@ -56,12 +56,7 @@ class Checkpoint:
 
     @staticmethod
     def parse(state: Mapping[str, Any], prefix: str, present: Checkpoint) -> Found:
-        """Read and check the entries under `prefix`, and change nothing.
-
-        Args:
-            state: A state dict.
-            prefix: What its keys begin with.
-            present: The state of the mask that is to load it: what the state dict lacks stays as it is there.
+        """Read and check the entries under `prefix`, without changing anything. Absent entries are taken from `present`.
 
         Raises:
             InvalidValueError: a checkpoint of another budget, or importance that is NaN or infinite.

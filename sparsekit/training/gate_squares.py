@@ -1,4 +1,4 @@
-"""GateSquares: Σ (∂L/∂gate)² over the examples of a training step, read in its own backward pass."""
+"""GateSquares: Σ (∂L/∂gate)² over the examples of a training step, from its own backward pass."""
 
 from __future__ import annotations
 
@@ -17,14 +17,11 @@ from sparsekit.training.importance import UnitVectors, split_units
 
 
 class GateSquares:
-    """Measures the units that are present in a narrow model while it trains.
+    """Measure the units of a narrow model while it trains.
 
-    Where units are read by linear layers and convolutions with the examples on the first axis, the square is that of each
-    example: ∂L/∂gate = Σ x·∂L/∂x at the inputs of these layers, which also exists where they are frozen. Elsewhere it is B
-    times the square for the batch of B examples, from the gradients of the weights.
-
-    Args:
-        vectors: Of the narrow model.
+    If linear layers and convolutions with the examples on the first axis read the units, each example is squared by itself:
+    ∂L/∂gate = Σ x·∂L/∂x at the inputs of these layers, which also exists if they are frozen. Elsewhere, it is B times the
+    square for the batch of B examples, from the gradients of the weights.
     """
 
     def __init__(self, vectors: UnitVectors) -> None:
@@ -41,7 +38,7 @@ class GateSquares:
         """Group name → Σ x·∂L/∂x, float (examples, units), of each pass since the last step; empty before its backward pass."""
 
     def run(self, call: Callable[[], Any], examples: int, *, fresh: bool) -> Any:
-        """Run a forward pass whose backward pass is to be read, the first of a step if `fresh`."""
+        """Run the first (`fresh`) or a further forward pass of a step, and note its backward pass."""
         if fresh:
             self._passes = [each for each in self._passes if not each]
         layers = {layer for found in self._readers.values() for layer, _, _ in found or ()}
@@ -57,13 +54,13 @@ class GateSquares:
         return outputs
 
     def take(self, gradients: Mapping[Tensor, Tensor] | None, examples: int, scale: Tensor | None, group: Any) -> Tensor:
-        """Return ½·B·g² of every unit, float (J,), 0 for those that are not there, and begin again.
+        """Return ½·B·g² of every unit, float (J,), 0 for absent units, and begin again.
 
         Args:
             gradients: Weight → gradient; None takes `.grad` of the weights.
             examples: Examples of the step.
             scale: The factor of a GradScaler that gradients still contain.
-            group: The process group that gradients of the weights were averaged over, if any.
+            group: The process group over which gradients of the weights were averaged, if any.
         """
         ranks = 1 if group is None else torch.distributed.get_world_size(group)
         graph = self._vectors.narrow_model.graph

@@ -1,4 +1,4 @@
-"""GradientImportance: the rule by which a mask learns, and what it computes of all units of a model at once."""
+"""GradientImportance: a rule by which a mask learns, and vectors over all units of a model."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class ImportanceRegularizer:
 
     Args:
         strength: λ in the paper.
-        target: "standardized": sigmoid of the absolute sums after each group's mean and deviation are removed;
-            "absolute": sigmoid of the absolute sums, as in the paper (close to 1 for every unit of a wide network).
+        target: "standardized" subtracts each group's mean from the absolute sums and divides by the deviation before the
+            sigmoid; "absolute" takes the sigmoid of the sums, as in the paper (close to 1 for every unit of a wide network).
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), importance regularization term; the standardized target is ours.
     """
@@ -61,15 +61,9 @@ class ImportanceRegularizer:
 
 
 def standardize(values: Tensor, group_of: Tensor, sizes: Tensor) -> Tensor:
-    """Subtract each group's mean and divide by its standard deviation.
+    """Subtract each group's mean and divide by its standard deviation: float (J,), float32 at least.
 
-    Args:
-        values: float (J,).
-        group_of: int64 (J,), the group of each value, from 0.
-        sizes: int64 (groups,), the number of values in each.
-
-    Returns:
-        float (J,), float32 at least; 0 throughout a group whose values are all equal.
+    `group_of` is int64 (J,), `sizes` int64 (groups,). If all values of a group are equal, they become 0.
     """
     values = wide(values)
     counts = sizes.to(values.dtype)
@@ -81,14 +75,15 @@ def standardize(values: Tensor, group_of: Tensor, sizes: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientImportance:
-    """Step importance along the gradient of each unit's gate, pulled by a regularizer, after every step of the weights.
+    """Change importance after every step of the weights, along the gradient of each unit's gate and of a regularizer.
 
-    The mask follows where the order of importance has changed. Both gradients are computed in closed form from those of the
-    weights, so optimizers need not know importance. This is the rule of the paper, literally, for comparisons with it.
+    The mask follows the order of importance. Both gradients are computed in closed form from the gradients of the weights, so
+    optimizers need not know importance. This is the rule of the paper, literally, for comparisons with it.
 
-    What it cannot see: dropped units have no gradient and learn from the regularizer alone, and the gradient of a kept gate
-    vanishes where training converges. The pull to magnitudes then decides, so with the defaults the mask stays that of the
-    largest weights. To learn which units stay, use `LearnedNarrowing`.
+    Dropped units have no gradient, so they learn from the regularizer alone. The gradient of a kept gate vanishes where
+    training
+    converges. The pull to magnitudes then decides: with the defaults, the mask keeps the largest weights. To learn which units
+    stay, use `LearnedNarrowing`.
 
     ```python
     masked = sk.LearnableMask(model, (x,), ratio=0.25, learning=sk.GradientImportance(lr=0.02))
@@ -97,10 +92,9 @@ class GradientImportance:
 
     Args:
         regularizer: Pulls importance towards a target that follows the weights.
-        lr: Learning rate of importance. Where gradients of the weights are clipped, call `masked.update_importance()` before.
-        refresh_every: Importance takes a step after every step of the weights, but its target and the gradient of the gates
-            are computed from the weights only at every n-th step and after a change of the mask, and reused in between. 1 is
-            the algorithm of the paper; computed every time, they take a tenth of the time of a small step.
+        lr: Learning rate of importance. If you clip gradients of the weights, call `masked.update_importance()` before.
+        refresh_every: The target and the gradients of the gates are computed at every n-th step and after a change of the mask,
+            and reused in between. 1 is the algorithm of the paper; it adds a tenth to the time of a small step.
 
     Raises:
         InvalidValueError: `lr` below 0 or infinite, or `refresh_every` below 1.
@@ -150,15 +144,7 @@ class ImportanceSteps:
         scale: Tensor | None,
         group: object = None,
     ) -> None:
-        """Change importance, float (J,), in place.
-
-        Args:
-            scores: Importance.
-            vectors: Of the model.
-            gradients: Leaf → gradient; None takes `.grad` of the leaves.
-            scale: The factor of a GradScaler that they still contain.
-            group: Not needed, as gradients of the weights are those of all ranks.
-        """
+        """Change `scores`, float (J,), in place. The arguments are as in `GateSquares.take`; `group` is not needed here."""
         del group
         self.due = False
         term, now = self.settings.regularizer, self._age % self.settings.refresh_every == 0
@@ -172,11 +158,11 @@ class ImportanceSteps:
         scores.sub_(gradient, alpha=self.settings.lr)
 
     def state(self) -> dict[str, Tensor]:
-        """Return what training continues from, under keys and in shapes that never change."""
+        """Return the state under keys and in shapes that never change."""
         return {"age": torch.tensor(self._age), "target": self._target.clone(), "gates": self._gates.clone()}
 
     def load(self, state: Mapping[str, Tensor], scores: Tensor, version: int) -> None:
-        """Continue from what `state` returned, or begin without it; `version` is that of the narrow model now."""
+        """Continue from a state, or begin without one; `version` is the present version of the narrow model."""
         if state:
             self._age = int(state["age"])
             self._target, self._gates = (state[name].to(scores, copy=True) for name in ("target", "gates"))
@@ -204,7 +190,7 @@ def on_backward(outputs: Any, call: Callable[[], None]) -> None:
 
 
 def split_units(graph: UnitGraph, flat: Tensor) -> dict[str, Tensor]:
-    """Views of a vector over all units, float (J,), by group: group name → (units,)."""
+    """Return views of a vector over all units, float (J,): group name → (units,)."""
     parts = flat.split([group.size for group in graph.groups.values()])
     return dict(zip(graph.groups, parts, strict=True))
 
@@ -274,11 +260,10 @@ def _products(reader: Reader, gradients: Mapping[Tensor, Tensor] | None) -> Tens
 
 
 class UnitVectors:
-    """Vectors over the units of a narrow model, float (J,) in the order of the graph's groups; they follow its mask.
+    """Vectors over the units of a narrow model, float (J,) in the order of the graph's groups.
 
-    Small steps are limited by Python, not by arithmetic, so each operation runs once over all units of a model.
-
-    Change the mask through `set_mask`, and call `follow` after `load` of the narrow model.
+    Python limits small steps, not arithmetic, so each operation runs once over all units of a model. Change the mask through
+    `set_mask`, and call `follow` after `load` of the narrow model.
     """
 
     def __init__(self, narrow_model: NarrowModel) -> None:
@@ -295,7 +280,6 @@ class UnitVectors:
         self.follow()
 
     def _readers(self) -> list[Reader]:
-        """Return readers of the gated entries."""
         graph = self.narrow_model.graph
         wanted: dict[tuple[str, int], Tensor] = {}
         for name, group in graph.groups.items():
@@ -310,7 +294,6 @@ class UnitVectors:
         return [Reader(self._leaves[name], dim, name, units) for (name, dim), units in ordered]
 
     def set_mask(self, mask: UnitMask, optimizers: Sequence[HasState] = ()) -> None:
-        """Change the mask of the narrow model and follow it."""
         self.narrow_model.set_mask(mask, optimizers)
         self.follow()
 
@@ -320,7 +303,6 @@ class UnitVectors:
         return torch.cat([unit_magnitudes(group, leaves) for group in self.narrow_model.graph.groups.values()])
 
     def follow(self) -> None:
-        """Follow the narrow model after its `load`."""
         mask, device = self.narrow_model.mask, self.group_of.device
         kept = torch.cat([mask[name].cpu() for name in self.offsets])
         self._any_dropped = not bool(kept.all())
@@ -329,19 +311,17 @@ class UnitVectors:
         self._consumer_units = _cat([self._narrow_units(reader) for reader in self._consumers], device)
 
     def _narrow_units(self, reader: Reader) -> Tensor:
-        """Return the unit of each narrow position: int64 (narrow size,); J where none."""
+        """Return the unit of each narrow position: int64 (narrow size,); J if there is none."""
         return reader.units[self.narrow_model.positions(reader.name)[reader.dim]]
 
     def _sums(self, values: list[Tensor], units: Tensor) -> Tensor:
-        """Add the values at all positions of some readers to their units: float (J,)."""
         flat = torch.cat(values)
         return flat.new_zeros(self.total + 1).index_add_(0, units, flat)[:-1]
 
     def gate_gradient(self, gradients: Mapping[Tensor, Tensor] | None = None) -> Tensor:
         """Return ∂L/∂gate of each kept unit, 0 for the others: float (J,).
 
-        Σ gradient · weight over the gated entries of the unit, which the backward pass has already computed: leaf → gradient,
-        or None for `.grad` of the leaves.
+        It is Σ gradient · weight over the gated entries of the unit. `gradients` maps leaves to gradients; None reads `.grad`.
 
         Source: first-order Taylor importance, Molchanov et al., CVPR 2019; straight-through on kept units.
         """
@@ -352,10 +332,9 @@ class UnitVectors:
         return self.magnitudes_of(self.narrow_model.dense_state())
 
     def mask_unchanged(self, scores: Tensor) -> bool:
-        """Tell whether the mask is still that of the largest scores, float (J,) on any device, in every group, without sorting.
+        """Tell, without sorting, whether the mask still keeps the largest scores, float (J,), of every group.
 
-        True while the least kept score exceeds the largest dropped one. False also where they are equal, and
-        the caller then compares by index.
+        If the least kept score equals the largest dropped one, the result is False, and the caller compares by index.
         """
         if not self._any_dropped:
             return True

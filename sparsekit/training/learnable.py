@@ -49,12 +49,12 @@ from sparsekit.training.start import (
 
 
 class LearnableMask(MovingMask):
-    """Train a narrow copy of a model, under a mask that stays or that is learned.
+    """Train a narrow copy of a model, under a mask that is fixed or learned.
 
-    Use it in place of the model in your own training loop: steps run on a physically narrow network,
-    so they are cheap, and `parameters()` are its weights, for any torch optimizer. By default the mask
-    stays as it begins: with `batches`, as the cut that `prune` would make. With `learning`, the mask is
-    learned during training. The wrapped model is copied, and the weights of dropped units are remembered.
+    Use it in place of the model in your own training loop: steps run on a physically narrow network, so they are cheap, and
+    `parameters()` are its weights, for any torch optimizer. By default, the mask is fixed: with `batches`, it is the cut that
+    `prune` would make. With `learning`, the mask is learned during training. The wrapped model is copied, and the weights of
+    dropped units are remembered.
 
     ```python
     import torch
@@ -76,24 +76,21 @@ class LearnableMask(MovingMask):
     ```
 
     Args:
-        model: Any module. It is not changed. Parts of it may use activation checkpointing, with
-            `use_reentrant=False`.
-        example_inputs: Inputs of one call, by which units are found: a tuple of positional inputs or a
-            mapping of keyword inputs. Pass a list of them if the model has branches. Not needed with
-            `graph`.
+        model: Any module. It is not changed. Parts of it may use activation checkpointing, with `use_reentrant=False`.
+        example_inputs: Inputs of one call, by which units are found: a tuple of positional inputs or a mapping of keyword
+            inputs. Pass a list of them if the model has branches. Not needed with `graph`.
         graph: Units from an earlier `trace_units`.
         rules: Rules for layer types of your own, as in `trace_units`.
         prune_hidden_size: Also prune units that a layer norm averages over, as in `trace_units`.
         ratio: Share of units kept in each group, in (0, 1].
-        budget: Upper limits for the narrow model in place of one ratio, such as `Budget(flops="25%")` or
-            "flops=25%". The widths are those that `prune` would choose. Needs example inputs.
-        batches: Training data, as for `prune`. The mask then begins with the cut that `prune` would make,
-            reconstructed and recalibrated. Pass them for every trained network. Without them, units
-            of the largest weight magnitude stay.
+        budget: Upper limits for the narrow model in place of one ratio, such as `Budget(flops="25%")` or "flops=25%". The
+            widths are those that `prune` would choose. Needs example inputs.
+        batches: Training data, as for `prune`. The mask then begins with the cut that `prune` would make, reconstructed and
+            recalibrated. Pass them for every trained network. Without them, units of the largest weight magnitude stay.
         loss: `loss(outputs, target)`, the mean over the examples of a batch. None takes `outputs.loss`.
-        learning: None keeps the mask. `LearnedNarrowing(steps=…)` begins with all units and drops the least
-            important in a few cuts, each of which is refitted on `batches`; it needs no `loss`.
-            `GradientImportance(…)` is the rule of FedLPS, for federated learning.
+        learning: None fixes the mask. `LearnedNarrowing(steps=…)` begins with all units and drops the least important in a few
+            cuts, each of which is refitted on `batches`; it needs no `loss`. `GradientImportance(…)` is the rule of FedLPS, for
+            federated learning. Both learn at each step of an optimizer from the backward passes before it.
 
     Raises:
         InvalidValueError: a ratio outside (0, 1], a ratio and a budget, or neither inputs nor graph.
@@ -101,8 +98,9 @@ class LearnableMask(MovingMask):
         TraceError: the model fails on the example inputs.
         NoUnitsError: no units of the model can be removed exactly.
         ForeignMaskError: `graph` was traced from another model.
-        UnsupportedModelError: the model is a DataParallel or DistributedDataParallel (wrap the module inside
-            it), or is on the meta device, without values.
+        UnsupportedModelError: the model is a DataParallel or DistributedDataParallel (wrap the module inside it), is on the
+            meta
+            device, without values, or was made inside `torch.inference_mode`.
     """
 
     def __init__(
@@ -161,15 +159,15 @@ class LearnableMask(MovingMask):
 
         Args:
             pruned: The result; its model may have been trained since.
-            dense: The model that was pruned. Dropped units have its weights when they enter the mask.
+            dense: The model that was pruned. Dropped units get its weights when they enter the mask.
             learning: `GradientImportance(…)` as in `LearnableMask`; every group keeps its number of units.
             rules: Rules for layer types of your own, as in `trace_units`.
 
         Returns:
-            A mask whose outputs are those of `pruned.model`.
+            A mask with the outputs of `pruned.model`.
 
         Raises:
-            InvalidValueError: the result of a dry run, or `LearnedNarrowing`, which begins with all units.
+            InvalidValueError: the plan of a dry run, or `LearnedNarrowing`, which begins with all units.
             ForeignMaskError: `dense` is another model.
         """
         if not isinstance(pruned, Pruned):
@@ -181,7 +179,7 @@ class LearnableMask(MovingMask):
         return masked
 
     def _begin(self, pruned: PrunePlan, dense: nn.Module) -> None:
-        """Load a pruned model, and the dense one, whose weights dropped units keep; after a dry run, the dense one alone."""
+        """Load a pruned model; dropped units keep their dense weights. After a dry run, load the dense model alone."""
         if (counts := pruned.mask.counts()) != self._counts():
             self._widths = counts
         term = None if self.learning is None else self._regularizer
@@ -192,12 +190,10 @@ class LearnableMask(MovingMask):
         return self.learning.regularizer if isinstance(self.learning, GradientImportance) else ImportanceRegularizer()
 
     def _first_importance(self, magnitudes: Tensor) -> Tensor:
-        """Return the importance with which units of these magnitudes begin, float (J,)."""
         targets = self._regularizer.targets(magnitudes, self.vectors.group_sizes)
         return torch.zeros_like(targets) if narrows(self.learning) else targets
 
     def _steps(self, ratio: float, batches: Sequence[Batch]) -> ImportanceSteps | NarrowingSteps | None:
-        """Return the rule by which importance is learned from now on, at its beginning."""
         if isinstance(self.learning, LearnedNarrowing):
             options: Any = {"ratio": ratio, "budget": self.budget, "costs": self._costs, "batches": batches}
             return NarrowingSteps(self.learning, self.graph, **options)
@@ -210,7 +206,7 @@ class LearnableMask(MovingMask):
         Assign to change it; the mask changes at once.
 
         Raises:
-            InvalidValueError: assigned where a budget or `LearnedNarrowing` says what is kept.
+            InvalidValueError: assigned to a mask whose widths follow from a budget or from `LearnedNarrowing`.
         """
         return self._widths if isinstance(self._widths, float) else sum(self._widths.values()) / self.graph.units
 
@@ -227,7 +223,7 @@ class LearnableMask(MovingMask):
         self._widths = check_ratio(ratio)
 
     def extra_repr(self) -> str:
-        """Return what is kept, and by which rule it changes; for `print`."""
+        """Return ratio or budget, number of units and rule, for `print`."""
         limit = f"ratio={self.ratio:g}" if self.budget is None else f"budget={self.budget}"
         kept = f"{sum(self.narrow_model.mask.counts().values())} of {self.graph.units} units kept"
         return f"{limit}, {kept}, learning={None if self.learning is None else type(self.learning).__name__}"
@@ -264,9 +260,9 @@ class LearnableMask(MovingMask):
         learning: Learning | None = None,
         batches: Iterable[Batch] | None = None,
     ) -> None:
-        """Begin another training from a dense state, as a new mask would, without tracing or copying the model again.
+        """Begin another training from a dense state, without tracing or copying the model again.
 
-        What was learned and remembered before is gone, the state of optimizers too.
+        Earlier importance, optimizer state and dropped weights are discarded.
 
         ```python
         masked = sk.LearnableMask(model, (x,), learning=sk.GradientImportance(lr=0.02))
@@ -282,16 +278,17 @@ class LearnableMask(MovingMask):
         Args:
             state: The dense state under the model's own keys; never written to.
             ratio: Share of units kept in each group; None keeps the present ratio.
-            mask: What is kept until the next load, whatever importance says.
-            importance: Where importance starts, float (J,), as from `importance_vector`; None starts at its target under
-                `state`. The units of the largest importance are kept.
-            learning: How importance is learned from now on; None keeps the present settings. `LearnedNarrowing` begins with
-                all units and needs `ratio`, unless the mask has a budget.
-            batches: What each cut of `LearnedNarrowing` is refitted on; None refits nothing.
+            mask: The units that are kept until the next load, whatever their importance.
+            importance: Importance to begin with, float (J,), as from `importance_vector`; None computes it from `state`.
+                The units
+                of the largest importance are kept.
+            learning: The rule of learning from now on; None keeps the present one. `LearnedNarrowing` begins with all units and
+                needs `ratio`, unless the mask has a budget.
+            batches: Data to refit each cut of `LearnedNarrowing` on; None refits nothing.
 
         Raises:
             ForeignMaskError: the state, the mask or the importance belongs to another model.
-            InvalidValueError: a ratio outside (0, 1], one for a mask with a budget, or importance that is NaN or infinite.
+            InvalidValueError: a ratio outside (0, 1], a ratio for a mask with a budget, or importance that is NaN or infinite.
         """
         if learning is not None:
             self.learning = learning
@@ -322,7 +319,6 @@ class LearnableMask(MovingMask):
         self._resume({})
 
     def _resume(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from what a checkpoint holds of the rule, under the present mask."""
         if self._rule is not None:
             self._rule.load(state, self.scores, self.narrow_model.version)
         self._chosen_for = self._widths
@@ -333,10 +329,10 @@ class LearnableMask(MovingMask):
         return Checkpoint(dense, self.importance(), self.narrow_model.mask, self.ratio, budget, rule)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the dense state under the model's own keys; all else that training continues from, under `sparsekit.` keys.
+        """Return the dense state under the model's own keys, and under `sparsekit.` keys importance, mask, ratio and state of
+        the rule.
 
-        These are importance, mask, ratio, and what the rule of learning remembers. Save the state dict of the
-        optimizer with it and load both, in either order.
+        Save the state dict of the optimizer with it and load both, in either order.
         """
         destination: dict[str, Any] | None = args[0] if args else kwargs.get("destination")
         prefix: str = args[1] if len(args) > 1 else kwargs.get("prefix", "")
@@ -347,7 +343,7 @@ class LearnableMask(MovingMask):
     def _load_from_state_dict(
         self, state: dict[str, Any], prefix: str, _metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
     ) -> None:
-        """Read a checkpoint, and apply it only if nothing is wrong with it; torch then finds the narrow entries in `state`."""
+        """Read a checkpoint, and apply it only if it has no fault; torch then finds the narrow entries in `state`."""
         found = Checkpoint.parse(state, prefix, self._checkpoint())
         missing += found.missing if strict else ()
         unexpected += found.unexpected if strict else ()

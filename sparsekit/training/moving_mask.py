@@ -21,12 +21,7 @@ from sparsekit.training.start import Learning
 
 
 class MovingMask(NarrowModule):
-    """The part of `LearnableMask` that changes its mask.
-
-    Args:
-        narrow_model: What is trained.
-        learning: How importance is learned; None keeps the mask.
-    """
+    """The part of `LearnableMask` that changes its mask."""
 
     def __init__(self, narrow_model: NarrowModel, learning: Learning | None) -> None:
         super().__init__(narrow_model)
@@ -62,7 +57,7 @@ class MovingMask(NarrowModule):
 
     @property
     def report(self) -> NarrowingReport | None:
-        """What `LearnedNarrowing` has done and cost so far; None for other masks."""
+        """Steps, cuts and cost of `LearnedNarrowing` so far; None for other masks."""
         return self._rule.report() if isinstance(self._rule, NarrowingSteps) else None
 
     def importance(self) -> dict[str, Tensor]:
@@ -84,10 +79,11 @@ class MovingMask(NarrowModule):
         self.update_mask()
 
     def update_mask(self) -> None:
-        """Let the mask follow importance: keep the most important units, at the present widths or those of a cut that is due.
+        """Keep the most important units, at the present widths or at those of a cut that is due.
 
-        The step of a torch optimizer does this by itself. Call it after a step of your own. Only here does a mask change, and
-        not while an optimizer is in the middle of a step.
+        The step of a torch optimizer does this by itself. Call it after a step of your own. A mask changes nowhere else, and
+        never
+        in the middle of a step.
         """
         if self._mask_given or self.optimizers.frozen or not self.graph.groups:
             return
@@ -105,7 +101,7 @@ class MovingMask(NarrowModule):
                 self._change(mask)
 
     def _change(self, mask: UnitMask) -> None:
-        """Change the mask, let the state of optimizers follow it, and refit what a cut of learned narrowing has left."""
+        """Change the mask, let the state of optimizers follow it, and refit after a cut of learned narrowing."""
         self._watch()
         self.optimizers.check_change()
         self.mask_changed = True
@@ -128,14 +124,16 @@ class MovingMask(NarrowModule):
             watch(self)
 
     def update_importance(self, gradients: Mapping[Tensor, Tensor] | None = None, *, examples: int | None = None) -> None:
-        """Learn importance from the gradients of the weights, where no optimizer does it in its step.
+        """Learn importance from the gradients of the weights, if no torch optimizer does it in its step.
 
-        The step of a torch optimizer does this by itself. Call it after `backward()` where there is none, or where gradients
-        are changed before that step, as by clipping. Where there is no torch optimizer, call `update_mask` after your step.
+        Call it after `backward()`, or before gradients are changed, as by clipping. Without a torch optimizer, call
+        `update_mask`
+        after your step.
 
         Args:
             gradients: Weight → gradient; None reads `.grad` of the weights.
-            examples: Examples of the batch, for `LearnedNarrowing`; None takes those that this mask was called with.
+            examples: Examples of the batch, for `LearnedNarrowing`; None counts those of the backward passes since the last
+                step.
         """
         if self._rule is not None:
             if isinstance(self._rule, NarrowingSteps) and examples is not None:
@@ -145,13 +143,15 @@ class MovingMask(NarrowModule):
     def add_optimizer(self, optimizer: HasState) -> None:
         """Let the state of `optimizer` follow the mask from now on.
 
-        A torch optimizer is met at its first step and needs no such call, unless it has state before that, as one that was
-        loaded or copied: then call this before the mask or the ratio changes. Any other object may keep tensors that follow the
+        A torch optimizer is met at its first step and needs no such call, unless it has state before its first step, as after
+        loading or copying: then call this before the mask or the ratio changes. Any other object may keep tensors that follow
+        the
         units: `state[leaf][name]`, each of the leaf's shape.
 
         When the mask changes, units that stay keep their state; units that enter start with fresh state. Optimizers that are
-        not torch's own, or whose state is not one value for each weight (`Adafactor`, `AdamW8bit`), start with fresh state at
-        every weight whose units change. `LBFGS` is refused while the mask may change.
+        not
+        torch's own, or whose state is not one value for each weight (`Adafactor`, `AdamW8bit`), start with fresh state at every
+        weight whose units change. `LBFGS` is refused while the mask may change.
 
         Args:
             optimizer: Steps some of `parameters()`, or has state for them; held weakly.
@@ -163,7 +163,7 @@ class MovingMask(NarrowModule):
 
     @contextmanager
     def freeze_mask(self) -> Iterator[None]:
-        """Keep the mask as it is within a block, in which an optimizer steps in two parts; it follows importance after it.
+        """Keep the mask within a block, in which an optimizer steps in two parts; it follows importance afterwards.
 
         ```python
         with masked.freeze_mask():

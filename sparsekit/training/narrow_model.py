@@ -119,7 +119,7 @@ class NarrowModel:
         return [entry.parameter for entry in self._entries if entry.parameter is not None]
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return state-dict key → narrow leaf; a shared one once, under a key that units touch if it has one."""
+        """Return state-dict key → narrow leaf; a shared one once, under a key that units touch if there is one."""
         return {entry.key: entry.parameter for entry in self._entries if entry.parameter is not None}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -127,7 +127,7 @@ class NarrowModel:
         return self.module(*args, **kwargs)
 
     def positions(self, key: str) -> Mapping[int, Tensor]:
-        """Return axis → int64 (narrow size,): the dense positions of a narrow entry, ascending, along the axes that units
+        """Return axis → int64 (narrow size,): the ascending dense positions of a narrow entry along the axes that units
         touch.
         """
         return self._axes.get(key, {})
@@ -166,7 +166,7 @@ class NarrowModel:
             self._fit_sizes()
 
     def _gather(self, entry: _Entry, dense: Tensor) -> bool:
-        """Replace a narrow entry by what the mask keeps of a dense one; returns whether its shape changes."""
+        """Replace a narrow entry by the kept part of a dense one; returns whether its shape changes."""
         narrow = gather(dense, self._cut(entry))
         resized = narrow.shape != entry.tensor.shape
         entry.replace(narrow.clone() if narrow is dense else narrow)
@@ -195,22 +195,22 @@ class NarrowModel:
                 self._constants[name] = scatter(held.detach(), dense, cut_axes(dense.shape, axes[name]))
 
     def _writable(self, key: str) -> Tensor:
-        """Return the dense copy of an entry that units touch, to be written to."""
         if key not in self._owned:
             self._dense[key] = self._dense[key].clone()
             self._owned.add(key)
         return self._dense[key]
 
     def set_mask(self, mask: UnitMask, optimizers: Iterable[HasState] = ()) -> None:
-        """Change the mask: save the weights of all units, and gather those that are kept from now on.
+        """Change the mask: save the weights of all units, and gather the kept ones.
 
         Units that stay keep their gradients, so that a second optimizer can still step; entering units have none.
 
         Args:
-            mask: What is kept from now on.
+            mask: The units that are kept from now on.
             optimizers: Every optimizer that holds narrow leaves. Units that stay keep their state, entering ones start with
-                fresh state. If an optimizer keeps other state than one value for each entry (the factored moments of
-                Adafactor, 8-bit state), or is not one of torch's own, its state of every leaf that changes starts fresh.
+                fresh
+                state. If an optimizer keeps other state than one value for each entry (the factored moments of Adafactor, 8-bit
+                state), or is not one of torch's own, its state of every leaf that changes starts fresh.
 
         Raises:
             ForeignMaskError: the mask belongs to another graph.
@@ -246,14 +246,13 @@ class NarrowModel:
             self._fit_sizes()
 
     def _read(self, read: Callable[[_Entry], Tensor]) -> dict[str, Tensor]:
-        """Return what `read` makes of each entry, under the model's keys and in their order."""
         found: dict[str, Tensor] = {}
         for entry in self._entries:
             found.update(dict.fromkeys(entry.names, read(entry)))
         return {name: found[name] for name in self.graph.shapes if name in found}
 
     def narrow_state(self) -> dict[str, Tensor]:
-        """Copies of the narrow entries under the model's keys."""
+        """Return copies of the narrow entries under the model's keys."""
         return self._read(lambda entry: entry.tensor.clone())
 
     def dense_state(self) -> dict[str, Tensor]:
@@ -273,10 +272,9 @@ class NarrowModel:
         return guard_pretrained(small, cut=not all(bool(keep.all()) for keep in self.mask.values()))
 
     def gather(self, state: StateDict, keys: Iterable[str]) -> list[Tensor]:
-        """Return what the mask keeps of some entries of a dense state, as the narrow leaves of these keys hold theirs."""
+        """Return the kept part of some entries of a dense state, in the shapes of the narrow leaves."""
         found = [entry for key in keys for entry in self._entries if entry.key == key]
         return [gather(state[entry.key].detach().to(entry.tensor), self._cut(entry)) for entry in found]
 
     def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Apply `function` to the tensors outside the narrow module."""
         self._dense = {name: function(tensor) for name, tensor in self._dense.items()}

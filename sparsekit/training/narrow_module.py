@@ -15,7 +15,7 @@ from sparsekit.training.start import refuse_export
 
 
 class AnyName:
-    """Gives itself for every name, so that dotted keys without a module can be followed."""
+    """Returns itself for every name, so that dotted keys without a module can be followed."""
 
     def __getattr__(self, name: str) -> AnyName:
         if name.startswith("_"):
@@ -27,9 +27,6 @@ class NarrowModule(nn.Module):
     """The base of `LearnableMask`: the module of a narrow model under the model's own names.
 
     It shares the tables of parameters and modules with the narrow copy, so that names of parameters are keys of the state dict.
-
-    Args:
-        narrow_model: Its module, units and mask.
     """
 
     def __init__(self, narrow_model: NarrowModel) -> None:
@@ -51,7 +48,7 @@ class NarrowModule(nn.Module):
             return UnitVectors(self.narrow_model)
 
     def unit_mask(self) -> UnitMask:
-        """Return what is kept now: hard, no gradient."""
+        """Return the units that are kept now: hard, no gradient."""
         return self.narrow_model.mask
 
     def compact(self) -> nn.Module:
@@ -63,7 +60,9 @@ class NarrowModule(nn.Module):
         return self.narrow_model.dense_state()
 
     def narrow_state(self) -> dict[str, Tensor]:
-        """Copies of the kept entries under the model's own keys, units in ascending order, as `compact_state` has them."""
+        """Return copies of the kept entries under the model's own keys, units in ascending order, as `compact_state` has
+        them.
+        """
         return self.narrow_model.narrow_state()
 
     def named_weights(self) -> dict[str, nn.Parameter]:
@@ -75,7 +74,7 @@ class NarrowModule(nn.Module):
         return list(self.model.parameters())
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Say to torch.distributed.checkpoint where the modules of the model are, whatever this class calls its own."""
+        """Tell torch.distributed.checkpoint where the modules of the model are."""
         return dict.fromkeys((name.partition(".")[0] for name in self.graph.shapes), "_module_of_names")
 
     @property

@@ -41,8 +41,8 @@ class LearnedNarrowing:
     It pays for a trained network that a small personal data set adapts to about 2 % of its FLOPs (with `until=0.7, cuts=4`),
     where the same cuts in a fixed order do nearly as well; elsewhere, compare it with `learning=None`. The importance of a unit
     is a running mean of ½·B·g², where g is the gradient of its gate and B the number of examples of a step: the estimated loss
-    without it. Unlike the first power of g, it does not vanish where training converges, and it compares units of all layers.
-    Units that have left never return, so no unit is judged unseen.
+    without it. Unlike g itself, it does not vanish where training converges, and it compares units of all layers. Units that
+    have left never return, so no unit is judged unseen.
 
     ```python
     learning = sk.LearnedNarrowing(steps=len(loader) * epochs)
@@ -52,12 +52,13 @@ class LearnedNarrowing:
     With a budget, importance also decides the width of each group; with `ratio=`, all groups keep the same share.
 
     Args:
-        steps: Number of training steps, all of them. The cuts are placed by it.
+        steps: Number of all training steps. The cuts are placed by it.
         until: Share of the FLOPs of all steps after which the mask stays, in (0, 1). The cuts divide this part into equal
-            FLOPs, so wide steps are few.
+            FLOPs,
+            so wide steps are few.
         cuts: Number of cuts, at least 1; costs fall in equal ratios.
-        least_steps: Smallest number of steps before each cut, though it may exceed the part of the FLOPs: noisier importance
-            after fewer.
+        least_steps: Smallest number of steps before each cut, even if it exceeds the part of the FLOPs; fewer make importance
+            noisier.
         half_life: Steps after which a measurement counts half.
 
     Raises:
@@ -89,7 +90,7 @@ class LearnedNarrowing:
         """Return the steps after which cuts are made, ascending.
 
         Args:
-            shares: The cost of a step before each cut and after the last, as a share of a dense step: (cuts + 1,).
+            shares: Cost of a step before each cut and after the last, as a share of a dense step: (cuts + 1,).
         """
         # Steps at a width are in proportion to its part of the FLOPs, divided by what one of them costs.
         wide = [self.until / self.cuts / share for share in shares[:-1]]
@@ -105,12 +106,12 @@ class LearnedNarrowing:
 
 @dataclass(frozen=True)
 class NarrowingReport:
-    """What learned narrowing has done and cost so far; `print` shows it.
+    """Steps, cost and cuts of learned narrowing so far; `print` shows it.
 
     Attributes:
         steps: Steps taken.
         flops: FLOPs of these steps and of the refits: three forward passes a step, one to refit. None without example inputs.
-        dense_flops: What as many steps of the dense model cost.
+        dense_flops: FLOPs of as many steps of the dense model.
         cuts: Number of the step → units that stayed in each group.
     """
 
@@ -129,15 +130,8 @@ class NarrowingReport:
 
 
 class NarrowingSteps:
-    """The steps of `LearnedNarrowing` in one training.
-
-    Args:
-        settings: How it narrows.
-        graph: The units.
-        ratio: Share of units that stays in the end, if there is no budget.
-        budget: What the model may cost in the end.
-        costs: What numbers of units cost; None without example inputs, which a budget needs.
-        batches: What each cut is refitted on; empty for no refit.
+    """The steps of `LearnedNarrowing` in one training. `costs` is None without example inputs; without `batches`, nothing is
+    refitted.
 
     Raises:
         InvalidValueError: a ratio of 1, or a budget that does not follow from the widths.
@@ -189,7 +183,7 @@ class NarrowingSteps:
         return flops / max(self.costs.dense_costs()["flops"], 1.0)
 
     def _allocate(self, progress: float, scores: Mapping[str, Tensor], present: Mapping[str, int]) -> Mapping[str, int]:
-        """Return group → units that stay after a part of the cuts, among those that are present."""
+        """Return group → units that stay after a part of the cuts, among the present ones."""
         if not self._limits:
             return ratio_counts(self.graph, self._ratio**progress)
         assert self.costs is not None
@@ -223,15 +217,7 @@ class NarrowingSteps:
         scale: Tensor | None,
         group: Any = None,
     ) -> None:
-        """Measure importance, float (J,), into `scores`.
-
-        Args:
-            scores: Importance; written to.
-            vectors: Of the model.
-            gradients: Leaf → gradient; None takes `.grad` of the leaves.
-            scale: The factor of a GradScaler that they still contain.
-            group: The process group that gradients of the weights were averaged over, if any.
-        """
+        """Measure importance into `scores`, float (J,). The arguments are as in `GateSquares.take`."""
         self.due = False
         examples, self.examples = max(self.examples, 1), 0
         self._steps += 1
@@ -249,12 +235,10 @@ class NarrowingSteps:
 
     @property
     def cuts_left(self) -> int:
-        """Number of cuts that are not made yet."""
         return self.settings.cuts - len(self._cuts)
 
     @property
     def cut_is_due(self) -> bool:
-        """Whether the steps taken ask for another cut."""
         done = len(self._cuts)
         return done < self.settings.cuts and self._steps >= self.cut_steps[done]
 
@@ -279,13 +263,12 @@ class NarrowingSteps:
             self._flops += float(sum(map(example_count, self.batches))) * self.costs.forward_flops(old)
 
     def report(self) -> NarrowingReport:
-        """Return what was done so far."""
         cuts = {step: dict(zip(self.graph.groups, counts, strict=True)) for step, counts in self._cuts}
         flops, dense = (None, None) if self.costs is None else (self._flops, self._dense_flops)
         return NarrowingReport(self._steps, flops, dense, cuts)
 
     def state(self) -> dict[str, Tensor]:
-        """Return what training continues from, under keys and in shapes that never change."""
+        """Return the state under keys and in shapes that never change."""
         cuts = torch.zeros(self.settings.cuts, 1 + len(self.graph.groups), dtype=torch.int64)
         for row, (step, counts) in zip(cuts, self._cuts, strict=False):
             row.copy_(torch.tensor([step, *counts]))
@@ -293,7 +276,7 @@ class NarrowingSteps:
         return {"moments": self._moments.clone(), "progress": progress, "cuts": cuts}
 
     def load(self, state: Mapping[str, Tensor], scores: Tensor, version: int) -> None:
-        """Continue from what `state` returned; without it, begin with `scores` as what was measured so far, if not zero."""
+        """Continue from a state; without one, begin with `scores` as earlier measurements, if not zero."""
         del version
         if not state:
             self._moments, self._weight = scores.clone(), float(bool(scores.any()))
@@ -304,5 +287,4 @@ class NarrowingSteps:
         self._cuts = [(row[0], row[1:]) for row in state["cuts"].tolist() if row[0]]
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Move to the device to which `function` moves; dtypes stay."""
         self._moments = self._moments.to(function(self._moments).device)

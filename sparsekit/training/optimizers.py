@@ -1,14 +1,14 @@
-"""What holds the leaves of a learnable mask from outside: optimizers, and wrappers of torch such as DistributedDataParallel.
+"""Optimizers and wrappers of torch, such as DistributedDataParallel, that hold the leaves of a learnable mask.
 
-Where a mask may change, an optimizer is found at its first step, by one hook for all optimizers of the process, and followed by
-hooks on it. What happens to it before (a checkpoint is loaded into it, and then the mask changes) is told to the mask by
+If a mask may change, an optimizer is found at its first step, by one hook for all optimizers of the process, and followed by
+hooks on it. Events before (a checkpoint is loaded into it, and then the mask changes) are reported by
 `masked.add_optimizer(optimizer)`. Wrappers are met by torch's global hook for a module that becomes a part of another one. A
-mask that stays needs no hook: if it is changed after all, those that hold it are searched for among the objects of the process.
+fixed mask needs no hook. If a user changes it anyway, its optimizers are searched for among the objects of the process, once:
+torch has no list of them.
 
-A mask changes after a step, and not while an optimizer steps.
-Sharpness-aware optimizers climb, call the model, and step from the weights
-before the climb. So the mask is frozen while a closure runs within a step; if such an optimizer is called in two parts,
-`masked.freeze_mask()` freezes it.
+A mask changes after a step, and never while an optimizer steps. Sharpness-aware optimizers climb, call the model, and step from
+the weights before the climb. So the mask is frozen while a closure runs within a step; if such an optimizer is called in two
+parts, `masked.freeze_mask()` freezes it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sparsekit.surgery.optimizer_state import HasState, refuse_history
 
 
 class OptimizerSet:
-    """Weak references to optimizers, in the order in which they were added. A copy of a mask starts with none."""
+    """Weak references to optimizers, in the order of their addition. A copy of a mask starts with none."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # ordered, where a WeakSet is not
@@ -47,12 +47,11 @@ class OptimizerSet:
 
     @property
     def frozen(self) -> bool:
-        """Whether one of them is in the middle of a step, in which the mask must not change."""
+        """Whether the mask must not change now."""
         return self._freezes > 0 or bool(self.stepping)
 
     @contextmanager
     def freeze(self) -> Iterator[None]:
-        """Freeze the mask within the block."""
         self._freezes += 1
         try:
             yield
@@ -92,11 +91,7 @@ class OptimizerSet:
             optimizer.register_load_state_dict_post_hook(functools.partial(_after_load, reference))
 
     def check_change(self) -> None:
-        """Check that the mask may change now.
-
-        Raises:
-            InvalidValueError: one of them is an LBFGS that has begun.
-        """
+        """Raise InvalidValueError if one of them is an LBFGS that has begun."""
         for optimizer in self:
             if any(state.get("n_iter") for state in optimizer.state.values()):
                 refuse_history(optimizer)
@@ -162,7 +157,6 @@ _seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 def _holds(optimizer: Any, masked: Any) -> bool:
-    """Tell whether an optimizer steps some leaves of a mask."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return any(id(leaf) in held for leaf in masked.weights())
 
@@ -197,7 +191,6 @@ def _meet(optimizer: Optimizer, masked: Any) -> None:
 
 
 def _guard(wrapper: nn.Module, _name: str, module: nn.Module | None) -> None:
-    """Refuse or help a wrapper around a learnable mask."""
     if isinstance(wrapper, AveragedModel | DistributedDataParallel) and module is not None:
         for part in module.modules():
             if part in _masks:
@@ -223,7 +216,6 @@ def watch(masked: Any) -> None:
 
 
 def is_distributed() -> bool:
-    """Tell whether this process belongs to a group, in which a mask may be wrapped in DistributedDataParallel."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 

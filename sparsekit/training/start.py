@@ -1,4 +1,4 @@
-"""How a learnable mask begins: what it accepts, and the cut of a pruned model."""
+"""The start of a learnable mask: checks of its arguments, and the cut of a pruned model."""
 
 import warnings
 from collections.abc import Iterable
@@ -35,13 +35,12 @@ _REFITS = 48  # batches, at most
 
 
 def check_arguments(model: nn.Module, ratio: float, budget: object, learning: object) -> float:
-    """Return the ratio, and refuse what cannot be trained under a mask: no module, one without values, or one with a parallel
-    wrapper inside, which holds on to the weights that it was made with.
+    """Return the ratio, and refuse wrong arguments and models that cannot be trained under a mask.
 
     Raises:
-        UnsupportedModelError: it is not a model, is on the meta device, or has a DataParallel or DistributedDataParallel.
-        InvalidValueError: a ratio outside (0, 1], a ratio and a budget, or learning by something else than
-            `GradientImportance(…)` or `LearnedNarrowing(…)`, such as their classes.
+        UnsupportedModelError: no module, one without values, or one with a parallel wrapper inside, which keeps its first
+            weights.
+        InvalidValueError: a ratio outside (0, 1], a ratio and a budget, or another kind of `learning`, such as a class.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"expected a torch.nn.Module, got {model!r}; pass the model itself")
@@ -65,7 +64,6 @@ UNCOMPILED = "torch.compile leaves a LearnableMask out; compile the model inside
 
 
 def refuse_export() -> NoReturn:
-    """Raise UnsupportedModelError, and say what to export instead."""
     raise UnsupportedModelError(
         "a LearnableMask cannot be exported, since its mask may still change; export what it has become:"
         " torch.onnx.export(masked.compact().eval(), ...), and likewise torch.export, torch.jit.trace and torch.jit.script"
@@ -75,12 +73,7 @@ def refuse_export() -> NoReturn:
 def graph_of(
     model: nn.Module, example_inputs: Any, graph: UnitGraph | None, rules: Rules | None, *, prune_hidden_size: bool
 ) -> UnitGraph:
-    """Return the given units, or trace the model.
-
-    Raises:
-        InvalidValueError: neither example inputs nor a graph.
-        ForeignMaskError: the graph was traced from another model.
-    """
+    """Return the given units, or trace the model."""
     if graph is None:
         if example_inputs is None:
             raise InvalidValueError("pass example_inputs=(x,), one call's worth of inputs, or a ready graph=")
@@ -100,11 +93,7 @@ def first_cut(
     loss: Loss | None,
     rules: Rules | None,
 ) -> PrunePlan:
-    """Prune a copy as `prune` does: to a budget, or with batches to one ratio for all groups; without batches, decide only.
-
-    Raises:
-        InvalidValueError: no example inputs, or neither a ratio below 1 nor a budget.
-    """
+    """Prune as `prune` does: to a budget, or with batches to one ratio for all groups; without batches, decide only."""
     if example_inputs is None:
         raise InvalidValueError("a budget and batches= need example_inputs=(x,), one call's worth of inputs")
     if budget is None and ratio == 1.0:
@@ -118,14 +107,16 @@ def first_cut(
 
 
 def dense_start(pruned: PrunePlan, dense: nn.Module) -> dict[str, Tensor]:
-    """Return a dense state: kept units as in a pruned model, dropped ones as in the dense one; after a dry run, the latter."""
+    """Return a dense state with the kept units of a pruned model, and the dropped ones of the dense model."""
     state: dict[str, Tensor] = dense.state_dict()
     return expand(pruned.model.state_dict(), pruned.graph, pruned.mask, into=state) if isinstance(pruned, Pruned) else state
 
 
 def importance_of(pruned: PrunePlan, regularizer: ImportanceRegularizer | None) -> Tensor:
-    """Return the scores of the criterion that was chosen, float (J,), on the scale of a regularizer if there is one; kept
-    units that dropped ones exceed, as after several steps, are raised above them."""
+    """Return the scores of the chosen criterion, float (J,), on the scale of a regularizer if there is one.
+
+    Kept units that dropped ones exceed, as after several steps, are raised above them.
+    """
     scores = pruned.scores[pruned.report.criterion].values
     flat = torch.cat([scores[name].float() for name in pruned.graph.groups])
     if regularizer is not None:
@@ -140,27 +131,20 @@ def importance_of(pruned: PrunePlan, regularizer: ImportanceRegularizer | None) 
 
 
 def narrows(learning: Learning | None) -> bool:
-    """Tell whether training begins with all units and drops some."""
     return isinstance(learning, LearnedNarrowing)
 
 
 def costs_of(model: nn.Module, example_inputs: Any, graph: UnitGraph) -> CostModel:
-    """Return what numbers of units cost on the first of the example inputs."""
     call, *_ = ModelInputs.several(example_inputs)
     return measure_costs(model, call.args, call.kwargs, graph)
 
 
 def read_refits(batches: Iterable[Batch], model: nn.Module) -> list[Batch]:
-    """Return the first batches, on which cuts are refitted.
-
-    Raises:
-        DataError: an empty loader, or a batch on another device than the model.
-    """
     return list(read_batches(batches, model, "Refits", limit=_REFITS))
 
 
 def used_magnitudes(model: nn.Module, graph: UnitGraph, example_inputs: Any) -> Tensor | None:
-    """Return the magnitudes of the weights that operators read, float (J,); None where these are the entries themselves."""
+    """Return the magnitudes of the weights that operators read, float (J,); None if these are the entries themselves."""
     if example_inputs is None:
         return None
     call = ModelInputs.several(example_inputs)[0]
@@ -169,11 +153,7 @@ def used_magnitudes(model: nn.Module, graph: UnitGraph, example_inputs: Any) -> 
 
 
 def warn_without_data(model: nn.Module) -> None:
-    """Say that the first mask of a trained network is chosen without data, and what to pass.
-
-    Warns:
-        UncalibratedWarning: the network shows signs of training.
-    """
+    """Warn if a trained network gets its first mask without data."""
     if (signs := signs_of_training(model)) is not None:
         warnings.warn(
             f"{type(model).__name__} was trained ({signs}), but its first mask is chosen without data and nothing is"
