@@ -1,4 +1,4 @@
-"""Calibration: the batches that score, refit and judge cuts, and the loss by which they are judged."""
+"""Calibration: the batches that score, refit and judge cuts, and the loss that judges them."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,11 +24,11 @@ _JUDGES = 64
 
 @dataclass(frozen=True, eq=False)
 class SampledLoss:
-    """A loss for criteria that need gradients where the target is the model's own output.
+    """A loss for criteria that need gradients, if the target is the model's own output.
 
-    The squared distance to that output has no gradient at the dense model. With targets drawn around the output, from a
-    normal distribution, it has one: a random projection of the output's Jacobian. Its mean square is the curvature of the
-    distance.
+    The squared distance to that output has no gradient at the dense model. With targets drawn from a normal distribution around
+    the
+    output, it has one: a random projection of the output's Jacobian. Its mean square is the curvature of the distance.
 
     Source: Kunstner et al., Limitations of the empirical Fisher approximation, NeurIPS 2019, for sampled targets.
     """
@@ -36,7 +36,6 @@ class SampledLoss:
     generator: torch.Generator
 
     def __call__(self, outputs: Any) -> Tensor:
-        """Return a scalar, the mean over examples, whose squared gradients have the curvature of the distance as their mean."""
         found = Distillation.outputs(outputs)
         noise = torch.randn(found.shape, generator=self.generator).to(found)
         return (found * noise).sum() / max(1, found.shape[0] if found.dim() > 1 else 1)
@@ -48,10 +47,10 @@ class Calibration:
 
     Args:
         fit: Batches that score units, refit layers and renew statistics.
-        judge: Batches that do none of these; empty where nothing can be held out.
-        loss: As given; None takes `outputs.loss`, or where there is none the distance to the dense model's outputs.
+        judge: Other batches; empty if nothing can be held out.
+        loss: As given; None takes `outputs.loss`, or else the distance to the dense model's outputs.
         distils: Whether that distance is the loss.
-        wanted: The dense model's outputs on `judge`, where it distils.
+        wanted: The dense model's outputs on `judge`, if it distils.
     """
 
     fit: Sequence[Batch]
@@ -62,7 +61,7 @@ class Calibration:
 
     @classmethod
     def read(cls, model: nn.Module, batches: Iterable[Batch], loss: Loss | None) -> "Calibration":
-        """Read batches once, and set the last of their examples aside to judge: a fifth, and 64 or half where that is less.
+        """Read batches once, and set the last of their examples aside to judge: a fifth, and at least 64 or half of them.
 
         Raises:
             DataError: no loader, an empty one, or a batch on another device than the model.
@@ -84,7 +83,7 @@ class Calibration:
         return cls(fit, judge, loss, distils, wanted)
 
     def notes(self, criterion: str, allocation: str) -> list[str]:
-        """Say what is unsure in a comparison of candidates, of which the first has a criterion and an allocation."""
+        """Return remarks on a comparison that rests on few examples; the first candidate has this criterion and allocation."""
         held = sum(map(_terms, self.judge))
         if not held:
             return [
@@ -97,7 +96,6 @@ class Calibration:
 
     @property
     def gradient_loss(self) -> Loss | None:
-        """The loss for criteria that need gradients."""
         return SampledLoss(torch_generator(np.random.default_rng(0))) if self.distils else self.loss
 
     def measure(self, model: nn.Module) -> float:
@@ -123,7 +121,7 @@ def _terms(batch: Batch) -> int:
 
 
 def _held_out(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """Divide batches, by examples: the last judge, whole batches as far as they fit, then a part of one."""
+    """Divide batches by examples: the last ones judge, whole batches as far as they fit, then a part of one."""
     total = sum(map(example_count, batches))
     fit, judge, held = list(batches), list[Batch](), 0
     while fit and (held < total / 5 or sum(map(_terms, judge)) < _JUDGES) and held < total // 2:
@@ -140,7 +138,7 @@ def _held_out(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
 
 
 def _divided(batch: Batch, examples: int, place: int) -> tuple[Batch, Batch | None]:
-    """Divide a batch before an example; the second is None where not all of its tensors have examples on the first axis."""
+    """Divide a batch before an example; the second part is None unless all tensors have examples on the first axis."""
     leaves = tree_leaves(list(batch.values()) if isinstance(batch, Mapping) else batch)
     if not all(isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == examples for leaf in leaves):
         return batch, None
@@ -148,7 +146,6 @@ def _divided(batch: Batch, examples: int, place: int) -> tuple[Batch, Batch | No
 
 
 def _has_loss(model: nn.Module, batch: Batch) -> bool:
-    """Tell whether a batch has a target, or the model computes a loss of it."""
     if split_batch(batch, keep_target=True)[2] is not None:
         return True
     with scoring(model), torch.no_grad():

@@ -1,4 +1,4 @@
-"""decide() and execute(): which candidate cuts a model, and the cut, refitted."""
+"""decide() and execute(): the choice among candidate cuts, and the cut itself, refitted."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence

@@ -22,8 +22,8 @@ class Distillation:
         teacher: The dense model. It runs in eval mode and without gradients, and is not changed.
         temperature: T, above 0.
         share: Share of the teacher in the loss, in [0, 1].
-        kind: The way to compare: "logits" compares distributions over the last axis, or over the channels of images and
-            volumes. The way "values" takes the mean square of the difference, for regression.
+        kind: "logits" compares distributions over the last axis, or over the channels of images and volumes. "values" takes the
+            mean square of the difference, for regression.
 
     Raises:
         InvalidValueError: a number out of range, or another kind.
@@ -45,13 +45,13 @@ class Distillation:
             raise InvalidValueError(f"kind must be 'logits' or 'values', got {self.kind!r}")
 
     def teach(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        """Return the outputs of the teacher, which has been put into eval mode."""
+        """Return the outputs of the teacher, which must be in eval mode."""
         with torch.no_grad():
             return self.outputs(self.teacher(*args, **kwargs))
 
     @staticmethod
     def outputs(value: Any) -> Tensor:
-        """Return what is compared: `logits` where there are some, else the first floating tensor that has axes."""
+        """Return the compared tensor: `logits` if there are some, else the first floating tensor that has axes."""
         found = [getattr(value, "logits", None), *find_tensors(value)]
         tensor = next((t for t in found if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 0), None)
         if tensor is None:

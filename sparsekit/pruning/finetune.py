@@ -1,4 +1,4 @@
-"""finetune(): train a cut model on, with whatever optimizer, keep the best on validation, and resume to the same bits."""
+"""finetune(): train a cut model with any optimizer, keep the best epoch, and resume to the same bits."""
 
 import contextlib
 import copy
@@ -33,7 +33,7 @@ _Best: TypeAlias = tuple[dict[str, Tensor] | None, float | None, int]
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """One epoch.
+    """One epoch of fine-tuning.
 
     Args:
         epoch: From 1.
@@ -52,12 +52,12 @@ class EpochRecord:
 
 @dataclass(frozen=True, eq=False)
 class FineTuned:
-    """What fine-tuning made.
+    """A fine-tuned model.
 
     Args:
-        model: The model that was given, with its best weights, or the last ones without validation.
-        history: One record for each epoch, those before a resumption too.
-        best_epoch: Whose weights the model has.
+        model: The given model, with its best weights, or the last ones without validation.
+        history: One record for each epoch, including those before a resumption.
+        best_epoch: The epoch whose weights the model has.
     """
 
     model: nn.Module
@@ -88,29 +88,32 @@ def finetune(
     """Train a model for some epochs.
 
     Each submodule trains in the mode in which it was given, so that frozen batch norms stay frozen. If the model itself is in
-    eval mode, all of it trains. If anything fails, or you press Ctrl-C, the model gets the weights of the best epoch so far;
-    without validation those of the last complete one, and before that its own. A loss that is not finite is found before the
-    step that it would spoil.
+    eval
+    mode, all of it trains. If anything fails, or you press Ctrl-C, the model gets the weights of the best epoch so far; without
+    validation, those of the last complete one, and before that its own. A loss that is not finite is found before the step that
+    it
+    would spoil.
 
     Args:
         model: Changed in place; on the device of the batches.
-        batches: A loader or a list, read once an epoch; batches as for data-driven criteria. A torch loader that shuffles
-            draws from its own generator, or from torch's global one, which is seeded here.
+        batches: A loader or a list, read once an epoch; batches as for data-driven criteria. A torch loader that shuffles draws
+            from its own generator, or from torch's global one, which is seeded here.
         loss: `loss(outputs, target)`; None takes `outputs.loss`.
-        epochs: Number of epochs in all, at least 1; a resumed call trains those that are left.
-        optimizer: Makes one from the trainable parameters, or is one, with parameters of the model (and of the loss, if that is
-            a module) alone; None is SGD with Nesterov momentum 0.9, rate 0.01 and weight decay 5e-4.
+        epochs: Number of all epochs, at least 1; a resumed call trains those that are left.
+        optimizer: Makes one from the trainable parameters, or is one, with parameters of the model (and of the loss, if
+            that is a
+            module) alone; None is SGD with Nesterov momentum 0.9, rate 0.01 and weight decay 5e-4.
         scheduler: Makes a scheduler of learning rates from the optimizer.
-        scheduler_step: When it steps: after each "epoch", or after each "batch". One that follows a metric
+        scheduler_step: When it steps: after each "epoch", or after each "batch". A scheduler that follows a metric
             (`ReduceLROnPlateau`) gets minus the score, or the training loss without validation, and steps by epoch.
-        validation: `metric(model)`, larger is better, or batches, on which minus the mean loss is the score. The weights of
-            the best epoch are kept; without it those of the last.
+        validation: `metric(model)`, larger is better, or batches, on which minus the mean loss is the score. The weights of the
+            best epoch are kept; without it, those of the last.
         distillation: The dense model as a teacher.
         regularizer: Adds to the gradients, such as `GroupSL(graph)` on a dense model before it is cut.
         clip_norm: Largest norm of all gradients together, above 0; None does not clip.
         amp: Computes in this type, torch.bfloat16 or torch.float16 (whose gradients are scaled), with weights as they are.
         checkpoint: File that is written after each epoch; no code can hide in it.
-        resume: Whether to continue from the checkpoint if the file exists. What comes out has the same bits as without the
+        resume: Whether to continue from the checkpoint if the file exists. The result has the same bits as without the
             interruption, on the same machine, as long as batches depend on nothing but torch's generators.
         seed: Seed of torch's global generator in the call, for dropout and loaders without one; it is put back afterwards.
         progress: Whether to draw a progress bar for each epoch on stderr; None draws if that is a terminal.
@@ -121,8 +124,10 @@ def finetune(
 
     Raises:
         InvalidValueError: a number out of range, no trainable parameter, an optimizer of another model, a loss that is not
-            finite, a score that is not a number, or a checkpoint of another model.
+            finite,
+            a score that is not a number, or a checkpoint of another model.
         DataError: an empty loader, or a batch on another device than the model.
+        UnsupportedModelError: the model was made inside `torch.inference_mode`.
     """
     if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
         raise InvalidValueError(f"epochs must be a whole number of at least 1, got {epochs!r}")
@@ -244,14 +249,13 @@ def finetune(
 
 
 def copy_state(model: nn.Module) -> dict[str, Any]:
-    """Return a copy of the state dict, for `load_state_dict`."""
     return {name: copy.deepcopy(value) for name, value in model.state_dict().items()}
 
 
 def _optimizer(
     given: MakeOptimizer | torch.optim.Optimizer | None, model: nn.Module, parameters: list[nn.Parameter], loss: Loss | None
 ) -> torch.optim.Optimizer:
-    """Return the optimizer, and refuse one that trains something else than the model and the loss."""
+    """Return the optimizer, and refuse one that trains anything but the model and the loss."""
     if given is None:
         return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, nesterov=True, weight_decay=5e-4)
     made = given if isinstance(given, torch.optim.Optimizer) or not callable(given) else given(parameters)
@@ -314,7 +318,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _load(path: Path, parts: Mapping[str, Any], batches: Any) -> tuple[list[EpochRecord], _Best]:
-    """Load a checkpoint. Where it fails, the caller puts the model back."""
+    """Load a checkpoint. If it fails, the caller puts the model back."""
     found = _read(path)
     if parts.keys() != found["state"].keys():
         raise InvalidValueError(

@@ -19,13 +19,13 @@ def meet_latency(
     """Cut to other shares of the FLOPs until the narrow model, measured, is within the limit and near it.
 
     Args:
-        limit_ms: What a pass may take.
-        dense_ms: What a pass of the dense model takes.
+        limit_ms: Largest time of a pass.
+        dense_ms: Time of a pass of the dense model.
         cut: Called with a share of the dense FLOPs; returns the cut, and a function that measures its milliseconds.
         requested: The limit as the user gave it, for messages.
 
     Returns:
-        What came nearest to the limit without exceeding it, and its milliseconds.
+        The cut that came nearest to the limit without exceeding it, and its milliseconds.
 
     Raises:
         BudgetError: no model was measured within the limit, or none can be made.

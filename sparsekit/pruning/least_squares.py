@@ -1,4 +1,4 @@
-"""Fit: least squares for one layer, which then computes from its kept inputs what it computed from all of them."""
+"""Fit: least squares for one layer, so that it computes from its kept inputs the same outputs as from all inputs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -54,34 +54,36 @@ class LossyLayer:
         return patches.movedim(-1, 1).flatten(1), place.cpu()
 
     def _weight(self) -> tuple[Tensor, Tensor]:
-        """Return the dense weight of the outputs that stay, float (outputs, features), and which features stay, int64
-        (kept,)."""
+        """Return the dense weight of the outputs that stay, float (outputs, features), and the features that stay, int64
+        (kept,).
+        """
         weight = wide(self.layer.weight.detach())
         weight = (weight if self.outputs is None else weight[self.outputs.to(weight.device)]).flatten(1)
         span = weight.shape[1] // self.layer.weight.shape[1]
         return weight, (self.kept[:, None] * span + torch.arange(span)).reshape(-1).to(weight.device)
 
     def kept_weight(self) -> Tensor:
-        """Return the dense weights of what stays, float (outputs, kept)."""
+        """Return the kept part of the dense weight, float (outputs, kept)."""
         weight, kept = self._weight()
         return weight[:, kept]
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return columns of the rows that stay, float (rows, kept), and what the others add to the outputs, (rows, outputs)."""
+        """Return columns of the rows that stay, float (rows, kept), and the contribution of the others to the outputs,
+        (rows, outputs).
+        """
         weight, kept = self._weight()
         gone = torch.ones(weight.shape[1], dtype=torch.bool, device=rows.device).index_fill_(0, kept, False)
         return rows[:, kept], rows[:, gone] @ weight[:, gone].t()
 
     @property
     def sums_bytes(self) -> int:
-        """Bytes of the sums over its inputs."""
         outputs = self.layer.weight.shape[0] if self.outputs is None else self.outputs.numel()
         kept = self.kept.numel() * self.layer.weight[0, 0].numel()
         return 2 * 4 * kept * (kept + outputs)
 
 
 def _choose(count: int, generator: torch.Generator) -> Tensor:
-    """Return int64: at most `_ROWS` of the numbers below `count`, all of them in order where there are no more."""
+    """Return at most `_ROWS` of the numbers below `count`, int64; all of them in order if there are no more."""
     return torch.arange(count) if count <= _ROWS else torch.randperm(count, generator=generator)[:_ROWS]
 
 
@@ -96,14 +98,13 @@ def _padding(layer: ConvNd) -> list[tuple[int, int]]:
 
 
 class _Sums:
-    """Running sums over rows of kept inputs x, float (rows, kept), and of what is lost with the others, r, (rows, outputs)."""
+    """Running sums over rows of kept inputs x, float (rows, kept), and of the lost contribution r, (rows, outputs)."""
 
     def __init__(self) -> None:
         self.count = 0
         self._sums: list[Tensor] = []
 
     def add(self, x: Tensor, r: Tensor) -> None:
-        """Add rows."""
         if not x.shape[0]:
             return
         parts = [x.sum(0), r.sum(0), x.t() @ x, r.t() @ x, r.square().sum()]
@@ -116,12 +117,7 @@ class _Sums:
 
 
 class Fit:
-    """The fit of one layer, from sums that its inputs add to.
-
-    Args:
-        reader: The dense layer.
-        generator: The source of the draw of rows.
-    """
+    """The fit of one layer, from sums over its inputs."""
 
     def __init__(self, reader: LossyLayer, generator: torch.Generator) -> None:
         self.reader, self.first = reader, 0
@@ -129,7 +125,7 @@ class Fit:
         self._generator = generator
 
     def note(self, _: nn.Module, args: tuple[Any, ...]) -> None:
-        """Add the inputs of a call: those of every eighth example, counted from `first`, to `unseen`."""
+        """Add the inputs of a call; every eighth example, counted from `first`, goes to `unseen`."""
         if args and isinstance(args[0], Tensor):
             rows, places = self.reader.rows(args[0], self._generator)
             away = ((self.first + places) % _HELD == 1).to(rows.device)
@@ -137,12 +133,9 @@ class Fit:
             self.unseen.add(*self.reader.split(rows[away]))
 
     def add(self, x: Tensor, lost: Tensor, first: int) -> None:
-        """Add inputs of the narrow linear layer, float (…, kept), and what its outputs lack, float (…, outputs).
+        """Add inputs of the narrow linear layer, float (…, kept), and the missing part of its outputs, float (…, outputs).
 
-        Args:
-            x: The first axis counts examples where there are several.
-            lost: Likewise.
-            first: Number of the first example.
+        If there are several axes, the first one counts examples, from `first`.
         """
         examples = x.shape[0] if x.dim() > 1 else 1
         x, lost = wide(x).reshape(-1, x.shape[-1]), wide(lost).reshape(-1, lost.shape[-1])
@@ -152,7 +145,9 @@ class Fit:
         self.unseen.add(x[chosen[away]], lost[chosen[away]])
 
     def solve(self, layer: nn.Module, ridge: float) -> float:
-        """Write new weights into the small layer if they are better on unseen rows; the share of the error that is left."""
+        """Write new weights into the small layer if they are better on unseen rows; returns the share of the error that is
+        left.
+        """
         weight = layer.get_parameter("weight")
         bias = layer.bias if isinstance(layer.bias, nn.Parameter) else None
         x0, r0, inner, cross = (self.seen.moment(place) for place in range(4))
@@ -185,5 +180,5 @@ class Fit:
 
 
 def _about(products: Tensor, a: Tensor, b: Tensor, a0: Tensor, b0: Tensor) -> Tensor:
-    """Turn the mean of a·bᵀ, in place, into that of (a − a0)·(b − b0)ᵀ: the bias takes up the means of the fit."""
+    """Turn the mean of a·bᵀ, in place, into the mean of (a − a0)·(b − b0)ᵀ: the bias takes up the means of the fit."""
     return products.sub_(torch.outer(a, b0)).sub_(torch.outer(a0, b)).add_(torch.outer(a0, b0))

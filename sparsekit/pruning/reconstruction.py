@@ -44,39 +44,48 @@ def reconstruct(
 ) -> dict[str, float]:
     """Refit the layers of a compacted model that read dropped units, by least squares against the dense model.
 
-    With W the dense weights, X the dense inputs, K what stays and D what goes, centred where there is a bias:
-    W_K ← W_K + W_D X_D X_Kᵀ (X_K X_Kᵀ + λI)⁻¹, λ = ridge · mean of the diagonal. The layer then computes from its kept inputs
-    what it computed from all of them, as far as the kept ones predict the dropped ones. Each layer is fitted on random rows of
-    its inputs. Every eighth example is held out to choose λ, and a layer that does not improve there keeps its weights. The
-    linear layers in a chain of equal blocks, such as the layers of a transformer, are fitted one after the other. Their inputs
-    are those of the cut model, so that they correct earlier errors, too. Recalibrate batch norms afterwards.
+    With W the dense weights, X the dense inputs, K the kept and D the dropped inputs, centred if there is a bias:
+    W_K ← W_K + W_D X_D X_Kᵀ (X_K X_Kᵀ + λI)⁻¹, λ = ridge · mean of the diagonal. From its kept inputs, the layer then computes
+    its
+    dense outputs, as far as the kept inputs predict the dropped ones. Each layer is fitted on random rows of its inputs. Every
+    eighth example is held out to choose λ, and a layer that does not improve there keeps its weights. The linear layers in a
+    chain
+    of equal blocks, such as the layers of a transformer, are fitted one after the other. Their inputs are those of the cut
+    model,
+    so that they correct earlier errors, too. Recalibrate batch norms afterwards.
 
     Args:
         model: The dense model; not changed.
         small: `compact(model, graph, mask)`; its weights and biases are changed in place. If a second model does not fit into
             memory, pass `model` itself: it is then cut and refitted one block after the other.
         graph: The units.
-        mask: What is kept.
+        mask: The units that are kept.
         batches: Training data on the device of the model; a target is not used. Some hundred examples are enough.
-        ridge: Pulls towards the weights as they were, at least 0; larger with little data.
-        memory_bytes: Bytes that sums over inputs may take at once, next to the two models and the activations of one batch. If
-            they need more, layers are fitted in several passes over the batches. A layer that needs more by itself keeps its
-            weights. Hidden states of a chain take six times their size; with less memory its layers are fitted as the others.
-        sequential: Whether layers in a chain of blocks are fitted in sequence. False fits every layer by itself, in two thirds
-            of the time.
+        ridge: Pulls towards the present weights, at least 0; larger with little data.
+        memory_bytes: Bytes that sums over inputs may take at once, next to the two models and the activations of one batch.
+            If they
+            need more, layers are fitted in several passes over the batches. A layer that needs more by itself keeps its
+                weights.
+            Hidden states of a chain take six times their size; with less memory, its layers are fitted as the others.
+        sequential: Whether layers in a chain of blocks are fitted in sequence. False fits every layer by itself, in two
+            thirds of
+            the time.
         progress: Whether to draw a progress bar on stderr; None draws if that is a terminal.
 
     Returns:
-        Name of each layer → share of the error in its outputs that is left, in [0, 1]. It is the mean square after the fit
-        divided by that before, on the examples that were held out. In a chain, it is the error of the stream to which a layer
-        adds. It is 1 where a layer keeps its weights. Transposed, grouped and three-dimensional convolutions, parametrized and
-        shared weights, and units that a graph with prune_hidden_size=True averages over, are not fitted.
+        Name of each layer → share of the error in its outputs that is left, in [0, 1]: the mean square after the fit divided by
+        the one before, on the examples that were held out. In a chain, it is the error of the stream to which a layer adds.
+            It is
+        1 if a layer keeps its weights. Transposed, grouped and three-dimensional convolutions, parametrized and shared weights,
+        and units that a graph with prune_hidden_size=True averages over, are not fitted.
 
     Raises:
         InvalidValueError: a negative ridge; or a model to be cut in place whose units are not all inside a chain of blocks.
         ForeignMaskError: the mask or the model does not belong to the graph.
-        DataError: an empty loader, or a batch on another device than the model. Whatever is raised, `small` is then as it was;
-            a temporary file keeps the weights that were changed.
+        UnsupportedModelError: a model was made inside `torch.inference_mode`.
+        DataError: an empty loader, or a batch on another device than the model. After any error, `small` is unchanged; a
+            temporary
+            file keeps the changed weights meanwhile.
 
     Source: the fixed-mask form of optimal brain surgery, as in ZipLM (Kurtic et al., NeurIPS 2023) and He et al., Channel
         Pruning for Accelerating Very Deep Neural Networks, ICCV 2017.
@@ -105,7 +114,7 @@ def refit(
     progress: bool | None = None,
     undo: Undo | None = None,
 ) -> dict[str, float]:
-    """Do what `reconstruct` does, for a `small` that nobody needs if it fails."""
+    """Do the work of `reconstruct`, for a `small` that nobody needs if it fails."""
     if not ridge >= 0:
         raise InvalidValueError(f"ridge must be at least 0, got {ridge}")
     refuse_inference(small)
@@ -156,7 +165,7 @@ def refit(
 
 
 def _check_inside(graph: UnitGraph, mask: UnitMask, chain: Sequence[str]) -> None:
-    """Raise InvalidValueError unless what a mask cuts is inside of the blocks of a chain."""
+    """Raise InvalidValueError unless a mask cuts only inside the blocks of a chain."""
     cut = (key for key, axes in graph.kept_indices(mask).items() if cut_axes(graph.shapes[key], axes))
     outside = [key for key in cut if not key.startswith(tuple(f"{name}." for name in chain))]
     if outside:
@@ -167,14 +176,12 @@ def _check_inside(graph: UnitGraph, mask: UnitMask, chain: Sequence[str]) -> Non
 
 
 def refits_in_sequence(model: nn.Module, graph: UnitGraph, mask: UnitMask) -> bool:
-    """Tell whether `reconstruct` refits some layers in sequence: whether layers in a chain of blocks read dropped units."""
+    """Tell whether layers in a chain of blocks read dropped units."""
     return bool(find_chain(model, _lossy_layers(model, graph, mask)))
 
 
 def _parts(readers: Sequence[LossyLayer], memory_bytes: int, left: dict[str, float]) -> list[list[LossyLayer]]:
-    """Return readers whose sums fit into memory together; one that does not fit by itself is noted in `left` and keeps its
-    weights.
-    """
+    """Return readers whose sums fit into memory together. A reader that does not fit alone keeps its weights: `left` is 1."""
     parts: list[list[LossyLayer]] = [[]]
     held = 0
     for reader in readers:
@@ -221,23 +228,26 @@ def recalibrate_batchnorm(
     """Estimate the running statistics of all batch norms on some batches, in place.
 
     After a cut, later layers get other inputs than those that their statistics describe, and accuracy falls to chance.
-    Everything else runs in eval mode; no weight changes.
+    Everything
+    else runs in eval mode; no weight changes.
 
     Args:
-        model: Changed in place: running means and variances become plain averages over the batches. A batch norm that gets
-            one value of a channel in every batch, such as behind a linear layer in batches of one example, takes those of all
-            batches together. One that gets no values keeps its statistics.
+        model: Changed in place: running means and variances become plain averages over the batches. A batch norm that gets one
+            value of a channel in every batch, such as behind a linear layer in batches of one example, takes the
+                statistics of all
+            batches together. A batch norm that gets no values keeps its statistics.
         batches: Training data, as for data-driven criteria; a target is not used. Some dozen batches are enough.
-        prior: State-dict key → what is added to a running mean, and multiplied with a running variance, as
-            `statistics_prior` measures it on the dense model; None changes nothing.
+        prior: State-dict key → summand of a running mean, factor of a running variance, as `statistics_prior` measures them
+            on the
+            dense model; None changes nothing.
         progress: Whether to draw a progress bar on stderr; None draws if that is a terminal.
 
     Returns:
         The number of batch norms; with 0 no batch is read.
 
     Raises:
-        DataError: an empty loader, or a batch on another device than the model. Whatever is raised, the statistics are then as
-            they were.
+        DataError: an empty loader, or a batch on another device than the model. After any error, the statistics are unchanged.
+        UnsupportedModelError: the model was made inside `torch.inference_mode`.
     """
     norms = _batch_norms(model)
     if not norms:
@@ -284,7 +294,7 @@ def recalibrate_batchnorm(
 
 
 def _batch_norms(model: nn.Module) -> dict[str, NormBase]:
-    """Return prefix of the state-dict keys → batch norm that has running statistics."""
+    """Return prefix of the state-dict keys → batch norm with running statistics."""
     return {
         f"{name}." if name else "": module
         for name, module in model.named_modules()
@@ -293,17 +303,18 @@ def _batch_norms(model: nn.Module) -> dict[str, NormBase]:
 
 
 def statistics_prior(model: nn.Module, batches: Iterable[Batch], *, share: float = 0.5) -> dict[str, Tensor]:
-    """Return what the running statistics of a dense model know beyond some batches, for `recalibrate_batchnorm` of a cut one.
+    """Return the difference between the running statistics of a dense model and its statistics on some batches.
 
-    A few batches estimate statistics with noise, and they may differ from the data of the training. On EfficientNet-Lite0
-    and enlarged images of 64 pixels, statistics of the batches alone take 12 of 42 points from the dense model itself. The cut
-    model therefore gets its statistics on the batches plus a share of the dense model's difference between its trained
-    statistics and those on the batches.
+    A few batches estimate statistics with noise, and they may differ from the data of the training. On EfficientNet-Lite0 and
+    enlarged images of 64 pixels, statistics of the batches alone take 12 of 42 points from the dense model itself. The cut
+    model
+    therefore gets its statistics on the batches plus a share of the dense model's difference between its trained statistics and
+    those on the batches.
 
     Args:
-        model: The dense model; its statistics are as before afterwards.
+        model: The dense model; its statistics are put back afterwards.
         batches: As for `recalibrate_batchnorm`.
-        share: Of the way, in [0, 1]; 0 trusts the batches alone.
+        share: Share of the difference, in [0, 1]; 0 trusts the batches alone.
 
     Returns:
         State-dict key → float (channels,): summand of a running mean, factor of a running variance.

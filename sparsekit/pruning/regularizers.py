@@ -36,7 +36,7 @@ class GroupSL:
         """Add the gradient of the penalty to `.grad` of every parameter that has one. Call it before the optimizer's step.
 
         Args:
-            model: The dense model that the graph was traced from.
+            model: The dense model from which the graph was traced.
 
         Raises:
             ForeignMaskError: it is another model.

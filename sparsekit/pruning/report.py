@@ -1,4 +1,4 @@
-"""PruneReport: what was requested, what was achieved, and where it was cut, as plain data."""
+"""PruneReport: the requested and the achieved costs, and the groups before and after, as plain data."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ class GroupReport:
 
     Args:
         name: Name of the group.
-        kind: What a unit is.
+        kind: Kind of unit.
         before: Units of the dense model.
         after: Units kept.
         modules: Names of the modules that make the units.
-        flops_before: FLOPs of one example that are spent on weights which the group touches; those between two groups count
-            for both.
+        flops_before: FLOPs of one example for weights that the group touches; those between two groups count for both.
         flops_after: The same after the cut.
         params_before: Parameters that the group touches.
         params_after: The same after the cut.
@@ -48,9 +47,9 @@ class CandidateReport:
     """A cut that was tried.
 
     Args:
-        criterion: Label of the criterion, its key in `Pruned.scores`: its name, numbered where several have it.
+        criterion: Label of the criterion, its key in `Pruned.scores`: its name, numbered if several have it.
         allocation: Name of the allocation, likewise.
-        loss: On examples that neither scored nor reconstructed it; None where it could not be made, or was not judged.
+        loss: On examples that neither scored nor reconstructed it; None if it could not be made, or was not judged.
         chosen: Whether it is the result.
         note: Why it could not be made or judged; a line of `PruneReport.notes`, too.
     """
@@ -64,27 +63,28 @@ class CandidateReport:
 
 @dataclass(frozen=True, kw_only=True)
 class PruneReport:
-    """What was requested, what was achieved, and where it was cut.
+    """The requested and the achieved costs, and the groups before and after.
 
     Args:
         model: Name of the model's class.
         criterion: Name of the criterion.
         allocation: Name of the allocation.
-        requested: Metric → what the budget said.
+        requested: Metric → limit as it was given.
         limits: Metric → the same in absolute numbers.
         before: Metric → cost of the dense model.
         after: Metric → cost of the pruned model.
-        minimum: Metric → cost where every group keeps as few units as limits and multiples allow.
+        minimum: Metric → cost if every group keeps as few units as limits and multiples allow.
         groups: Before and after.
         unprunable: Units that cannot be pruned: module, number and reason.
         steps: Metric → cost after each step of the schedule.
-        measured: Identifier → what else was measured. `reconstruction_error` is the mean share of the error in the outputs of
-            refitted layers that is left. A metric named `accuracy` gives `accuracy_dense`, `accuracy_pruned` and
-            `accuracy_finetuned`; a schedule of several steps gives `accuracy_pruned_step1`, and so on.
-        candidates: Cuts that were tried, with the loss by which one was chosen; empty where there was no choice.
+        measured: Identifier → other measurements. `reconstruction_error` is the mean share of the error in the outputs of
+            refitted
+            layers that is left. A metric named `accuracy` gives `accuracy_dense`, `accuracy_pruned` and `accuracy_finetuned`; a
+            schedule of several steps gives `accuracy_pruned_step1`, and so on.
+        candidates: Cuts that were tried, with the loss that decided; empty if there was no choice.
         notes: Sentences for the reader.
-        times: Milliseconds before and after, where they were measured: `measure_times`.
-        slowest: Name of a module with weights → milliseconds of a pass of the pruned model, for the five that take most.
+        times: Milliseconds before and after, if they were measured: `measure_times`.
+        slowest: Name of a module with weights → milliseconds of a pass of the pruned model, for the five slowest.
     """
 
     model: str
@@ -110,7 +110,7 @@ class PruneReport:
         return found
 
     def tables(self) -> dict[str, Table]:
-        """Return title → heads and rows of texts: "Costs", "Groups", and where there are any the others."""
+        """Return title → heads and rows of texts: "Costs", "Groups", and the others if they have rows."""
         costs = []
         for name, before in self.before.items():
             limit, requested = self.limits.get(name), self.requested.get(name)
@@ -193,7 +193,6 @@ class PruneReport:
 
 
 def describe(costs: CostModel, counts: Mapping[str, int]) -> tuple[GroupReport, ...]:
-    """Return the groups before and after."""
     graph = costs.graph
     before = costs.entry_costs({name: group.size for name, group in graph.groups.items()})
     after, made = costs.entry_costs(counts), makers(graph)

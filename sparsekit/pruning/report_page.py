@@ -26,13 +26,13 @@ _SECTIONS = (
 
 
 def prune_page(report: PruneReport, *, file: str, sizes: Mapping[str, int], factory: str = "", command: str = "") -> str:
-    """Return a page that says what was pruned, what it costs and reaches now, and how to load it.
+    """Return a page about a cut: costs, measurements, groups, and how to load the model.
 
     Args:
         report: The report of the cut.
         file: Name of the file of the pruned model.
         sizes: Name of a written file → its bytes.
-        factory: What makes the dense model, as Python; empty for the name of its class.
+        factory: The maker of the dense model, as Python; empty for the name of its class.
         command: The command line that pruned the model; empty for none.
     """
     tables = report.tables()
@@ -63,7 +63,6 @@ def prune_page(report: PruneReport, *, file: str, sizes: Mapping[str, int], fact
 
 
 def _summary(report: PruneReport) -> str:
-    """Say in a sentence what a reader wants to know first."""
     told = [
         f"{report.after[name] / before:.1%} of the {name}"
         for name, before in report.before.items()

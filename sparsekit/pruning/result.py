@@ -80,13 +80,14 @@ class Pruned(PrunePlan):
     inputs: ModelInputs | None = None
 
     def measure_times(self, dense: nn.Module, example_inputs: Any, *, runtimes: Sequence[str] = ("eager",)) -> Pruned:
-        """Time the dense and the smaller model in turns, in a few seconds: milliseconds, and the layers that take most.
+        """Time the dense and the smaller model in turns, in a few seconds: milliseconds, and the slowest layers.
 
         Args:
-            dense: What was pruned.
+            dense: The dense model.
             example_inputs: Inputs of one call, as `prune` takes them; their number of examples is timed, and one example.
-            runtimes: What is timed besides eager passes, on all inputs and threads: "compile" (torch.compile), "export" (a
-                program of torch.export), "onnx" (ONNX Runtime). One that cannot run the models leaves a note.
+            runtimes: Runtimes to time besides eager passes, on all inputs and threads: "compile" (torch.compile), "export"
+                (a program
+                of torch.export), "onnx" (ONNX Runtime). A runtime that cannot run the models leaves a note.
 
         Returns:
             The same with `times` and `slowest` in its report.

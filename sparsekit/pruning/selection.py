@@ -1,4 +1,4 @@
-"""Which groups a user means: by the name of a layer, a regular expression, a type of module, or the module itself."""
+"""The groups that a user selects: by the name of a layer, a regular expression, a type of module, or the module itself."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -18,12 +18,11 @@ _KINDS = get_args(Kind)
 
 
 def _is_inside(name: str, roots: Iterable[str]) -> bool:
-    """Tell whether a module is one of the roots or inside of one; everything is inside of the model itself, ''."""
     return any(root in ("", name) or name.startswith(f"{root}.") for root in roots)
 
 
 def makers(graph: UnitGraph) -> dict[str, tuple[str, ...]]:
-    """Group name → names of the modules that make its units, in the order of the slices."""
+    """Return group name → names of the modules that make its units, in the order of the slices."""
     return {
         name: tuple(dict.fromkeys(piece.name.rpartition(".")[0] for piece in group.slices if piece.side == "out"))
         for name, group in graph.groups.items()
@@ -31,19 +30,18 @@ def makers(graph: UnitGraph) -> dict[str, tuple[str, ...]]:
 
 
 def select_groups(model: nn.Module, graph: UnitGraph, selector: Selector) -> tuple[str, ...]:
-    """Return the groups whose units are made by what is selected.
+    """Return the names of the groups whose units the selected modules make, in the order of the graph.
 
-    A name stands for a group or for a module with all that is inside it. Where no module has such a name, "channel", "feature",
-    "cell" and "head" stand for all units of the kind. Any other text is a regular expression that must match the whole name of
-    a group or of a module that makes its units.
-
-    Returns:
-        Names of groups, in the order of the graph. Empty if what is selected cannot be pruned, such as an output layer.
+    A name stands for a group or for a module with everything inside it. If no module has such a name, "channel", "feature",
+    "cell"
+    and "head" stand for all units of the kind. Any other text is a regular expression that must match the whole name of a group
+    or
+    of a module that makes its units. The result is empty if the selected units cannot be pruned, such as those of an output
+    layer.
 
     Raises:
-        UnknownNameError: nothing is selected: no group and no module of that name, no match, no such type, or a module of
-            another model. The message lists the nearest names.
-        InvalidValueError: the text is not a regular expression, the selector is none of these, or what is selected has no
+        UnknownNameError: nothing is selected. The message lists the nearest names.
+        InvalidValueError: the text is not a regular expression, the selector is of another kind, or the selected layers have no
             weights.
     """
     modules, made = dict(model.named_modules()), makers(graph)
@@ -58,7 +56,6 @@ def select_groups(model: nn.Module, graph: UnitGraph, selector: Selector) -> tup
 
 
 def _select(modules: Mapping[str, nn.Module], selector: Selector, groups: Collection[str], model: str) -> set[str]:
-    """Return the names of modules and groups that are selected."""
     if isinstance(selector, str):
         if selector not in groups and selector not in modules:
             return _matching(selector, {*modules, *groups} - {""})
@@ -99,11 +96,11 @@ def _matching(pattern: str, names: set[str]) -> set[str]:
 def read_limits(
     model: nn.Module, graph: UnitGraph, exclude: Iterable[Selector], limits: Mapping[Selector, tuple[float, float]]
 ) -> Limits:
-    """Limits by group from selections: all hold that select a group, and `exclude` goes over them, with the groups tied to it.
+    """Return limits by group. All limits of a group hold; `exclude` overrides them, also for groups tied to an excluded one.
 
     Raises:
-        UnknownNameError: a selection means nothing.
-        InvalidValueError: a share that is not allowed, a limit on units that are fixed, or limits that contradict each other.
+        UnknownNameError: nothing is selected.
+        InvalidValueError: a share that is not allowed, a limit on unprunable units, or limits that contradict each other.
     """
     if isinstance(exclude, str | type | nn.Module):
         raise InvalidValueError(f"exclude must be a list of selections, got {exclude!r}; pass [{exclude!r}]")

@@ -1,4 +1,4 @@
-"""fit_in_sequence(): the blocks of a network refitted one after the other, each on the inputs that the cut blocks give it."""
+"""fit_in_sequence(): the blocks of a network refitted one after the other, each on the outputs of the cut blocks before it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _Others: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, eq=False)
 class _Calls:
-    """What the blocks of a model are called on.
+    """The calls of the blocks of a model.
 
     Args:
         hidden: Batch → the hidden state that enters the first block.
@@ -59,26 +59,15 @@ def fit_in_sequence(
     """Refit the linear layers of a chain of equal blocks, such as the layers of a transformer, in the order of computation.
 
     A layer that is fitted by itself ignores that its inputs are off in the cut model, and so is the stream that its output is
-    added to. Here each layer is fitted on the inputs that it gets in the cut model. Where a block adds its output to a stream,
-    the target is the stream of the dense model after that sum. So the layer corrects earlier errors, too, as far as its inputs
-    predict them.
-
-    Args:
-        model: The dense model.
-        small: The cut model; weights are changed in place. If it is the dense one, its blocks get the weights of narrow ones.
-        chain: Names of the blocks, from `find_chain`.
-        readers: Layers that lose inputs.
-        batches: They are run block by block.
-        fit: Makes the fit of a layer.
-        narrow: Returns the narrow block of a name.
-        ridge: As for `reconstruct`.
-        memory_bytes: What hidden states of all batches may take.
-        progress: Whether to draw a progress bar on stderr.
-        undo: Notes what is changed, before it is.
+    added
+    to. Here, each layer is fitted on the inputs that it gets in the cut model. If a block adds its output to a stream, the
+    target is
+    the stream of the dense model after that sum. So the layer corrects earlier errors, too, as far as its inputs predict them.
 
     Returns:
         Name of each layer that was fitted → share of its error that is left. It is empty if the blocks do not follow one
-        another, or if their hidden states need more memory.
+            another,
+        or if their hidden states need more memory.
     """
     left: dict[str, float] = {}
     blocks = [model.get_submodule(name) for name in chain]
@@ -123,7 +112,7 @@ def fit_in_sequence(
 
 
 def find_chain(model: nn.Module, readers: Sequence[LossyLayer]) -> list[str]:
-    """Names of blocks of one class in a list or sequence, of those with linear readers inside the one with most."""
+    """Return the names of the blocks of one class in the list or sequence that holds the most linear readers."""
     best: list[str] = []
     most = 0
     for name, module in model.named_modules():
@@ -140,7 +129,7 @@ def find_chain(model: nn.Module, readers: Sequence[LossyLayer]) -> list[str]:
 def _note_calls(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence[Batch], memory_bytes: int) -> _Calls | None:
     """Note the arguments of the blocks.
 
-    None unless each is called once, on the hidden state that the one before returns, and the states fit into memory.
+    None unless each is called once, on the hidden state that the previous one returns, and the states fit into memory.
     """
     calls = _Calls([], [], [])
     for batch in batches:
@@ -214,7 +203,7 @@ def _run(
 
 
 def _value(layer: str, stream: str | None, out: Tensor, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> Tensor:
-    """Return what is to be as in the dense model: the stream after the sum, or the output of the layer itself."""
+    """Return the fitted value: the stream after the sum, or the output of the layer itself."""
     return outputs[layer] if stream is None else inputs[stream] if stream else out
 
 
@@ -225,8 +214,8 @@ def _noise(out: Tensor) -> Tensor:
 def _streams(block: nn.Module, layers: Collection[str], state: Tensor, others: _Others) -> dict[str, str | None]:
     """Return layer, in the order of calls → the module whose input is a stream to which the layer's output was added.
 
-    The name is "" where that stream is the block's output; it is None where there is no such stream. A stream is known by
-    noise on the layer's output: it changes by just that noise.
+    The name is "" if that stream is the block's output, and None if there is no such stream. A stream is known by noise on the
+    layer's output: it changes by just that noise.
     """
     names = [name for name, _ in block.named_modules() if name]
     out, inputs, outputs = _run(block, state, others, names)

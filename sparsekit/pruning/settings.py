@@ -59,7 +59,7 @@ CANDIDATES = (
 
 
 class Candidate(NamedTuple):
-    """A way to cut: which units are important, and how many stay where. Labels are unique in a call of `prune`."""
+    """A criterion and an allocation. Labels are unique in a call of `prune`."""
 
     criterion: Criterion
     allocation: Allocation
@@ -69,25 +69,13 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Settings:
-    """What all cuts of one call of `prune` have in common.
+    """The checked arguments of one call of `prune`, in common for all its cuts.
 
     Args:
-        dense: The model.
-        call: Its example inputs.
-        graph: Its units.
-        costs: What numbers of units cost.
-        dense_costs: Metric → cost of the dense model, with its milliseconds where the budget limits them.
+        dense_costs: Metric → cost of the dense model, with its milliseconds if the budget limits them.
         limits: Group name → (least, largest) share of its units that stays.
         budget: As requested; None without one.
-        schedule: The steps in which it is reached.
-        multiple_of: As for `allocate`.
-        candidates: Ways to cut, of which the best is taken.
-        calibration: Batches; None without data.
-        reconstruct: What is corrected after a cut.
-        rules: Rules for layer types of a user.
-        generator: For criteria that draw.
-        progress: Whether to draw progress bars.
-        dense_pass: A pass of the dense model in the runtime of the budget, where it limits milliseconds.
+        dense_pass: A pass of the dense model in the runtime of the budget, if it limits milliseconds.
         notes: For the report.
     """
 
@@ -110,11 +98,10 @@ class Settings:
     notes: Sequence[str]
 
     def target(self, step: int) -> Budget | None:
-        """Return the budget of a step; None without one."""
         return None if self.budget is None else self.budget.part(self.schedule.progress(step), self.dense_costs)
 
     def limits_of(self, rest: UnitGraph) -> Limits:
-        """Return limits as shares of what is left: (0.25, 0.75) of 8 units are (0.5, 1.0) of the 4 that are left."""
+        """Return limits as shares of the units that are left: (0.25, 0.75) of 8 units are (0.5, 1.0) of 4."""
         found = {}
         for name, (least, largest) in self.limits.items():
             times = self.graph.groups[name].size / rest.groups[name].size
@@ -197,7 +184,7 @@ def read_settings(
 def _candidates(
     criterion: Criteria | None, allocation: Allocations | None, calibration: Calibration | None, *, progress: bool | None
 ) -> list[Candidate]:
-    """Return the cuts to try: what was named, each criterion with each allocation, or the default ones."""
+    """Return the cuts to try: each named criterion with each named allocation, or the default ones."""
 
     def listed(value: Any) -> list[Any]:
         return list(value) if isinstance(value, list | tuple) else [value]
@@ -253,7 +240,7 @@ def _allocation(allocation: Allocation | str, criterion: Criterion) -> Allocatio
 
 
 def _notes_without_data(model: nn.Module, criterion: Criterion) -> list[str]:
-    """Say what pruning without batches leaves undone, and warn where that costs a trained network its accuracy."""
+    """Return the consequences of pruning without batches, and warn if they cost a trained network its accuracy."""
     notes = []
     norms = sum(
         isinstance(module, NormBase) and not isinstance(module, InstanceNorm) and module.running_mean is not None

@@ -14,16 +14,13 @@ class UncalibratedWarning(UserWarning):
 
 
 def signs_of_training(model: nn.Module) -> str | None:
-    """Return what shows that a network was trained; None if nothing does.
+    """Return evidence that a network was trained; None if there is none.
 
-    The first sign is a batch norm that has seen batches. The second is that in half of the larger matrices or more, the norms
-    of rows differ three times as much as those of independent numbers do.
+    The first sign is a batch norm that has seen batches. The second sign: in at least half of the larger matrices, the norms of
+    rows differ three times as much as for independent numbers.
 
     Args:
         model: Not changed.
-
-    Returns:
-        The reason, for messages.
     """
     for name, module in model.named_modules():
         if isinstance(module, NormBase) and not isinstance(module, InstanceNorm):

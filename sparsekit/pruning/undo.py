@@ -1,4 +1,4 @@
-"""Undo: what tensors held before they were changed, kept in a temporary file, since memory may hold one model only."""
+"""Undo: earlier values of changed tensors, kept in a temporary file, since memory may hold one model only."""
 
 import tempfile
 from collections.abc import Iterable
@@ -26,7 +26,6 @@ class Undo:
             self._file.write(bytes(entry.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
 
     def restore(self) -> None:
-        """Put all entries back, with their shapes."""
         for entry, shape, device, place in reversed(self._kept):
             self._file.seek(place)
             raw = bytearray(self._file.read(shape.numel() * entry.element_size()))
@@ -34,5 +33,4 @@ class Undo:
             reshape_leaf(entry, values.reshape(shape).to(device))
 
     def close(self) -> None:
-        """Delete the file."""
         self._file.close()
