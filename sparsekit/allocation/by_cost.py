@@ -1,4 +1,4 @@
-"""by_cost() and its kin: the least important units go first, for what they cost or wherever they are."""
+"""by_cost() and its kin: the least important units go first, by their cost or anywhere."""
 
 import math
 from functools import partial
@@ -12,18 +12,18 @@ from sparsekit.errors import InvalidValueError
 
 
 def by_cost(problem: Problem, *, scale: Scale = "relative", width_penalty: float = 1.0) -> Counts:
-    """Remove the unit of lowest importance for what it saves of the budget, again and again, until the budget is met.
+    """Remove the unit with the lowest importance per saved cost, again and again, until the budget is met.
 
-    What a unit saves is exact and taken at the present widths: the fewer channels a layer has, the less one more input
-    channel of it costs. In the end, whatever still fits is put back. With several limits, what a unit saves is the sum over
-    those that are still exceeded, each as a share of its limit.
+    The saving of a unit is exact and taken at the present widths: the fewer channels a layer has, the less one more input
+    channel costs. In the end, units that still fit are put back. With several limits, the saving is the sum over the limits
+    that are still exceeded, each as a share of its limit.
 
     Args:
         problem: Groups, scores, costs and budget.
-        scale: How scores of different groups are made comparable, as in `ranked_saliency`; "none" where they are already.
-        width_penalty: Power of (size of the group / units that stay) by which the importance of a unit rises where few stay.
-            With 0, a group may keep three units of 32, since each alone mattered little while the others were there. Use 2 if
-            the network trains further.
+        scale: How scores of different groups are made comparable, as in `ranked_saliency`; "none" if they are already.
+        width_penalty: Power of (size of the group / units that stay) by which the importance of a unit rises if few stay. With
+            0, a group may keep three units of 32, since each alone mattered little while the others were there. Use 2 if the
+            network trains further.
 
     Raises:
         InvalidValueError: no budget, or a scale or width_penalty that is not allowed.
@@ -39,9 +39,9 @@ def by_cost(problem: Problem, *, scale: Scale = "relative", width_penalty: float
 
 
 def by_loss(problem: Problem) -> Counts:
-    """Remove units as `by_cost` does, for scores that estimate the loss without a unit, which compare as they are.
+    """Remove units as `by_cost` does, for scores that estimate the loss without a unit, which need no scaling.
 
-    Whole layers may lose most of their units where the loss hardly depends on them. Use it with `PositionFisher`.
+    Whole layers may lose most of their units if the loss hardly depends on them. Use it with `PositionFisher`.
 
     Raises:
         InvalidValueError: no budget.
@@ -50,11 +50,11 @@ def by_loss(problem: Problem) -> Counts:
 
 
 def global_ranking(problem: Problem, *, scale: Scale = "relative") -> Counts:
-    """Remove the units of lowest importance, wherever they are, until the budget is met; then put back what still fits.
+    """Remove the units of lowest importance anywhere, until the budget is met; then put back those that still fit.
 
     Args:
         problem: Groups, scores, costs and budget.
-        scale: How scores of different groups are made comparable, as in `ranked_saliency`; "none" where they are already.
+        scale: How scores of different groups are made comparable, as in `ranked_saliency`; "none" if they are already.
 
     Raises:
         InvalidValueError: no budget, or a scale that is not allowed.

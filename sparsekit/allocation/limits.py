@@ -1,4 +1,4 @@
-"""The numbers of units that a group may keep: limits, and multiples of what a kernel likes."""
+"""The numbers of units that a group may keep: limits, and multiples for fast kernels."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -21,13 +21,13 @@ Free: TypeAlias = Mapping[tuple[str, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class PreferredMultiple:
-    """A multiple for widths that kernels run fast, where it costs nothing else.
+    """A multiple for widths that kernels run fast, as long as it costs nothing else.
 
     Kernels compute 8 or 16 channels at a time. ONNX Runtime has blocked kernels for multiples of 4 only, and may run other
-    widths more slowly than the dense model. Groups narrower than `8 * step` take half the step. Groups narrower than
-    `2 * step`, and groups whose limits hold no multiple, take any number. Within a budget, `allocate` tries 8, then 4, then any
-    number. It stops when at most 2 % of the budget is unused, and groups at their minimum contain at most a third of what
-    could be removed.
+    widths more slowly than the dense model. Groups narrower than `8 * step` take half the step. Groups narrower than `2 *
+    step`, and groups whose limits hold no multiple, take any number. Within a budget, `allocate` tries 8, then 4, then any
+    number. It stops when at most 2 % of the budget is unused, and groups at their minimum contain at most a third of the
+    removable cost.
 
     Args:
         step: Width of the layers, a power of two.
@@ -37,7 +37,6 @@ class PreferredMultiple:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """This step and its half, while above 2."""
         return tuple(step for step in (self.step, self.step // 2) if step > 2)
 
 
@@ -66,7 +65,7 @@ def _is_share(value: object) -> bool:
 
 
 def check_multiples(multiple_of: Multiples) -> None:
-    """Raise InvalidValueError unless every number is a positive integer, and that of a preference a power of two."""
+    """Raise InvalidValueError unless every number is a positive integer, and the step of a preference a power of two."""
     if isinstance(multiple_of, PreferredMultiple):
         multiple_of = multiple_of.step
         if isinstance(multiple_of, int) and multiple_of & (multiple_of - 1):
@@ -77,10 +76,10 @@ def check_multiples(multiple_of: Multiples) -> None:
 
 
 def step_of(group: UnitGroup, multiple_of: Multiples) -> int:
-    """Return the number that the count of a group must be a multiple of.
+    """Return the number of which the count of a group must be a multiple.
 
     A single number means the width of the layers: 8 lets a group of heads of 4 features each keep 2, 4, 6, … heads. A mapping
-    counts units; the name of a group goes before its kind.
+    counts units; the name of a group overrides its kind.
     """
     if isinstance(multiple_of, Mapping):
         return multiple_of.get(group.name, multiple_of.get(group.kind, 1))
@@ -96,20 +95,13 @@ def step_of(group: UnitGroup, multiple_of: Multiples) -> int:
 
 
 def _span(group: UnitGroup) -> int:
-    """Return the features of a layer that one unit stands for: those of a head, else 1."""
+    """Return the features of a layer for one unit: those of a head, else 1."""
     return min((piece.span for piece in group.slices if piece.side == "out"), default=1) if group.kind == "head" else 1
 
 
 def free_counts(graph: UnitGraph, limits: Limits, multiple_of: Multiples) -> dict[tuple[str, ...], tuple[int, ...]]:
-    """Return the numbers of units that each set of tied groups may keep.
-
-    Args:
-        graph: The groups.
-        limits: Least and largest share by group name; groups left out may keep `UnitGroup.least` to all of their units.
-        multiple_of: What the numbers are multiples of. Keeping all units is always allowed, whatever their number.
-
-    Returns:
-        Tied groups → numbers, ascending, at least one.
+    """Return tied groups → the ascending numbers of units that they may keep. All units are always allowed, whatever the
+    multiple.
 
     Raises:
         UnknownNameError: a limit or a multiple names neither a group nor a kind.
@@ -149,10 +141,9 @@ def free_counts(graph: UnitGraph, limits: Limits, multiple_of: Multiples) -> dic
 
 
 def spread(free: Free, at: Callable[[tuple[str, ...], tuple[int, ...]], int]) -> dict[str, int]:
-    """Group name → the count that `at` picks for its tied groups."""
+    """Return group name → the count that `at` picks for its tied groups."""
     return {name: at(groups, counts) for groups, counts in free.items() for name in groups}
 
 
 def least_counts(free: Free) -> dict[str, int]:
-    """Group name → the least number of units that it may keep."""
     return spread(free, lambda _, counts: counts[0])

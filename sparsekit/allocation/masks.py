@@ -1,4 +1,4 @@
-"""mask_from_scores() and make_mask(): the only place where scores become a mask."""
+"""mask_from_scores() and make_mask(): the only place that turns scores into a mask."""
 
 from collections.abc import Mapping
 
@@ -21,7 +21,7 @@ def mask_from_scores(
         graph: The groups.
         scores: Group name → float (units,), larger stays; any device, any float dtype.
         counts: Group name → number of units kept, in [1, group.size]; equal in tied groups.
-        source: Name of what made the scores, for messages.
+        source: Name of the source of the scores, for messages.
 
     Returns:
         The mask, on the CPU; ties go to the lower index.
@@ -58,7 +58,7 @@ def make_mask(criterion: Criterion, graph: UnitGraph, ratios: float | Mapping[st
         criterion: Scores the units.
         graph: The groups.
         ratios: Share of units kept in every group, in (0, 1], or one for each group, as in `ratio_counts`.
-        context: What the criterion may look at.
+        context: The data for the criterion.
 
     Returns:
         The mask.

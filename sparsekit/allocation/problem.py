@@ -1,4 +1,4 @@
-"""Problem: what an allocation is given; allocate(): numbers of units within a budget, with limits and multiples."""
+"""Problem: the input of an allocation; allocate(): numbers of units within a budget, with limits and multiples."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ class Problem:
     Args:
         graph: The groups.
         scores: Group name → float (units,), larger stays.
-        costs: What numbers of units cost.
+        costs: The cost of numbers of units.
         limits: Metric → absolute limit; empty without a budget.
         free: Tied groups → the numbers of units that they may keep, ascending.
         budget: The budget as it was given, for messages.
@@ -55,16 +55,12 @@ class Problem:
         return all(costs[name] <= limit for name, limit in self.limits.items())
 
     def require_budget(self, allocation: str) -> None:
-        """Raise InvalidValueError without a budget, for allocations that cannot do without one."""
+        """Raise InvalidValueError without a budget."""
         if not self.limits:
             raise InvalidValueError(f'{allocation!r} needs a budget, as in budget=sparsekit.Budget(flops="50%")')
 
     def check_reachable(self) -> None:
-        """Raise unless the budget is met where every group keeps the least number of units that it may.
-
-        Raises:
-            BudgetError: it is not; the message has the least cost and the groups that hold it up.
-        """
+        """Raise BudgetError, with the minimum and the groups that prevent less, if the least numbers exceed the budget."""
         counts = least_counts(self.free)
         if self.fits(counts):
             return
@@ -96,7 +92,7 @@ class Problem:
         return format_cost(metric, limit) if self.budget is None else self.budget.told(metric, limit)
 
     def walk(self, losses: Losses, *, by_cost: bool) -> Counts:
-        """Walk from the largest counts to the budget, by what blocks lose for their cost or for a unit; then fill."""
+        """Walk from the largest counts to the budget, by the loss of blocks per cost or per unit; then fill."""
         counts = spread(self.free, lambda _, counts: counts[-1])
         widths = [Width(groups, allowed, tuple(losses(groups, allowed))) for groups, allowed in self.free.items()]
         places = [len(width.counts) - 1 for width in widths]
@@ -127,17 +123,17 @@ def allocate(
         allocation: The rule, such as `by_cost`.
         graph: The groups.
         scores: Group name → float (units,), larger stays.
-        costs: What numbers of units cost.
-        budget: What the model may cost; None for allocations that need none, such as `by_ratio`.
+        costs: The cost of numbers of units.
+        budget: Upper limits for the model; None for allocations that need none, such as `by_ratio`.
         limits: Group name → (least, largest) share of its units that stays.
-        multiple_of: What the counts are multiples of: a number for the widths of layers, or kind or group name → number of
-            units. A `PreferredMultiple` gives way where much of the budget would be left.
+        multiple_of: The counts are multiples of a number for the widths of layers, or kind or group name → number of units. A
+            `PreferredMultiple` gives way if much of the budget would be left.
 
     Returns:
         Group name → units kept, for every group.
 
     Raises:
-        BudgetError: the budget cannot be met, with the minimum and what holds it up; or the allocation exceeds it.
+        BudgetError: the budget cannot be met, with the minimum and the groups that prevent less; or the allocation exceeds it.
         InvalidValueError: a limit or multiple that is not allowed, no budget, or scores that hold NaN.
         UnknownNameError: a limit or a multiple names neither a group nor a kind.
     """
@@ -189,6 +185,6 @@ def _solve(allocation: Allocation, problem: Problem) -> Counts:
 
 
 def name_of(allocation: Allocation) -> str:
-    """Return its name for messages and reports: of a `functools.partial` that of its function."""
+    """Return its name for messages and reports; a `functools.partial` has the name of its function."""
     plain = getattr(allocation, "func", allocation)
     return str(getattr(plain, "__name__", type(plain).__name__))

@@ -27,14 +27,13 @@ def ranked_saliency(graph: UnitGraph, scores: Mapping[str, Tensor], scale: Scale
     """Return the importance of the units from the best of each group to its worst, at least 0 and comparable between groups.
 
     Returns:
-        Group name → float64 (units,), from the unit that goes last to the first: scores 3, 1 and 2 on scale "mean" give
-        1.5, 1 and 0.5.
+        Group name → float64 (units,): scores 3, 1 and 2 on scale "mean" give 1.5, 1 and 0.5.
 
     Raises:
         InvalidValueError: scores are missing or NaN, or another scale.
 
-    Source: Lee et al., Layer-adaptive sparsity for the magnitude-based pruning, ICLR 2021 (arXiv 2010.07611), for
-    "relative", there for single weights.
+    Source: Lee et al., Layer-adaptive sparsity for the magnitude-based pruning, ICLR 2021 (arXiv 2010.07611), for "relative",
+        there for single weights.
     """
     if scale not in get_args(Scale):
         raise InvalidValueError(f"scale must be one of {', '.join(get_args(Scale))}, got {scale!r}")
@@ -59,8 +58,8 @@ def ranked_saliency(graph: UnitGraph, scores: Mapping[str, Tensor], scale: Scale
 def share_of_remaining(scores: Tensor) -> Tensor:
     """Return s² / Σ s² over the units that are left of the group when the unit goes, the worst first; float64 (units,).
 
-    Scores of 3, 1 and 2 give 1, 1/14 and 4/13. Of equal units the higher index goes first. If scores are negative, the least of
-    them counts as 0; if all are 0, the units are equal.
+    Scores of 3, 1 and 2 give 1, 1/14 and 4/13. Of equal units, the higher index goes first. If scores are negative, the least
+    of them counts as 0; if all are 0, the units are equal.
     """
     values = scores.detach().double()
     order = torch.sort(values, descending=True, stable=True).indices
@@ -71,13 +70,13 @@ def share_of_remaining(scores: Tensor) -> Tensor:
 
 
 def _makers(graph: UnitGraph, group: str) -> int:
-    """Return the number of layers that make the units: a residual stream of four blocks narrows all four when it narrows."""
+    """Return the number of layers that make the units: a residual stream of four blocks narrows all four."""
     made = {piece.name for piece in graph.groups[group].slices if piece.side == "out" and len(graph.shapes[piece.name]) > 1}
     return max(1, len(made))
 
 
 def block_losses(saliency: Mapping[str, npt.NDArray[np.float64]], groups: Sequence[str], counts: Sequence[int]) -> list[float]:
-    """Return what is lost at each step down ascending counts: at place i from `counts[i]` to `counts[i - 1]`; 0 at place 0."""
+    """Return the loss of each step down ascending counts: at place i from `counts[i]` to `counts[i - 1]`; 0 at place 0."""
     losses = [0.0]
     for fewer, more in pairwise(counts):
         losses.append(float(sum(saliency[name][fewer:more].sum() for name in groups)))

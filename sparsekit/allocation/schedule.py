@@ -1,4 +1,4 @@
-"""Schedules: which part of the way to the budget is gone at which step."""
+"""Schedules: the progress towards the budget after each step."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -43,11 +43,7 @@ class Schedule:
             raise InvalidValueError(f"a schedule needs at least one step, got steps={self.steps!r}")
 
     def progress(self, step: int) -> float:
-        """Return the share of the way that is gone after `step` steps, in [0, 1]: 0 before the first, 1 from the last one on.
-
-        Args:
-            step: Counted from 1.
-        """
+        """Return the progress in [0, 1] after a number of steps: 0 before the first, 1 from the last one on."""
         if step <= 0:
             return 0.0
         return 1.0 if step >= self.steps else SHAPES[self.shape](step / self.steps)

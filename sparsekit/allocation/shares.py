@@ -13,11 +13,7 @@ from sparsekit.graph.graph import UnitGraph
 
 
 def check_ratio(ratio: float) -> float:
-    """Return `ratio` as a float, or raise.
-
-    Raises:
-        InvalidValueError: not in (0, 1], or NaN.
-    """
+    """Return `ratio` as a float, or raise InvalidValueError if it is not in (0, 1]."""
     if isinstance(ratio, bool) or not isinstance(ratio, Real):
         raise InvalidValueError(
             f"ratio must be in (0, 1], got {ratio!r} of type {type(ratio).__name__}; pass a number, such as 0.5"
@@ -30,12 +26,7 @@ def check_ratio(ratio: float) -> float:
 
 
 def keep_count(ratio: float, size: int) -> int:
-    """Return max(1, ⌈ratio · size⌉), safe against the last bit: ⌈0.1 · 10⌉ is 1.
-
-    Args:
-        ratio: Share kept, in (0, 1].
-        size: Number of units, J of the layer.
-    """
+    """Return max(1, ⌈ratio · size⌉), safe against the last bit: ⌈0.1 · 10⌉ is 1."""
     return max(1, min(size, math.ceil(check_ratio(ratio) * size - 1e-9)))
 
 

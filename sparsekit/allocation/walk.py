@@ -19,12 +19,9 @@ that it tries to remove from one width."""
 
 @dataclass(frozen=True)
 class Width:
-    """Groups that keep equally many units, and the numbers that they may keep.
+    """Groups that keep equally many units, and the numbers that they may keep, ascending.
 
-    Args:
-        groups: Names.
-        counts: Ascending.
-        losses: What is lost from `counts[i]` to `counts[i - 1]`, at place i.
+    `losses[i]` is lost from `counts[i]` to `counts[i - 1]`.
     """
 
     groups: tuple[str, ...]
@@ -34,13 +31,9 @@ class Width:
 
 @dataclass
 class Walk:
-    """Widths that go down and up in blocks, and what they cost.
+    """Widths that go down and up in blocks, and their costs.
 
-    Args:
-        widths: Where blocks can be taken from.
-        places: Which of its counts each width has.
-        tracker: At these counts; moved along.
-        limits: Metric → absolute limit, reachable.
+    `places` says which of its counts each width has; `limits` are absolute and reachable.
     """
 
     widths: Sequence[Width]
@@ -49,7 +42,6 @@ class Walk:
     limits: Mapping[str, float]
 
     def counts(self) -> dict[str, int]:
-        """Group name → units kept."""
         return {name: width.counts[place] for width, place in zip(self.widths, self.places) for name in width.groups}
 
     def _go(self, number: int, place: int) -> None:
@@ -58,7 +50,7 @@ class Walk:
             self.tracker.move(self.widths[number].groups, self.widths[number].counts[place])
 
     def down(self, *, by_cost: bool) -> None:
-        """Take blocks away until the limits are met: those that lose least for what they save, or for a unit."""
+        """Take away the blocks with the least loss per saved cost, or per unit, until the limits are met."""
         heap: list[tuple[float, float, int, int]] = []
 
         def priority(number: int) -> float | None:
@@ -116,11 +108,11 @@ class Walk:
             left = [-n for _, n in fitting if places[-n] < len(widths[-n].counts) - 1]
 
     def tighten(self) -> None:
-        """Search locally where no further unit fits and much of the budget is unused: one group's units for others'.
+        """Search locally if no further unit fits and much of the budget is unused: exchange one group's units for others'.
 
-        In a small network one channel may cost a tenth of the budget, and three channels less of one layer may let another
-        keep eight more. Of solutions that leave hardly anything unused, the one of the most importance is taken; if there is
-        none, the one that leaves least.
+        In a small network, one channel may cost a tenth of the budget, and three channels less of one layer may let another
+        keep eight more. Among solutions that leave hardly anything unused, the most important units win; if there is none, the
+        smallest rest.
         """
         if len(self.widths) > _NARROW:
             return

@@ -1,4 +1,4 @@
-"""Criterion and ScoringContext: the importance of units, and what it may depend on."""
+"""Criterion and ScoringContext: the importance of units, and the data that it may depend on."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from sparsekit.graph.index import StateDict
 
 @dataclass(frozen=True, kw_only=True)
 class ScoringContext:
-    """What a criterion may look at.
+    """The data that a criterion may use.
 
     Args:
         weights: The dense state.
         importance: Group name → float (units,), larger stays.
         generator: The source of randomness of criteria that draw.
-        model: The dense model, for criteria that run it on data. Its modes, flags and gradients are as before afterwards.
+        model: The dense model, for criteria that run it on data. Its modes, flags and gradients are put back afterwards.
         call: Positional and keyword inputs of one call of the model.
     """
 
@@ -31,11 +31,7 @@ class ScoringContext:
     call: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
 
     def weights_for(self, criterion: object) -> StateDict:
-        """Return the weights.
-
-        Raises:
-            MissingImportanceError: there are none.
-        """
+        """Return the weights, or raise MissingImportanceError if there are none."""
         if self.weights is None:
             name = type(criterion).__name__
             raise MissingImportanceError(f"{name} needs the weights; pass ScoringContext(weights=model.state_dict())")
@@ -68,12 +64,12 @@ class Criterion(Protocol):
 
 
 def is_comparable(criterion: object) -> bool:
-    """Tell whether the scores of units of different groups mean the same."""
+    """Tell whether scores of different groups have the same meaning."""
     return bool(getattr(criterion, "comparable", False))
 
 
 def check_scores(graph: UnitGraph, scores: Mapping[str, Tensor], source: str) -> None:
-    """Raise InvalidValueError, with the name of their `source`, unless `scores` has a float vector for each group."""
+    """Raise InvalidValueError, with their source, unless `scores` has a float vector for each group."""
     for name, group in graph.groups.items():
         found = scores.get(name)
         if not isinstance(found, Tensor) or found.shape != (group.size,) or not found.is_floating_point():
@@ -84,7 +80,6 @@ def check_scores(graph: UnitGraph, scores: Mapping[str, Tensor], source: str) ->
 
 
 def refuse_nan(values: Tensor, what: str) -> None:
-    """Raise InvalidValueError if a score is NaN."""
     if bool(torch.isnan(values).any()):
         raise InvalidValueError(
             f"{what} hold NaN, for unit {int(torch.isnan(values).nonzero()[0])} first; look for NaN in the weights or the data,"

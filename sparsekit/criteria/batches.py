@@ -1,4 +1,4 @@
-"""DataDriven: what every criterion that runs the model on data shares. How a batch is read."""
+"""DataDriven: the base of criteria that run the model on data; and how a batch is read."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -34,12 +34,10 @@ TARGETS = ("labels", "label", "targets", "target", "y")
 def split_batch(batch: Batch, *, keep_target: bool) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """Split a batch into positional inputs, keyword inputs, and the target or None.
 
-    Args:
-        batch: A tensor, a tuple or list whose last item is the target, or a mapping of keyword inputs.
-        keep_target: Whether a mapping's target stays among the inputs, for models that compute their loss themselves.
+    With `keep_target`, the target of a mapping stays among the inputs, for models that compute their loss themselves.
 
     Raises:
-        DataError: the batch is none of these.
+        DataError: the batch is neither a tensor, nor a tuple or list, nor a mapping.
     """
     if isinstance(batch, Mapping):
         key = next((key for key in TARGETS if key in batch), None)
@@ -56,25 +54,19 @@ def split_batch(batch: Batch, *, keep_target: bool) -> tuple[tuple[Any, ...], di
 
 
 def example_count(batch: Batch) -> int:
-    """Return examples in a batch: the length of the first axis of its first tensor with axes; 1 where there is none."""
+    """Return the length of the first axis of the first tensor with axes in a batch; 1 if there is none."""
     first = next((tensor for tensor in _tensors(batch) if tensor.dim()), None)
     return 1 if first is None else int(first.shape[0])
 
 
 def call_model(model: nn.Module, batch: Batch, loss: Loss | None) -> Tensor:
-    """Run a model on a batch and return its loss, a scalar, as `loss_of` reads it."""
+    """Run a model on a batch and return its loss, as `loss_of` reads it."""
     outputs, target = run_model(model, batch, keep_target=loss is None)
     return loss_of(outputs, target, loss)
 
 
 def run_model(model: nn.Module, batch: Batch, *, keep_target: bool = False) -> tuple[Any, Any]:
-    """Run a model on a batch: its outputs, and the target or None.
-
-    Args:
-        model: The model.
-        batch: As for `split_batch`.
-        keep_target: Whether a mapping's target stays among the inputs.
-    """
+    """Run a model on a batch: its outputs, and the target or None. The arguments are as in `split_batch`."""
     args, kwargs, target = split_batch(batch, keep_target=keep_target)
     with calling(lambda: f"the model on a batch of {', '.join(map(_told, _tensors([args, kwargs]))) or 'no tensors'}"):
         return model(*args, **kwargs), target
@@ -87,8 +79,8 @@ def _told(tensor: Tensor) -> str:
 def loss_of(outputs: Any, target: Any, loss: Loss | None) -> Tensor:
     """Return the loss of a model's outputs, a scalar.
 
-    `loss` is called on the outputs, or on their `logits` where they have some, and on the target where there is one. None
-    takes the `loss` of the outputs, as models of transformers compute it from labels.
+    `loss` is called on the outputs, or on their `logits` if they have some, and on the target if there is one. None takes the
+    `loss` of the outputs, as models of transformers compute it from labels.
 
     Raises:
         InvalidValueError: no loss was given and the outputs have none, it is not a scalar, or it is a sum over the examples.
@@ -134,10 +126,10 @@ def _tensors(batch: Batch) -> list[Tensor]:
 def read_batches(
     batches: Iterable[Batch], model: nn.Module, what: str, *, limit: int | None = None, progress: bool | None = False
 ) -> Iterator[Batch]:
-    """Yield batches that are on the device of the model, `limit` at most; `what` names the work in messages.
+    """Yield at most `limit` batches, on the device of the model; `what` names the work in messages.
 
     Raises:
-        DataError: this is no loader, there is no batch, or one is on another device than the model.
+        DataError: this is not a loader, there is no batch, or one is on another device than the model.
     """
     _refuse_what_is_no_loader(batches)
     devices = {entry.device for entry in itertools.chain(model.parameters(), model.buffers())}
@@ -168,7 +160,7 @@ def _usable(tensor: Tensor) -> Tensor:
 
 
 def _refuse_what_is_no_loader(batches: Any) -> None:
-    """Say what was found, and what to pass: data that were not divided into batches would be read example by example."""
+    """Refuse anything that is not divided into batches: it would be read example by example."""
     advice = "pass a loader or a list of batches, such as [(images, labels), …] or torch.utils.data.DataLoader(data_set, 32)"
     found = None
     if isinstance(batches, Tensor | np.ndarray):
@@ -190,7 +182,7 @@ def _refuse_what_is_no_loader(batches: Any) -> None:
 
 
 def _length(batches: Iterable[Batch]) -> int | None:
-    """Return the number of batches, where it is known: a loader over an `IterableDataset` has `__len__` and raises in it."""
+    """Return the number of batches, if it is known: a loader over an `IterableDataset` has `__len__` and raises in it."""
     try:
         return len(batches) if isinstance(batches, Sized) else None
     except TypeError:
@@ -201,8 +193,8 @@ def _length(batches: Iterable[Batch]) -> int | None:
 def scoring(model: nn.Module, gradients: Iterable[nn.Parameter] = ()) -> Iterator[None]:
     """Run the model in eval mode, with gradients for some of its parameters; modes and flags are put back.
 
-    No copy is made, so that this costs a large model no memory. Torch's own attention runs as the narrow one does, through
-    the forward pass of its output layer, whose inputs are the heads.
+    No copy is made, so this costs a large model no memory. Torch's own attention runs as the narrow one does, through the
+    forward pass of its output layer, whose inputs are the heads.
     """
     refuse_inference(model)
     modes = [(module, module.training) for module in model.modules()]
@@ -264,12 +256,7 @@ class DataDriven:
 
     @contextmanager
     def _passes(self, model: nn.Module, gradients: Iterable[nn.Parameter] | None = None) -> Iterator[Iterator[Batch]]:
-        """Prepare the model, with gradients for some parameters or, for None, without any; gives the batches.
-
-        Raises:
-            MissingImportanceError: there are no batches.
-            DataError: the iterable is empty, or a batch is on another device.
-        """
+        """Prepare the model, with gradients for some parameters or, for None, without any; gives the batches."""
         name = type(self).__name__
         if self.batches is None:
             raise MissingImportanceError(f"{name} needs data; pass {name}(batches, loss), where a loader or a list will do")

@@ -1,4 +1,4 @@
-"""as_criterion(), with_data(): a criterion by its name, for arguments that take either, and with the data that it reads."""
+"""as_criterion() and with_data(): a criterion by its name, and with data."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -13,10 +13,10 @@ from sparsekit.errors import InvalidValueError
 
 
 def as_criterion(criterion: Criterion | type | str | None) -> Criterion:
-    """Return the criterion of a name or a class, a criterion as it is, and the magnitude of the weights for None.
+    """Return the criterion of a name or a class, a criterion itself, and the magnitude of the weights for None.
 
     Raises:
-        InvalidValueError: the criterion needs more than its name, or an object is none.
+        InvalidValueError: the criterion needs more than its name.
         UnknownNameError: no such criterion.
     """
     if criterion is None:
@@ -40,9 +40,9 @@ def with_data(
     limit: int = 40,
     progress: bool | None = False,
 ) -> Criterion:
-    """Return `as_criterion`, with the data where it reads data and has none of its own; `Fisher` where none is given.
+    """Return a criterion; if it reads data and has none, it gets these. None is `Fisher`.
 
-    `limit` is the number of batches to score on at most, unless the criterion has one itself.
+    `limit` is the largest number of batches to score on, unless the criterion has one itself.
     """
     made = Fisher() if criterion is None else as_criterion(criterion)
     if not isinstance(made, DataDriven) or made.batches is not None:

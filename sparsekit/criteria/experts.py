@@ -1,4 +1,4 @@
-"""routed_outputs(): how much the experts of a mixture add to the tokens that are routed to them."""
+"""routed_outputs(): the contribution of the experts of a mixture to the tokens that are routed to them."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,7 @@
 """gate_squares(): the mean square of ∂L/∂gate of every unit, over the examples of some batches.
 
-∂L/∂gate_j = Σ w·∂L/∂w over the entries that gates multiply. Where these are the inputs of linear layers and convolutions, it
-is also Σ x·∂L/∂x at their inputs. One backward pass gives that *for each example*, without any gradient of a weight.
+∂L/∂gate_j = Σ w·∂L/∂w over the entries that gates multiply. If these are the inputs of linear layers and convolutions, it is
+also Σ x·∂L/∂x at their inputs. One backward pass gives that *for each example*, without any gradient of a weight.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +26,9 @@ ReadBy: TypeAlias = tuple[nn.Module, UnitSlice, int]
 
 
 def _channel_axis(module: nn.Module, piece: UnitSlice) -> int | None:
-    """Return the axis of a layer's input on which the positions of a slice of its weight lie; None where there is none such."""
+    """Return the axis of a layer's input that holds the positions of a slice of its weight, counted from the end; None if none
+    does.
+    """
     if isinstance(module, nn.Linear) and piece.dim == 1:
         return -1
     if isinstance(module, ConvNd) and module.groups == 1 and piece.dim == (0 if module.transposed else 1):
@@ -44,9 +46,9 @@ def owners_of(model: nn.Module) -> dict[int, list[nn.Module]]:
 
 
 def unit_readers(model: nn.Module, graph: UnitGraph) -> dict[str, list[ReadBy] | None]:
-    """Group name → the layers whose inputs are its units.
+    """Return group name → the layers whose inputs are its units.
 
-    None where units are also read in another way, such as by a norm's scale, a grouped convolution or a parametrized weight.
+    None if units are also read in another way, such as by a norm's scale, a grouped convolution or a parametrized weight.
     """
     owners, entries = owners_of(model), dict(model.named_parameters(remove_duplicate=False))
 
@@ -91,30 +93,23 @@ def inputs_of(layers: Iterable[nn.Module], *, differentiable: bool = False) -> I
 
 
 def sum_up(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum, on the device of the first part."""
     return reduce(lambda total, part: total + part.to(total.device), parts)
 
 
 def gate_squares(criterion: DataDriven, model: nn.Module, graph: UnitGraph, *, positions: bool = False) -> dict[str, Tensor]:
-    """Run the model over the criterion's batches and average the squares of ∂L/∂gate.
+    """Run the model over the criterion's batches and average the squares of ∂L/∂gate: group name → float64 (units,), on the
+    CPU.
 
-    The squares are those of single examples wherever the units are read by linear layers and convolutions that have the
-    examples on the first axis of their input, alone or merged with time or windows. Elsewhere, the mean square is estimated by
-    B·g² from the gradient g of a batch of B examples, which is exact in expectation if the mean is zero.
+    The squares are those of single examples if the units are read by linear layers and convolutions that have the examples on
+    the first axis of their input, alone or merged with time or windows. Elsewhere, the mean square is estimated by B·g² from
+    the gradient g of a batch of B examples, which is exact in expectation if the mean is zero.
 
-    Args:
-        criterion: Has the batches and the loss.
-        model: Not changed.
-        graph: Its units.
-        positions: Whether to square at each position of an example (tokens, pixels) and add up the squares, in place of the
-            square of the sum. If positions are independent, both have one expectation, and this one far less noise.
-
-    Returns:
-        Group name → mean over examples of the squares, float64 (units,), on the CPU.
+    With `positions`, each position of an example (token, pixel) is squared, and the squares are added up. If positions are
+    independent, both have one expectation, and this one far less noise.
 
     Raises:
-        InvalidValueError: a group's units have no part in the loss, or all gradients are zero.
-        MissingImportanceError, DataError: see `DataDriven`.
+        InvalidValueError: a group's units have no part in the loss, or all gradients are zero. MissingImportanceError,
+            DataError: see `DataDriven`.
     """
     readers = unit_readers(model, graph)
     gated = {name: [pair for pair in pairs if pair[1].gated] for name, pairs in unit_entries(model, graph).items()}
@@ -158,7 +153,7 @@ def _one_pass(
 ) -> dict[str, Tensor]:
     """Run one backward pass: group name → Σ (∂L/∂gate)² over the examples, float (units,), L the loss of an example.
 
-    The squares are those of single examples if all readers of a group allow it, else B times that of the batch, from the
+    The squares are those of single examples if all readers of a group allow it, else B times the square for the batch, from the
     gradients of the weights. Groups that are not part of the loss are absent.
     """
     direct = {
@@ -198,17 +193,17 @@ def _one_pass(
 
 
 def _doubled(values: Tensor) -> Tensor:
-    """Return the values in float64, where the device has it."""
+    """Return the values in float64, if the device has it."""
     return values if values.device.type == "mps" else values.double()
 
 
 def _by_example(inputs: Sequence[Tensor], axis: int, examples: int) -> bool:
-    """Tell whether a layer was called, always with so many rows on the first axis, and the channels on another."""
+    """Tell whether a layer was called, always with a multiple of this many rows on the first axis."""
     return bool(inputs) and all(x.dim() >= 1 - axis and x.shape[0] and x.shape[0] % examples == 0 for x in inputs)
 
 
 def _mixing(model: nn.Module, batch: Batch, layers: Iterable[nn.Module], *, keep_target: bool) -> set[nn.Module]:
-    """Return the layers on whose first axis the rows of an example are not together, such as where time comes first.
+    """Return the layers on whose first axis the rows of an example are not together, as if time comes first.
 
     They are together if only the last rows change when the first example replaces the last one.
     """

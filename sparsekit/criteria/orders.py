@@ -49,7 +49,7 @@ class Random:
     """
 
     def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
-        """Draw an order of each group's units; the first drawn is worth most, and no two are worth the same."""
+        """Draw an order of each group's units."""
         generator = context.generator
         if generator is None:
             raise MissingImportanceError("Random needs a generator; pass ScoringContext(generator=torch.Generator())")

@@ -59,8 +59,8 @@ class Taylor(DataDriven):
 class Fisher(DataDriven):
     """½·E[(∂L/∂gate)²]: the rise of the loss without the unit, near a minimum.
 
-    One gate acts on everything that a group ties together, such as all blocks of a residual stage. The square is that of the
-    sum over all of them.
+    One gate multiplies everything that a group ties together, such as all blocks of a residual stage. The sum over all of them
+    is squared.
 
     Source: Theis et al., arXiv 1801.05787; Liu et al., Group Fisher Pruning for Practical Network Compression, ICML 2021.
     """

@@ -1,7 +1,7 @@
 """TorchPruning: an importance class of the library Torch-Pruning as a criterion.
 
-Its importance classes read a list of pairs: which of its pruning functions cuts a layer, and at which positions. Such a list
-follows from our index table. So every model that we can trace is scored, by exactly the numbers that the class gives there.
+Its importance classes read a list of pairs: the pruning function that cuts a layer, and the positions. Such a list follows from
+our index table. So every model that we can trace is scored by exactly the numbers that the class gives there.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from sparsekit.graph.groups import UnitGroup, UnitSlice
 
 
 class _Cut(NamedTuple("_Cut", [("dep", Any), ("idxs", list[int])])):
-    """What is cut from one layer: unpacks to (dependency, positions), as an item of that library's groups does."""
+    """The cut of one layer: unpacks to (dependency, positions), as an item of that library's groups does."""
 
     root_idxs: list[int]
 
@@ -35,11 +35,10 @@ def _function(library: Any, layer: nn.Module, piece: UnitSlice) -> Any:
 
 
 def _cuts_of(group: UnitGroup, model: nn.Module) -> list[_Cut]:
-    """Return a group in the form that importance classes read: one cut for each layer and side, those that make the units
-    first.
+    """Return a group in the form that importance classes read: one cut for each layer and side, makers of the units first.
 
     Root positions are those along the first cut. If another layer has more or fewer positions per unit, they are spread evenly
-    over the unit's.
+    over the unit's positions.
     """
     library, modules = _library(), dict(model.named_modules())
     cuts: list[_Cut] = []

@@ -1,4 +1,4 @@
-"""used_weights(): the tensors that operators read where a model computes its weights from several entries."""
+"""used_weights(): the tensors that operators read, if a model computes its weights from several entries."""
 
 from __future__ import annotations
 
@@ -18,12 +18,7 @@ from sparsekit.registry import calling
 
 @dataclass(frozen=True, eq=False)
 class UsedWeight:
-    """A weight that is computed in the forward pass.
-
-    Args:
-        names: Keys of the entries that it is computed from.
-        value: The tensor, float, as an operator reads it.
-    """
+    """A weight, float, that is computed in the forward pass from the entries of some names."""
 
     names: frozenset[str]
     value: Tensor
@@ -35,7 +30,7 @@ class UsedWeight:
 
 
 class _Watch(TorchFunctionMode):
-    """Follow what is computed from entries alone, and note it when it meets other tensors."""
+    """Follow tensors that are computed from entries alone, and note them when they meet other tensors."""
 
     def __init__(self, entries: Iterator[tuple[str, Tensor]]) -> None:
         super().__init__()
@@ -69,13 +64,10 @@ def _shares(first: Tensor, second: Tensor) -> bool:
 
 
 def used_weights(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[UsedWeight]:
-    """Run a model once, and return the weights that it computes: by `torch.nn.utils.prune`, weight norm or any parametrization,
-    and in a forward pass, such as `weight * mask` or `weight + b @ a`.
+    """Run a model once, and return the weights that it computes.
 
-    Args:
-        model: Not changed.
-        args: Positional inputs of one call.
-        kwargs: Keyword inputs.
+    They come from `torch.nn.utils.prune`, weight norm or any parametrization, and from expressions in a forward pass, such as
+    `weight * mask` or `weight + b @ a`.
     """
     entries = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     with measured(model), _Watch(entries) as watch, calling("the model"):

@@ -1,4 +1,4 @@
-"""Wanda: how strongly a unit is on, times the weights that read it."""
+"""Wanda: the activation of a unit times the weights that read it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from sparsekit.graph.index import wide
 
 @dataclass(frozen=True)
 class Wanda(DataDriven):
-    """Σ |w|·‖x‖ over the weights w that read a unit, ‖x‖ the root mean square of what they read.
+    """Σ |w|·‖x‖ over the weights w that read a unit; ‖x‖ is the root mean square of their inputs.
 
     An expert of a mixture scores gate · ‖output‖, averaged over the tokens that are routed to it; 0 without any.
 
-    No loss and no target is needed; a tuple's last item and a mapping's labels are not looked at.
+    No loss and no target is needed; a tuple's last item and a mapping's labels are ignored.
 
-    Source: Sun et al., A Simple and Effective Pruning Approach for Large Language Models (Wanda), ICLR 2024, there for
-        single weights; for experts Lasby et al., REAP the Experts, arXiv 2510.13999.
+    Source: Sun et al., A Simple and Effective Pruning Approach for Large Language Models (Wanda), ICLR 2024, there for single
+        weights; for experts Lasby et al., REAP the Experts, arXiv 2510.13999.
     """
 
     def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:

@@ -18,9 +18,9 @@ Order = Literal[1, 2]
 
 
 def own_slices(group: UnitGroup, names: Container[str], *, coupled: bool = False) -> list[UnitSlice]:
-    """Return the slices of entries, of those with some `names`, that make the units: side "out", and no running statistics.
+    """Return the slices of entries with some `names` that make the units, without running statistics.
 
-    With `coupled` also those that read the units.
+    With `coupled`, slices that read the units are included.
     """
 
     def makes(piece: UnitSlice) -> bool:
@@ -30,7 +30,7 @@ def own_slices(group: UnitGroup, names: Container[str], *, coupled: bool = False
 
 
 def unit_entries(model: nn.Module, graph: UnitGraph) -> dict[str, list[tuple[nn.Parameter, UnitSlice]]]:
-    """Group name → the parameters that hold its units, with their slices, each once; of tied names the first counts."""
+    """Return group name → the parameters that hold its units, with their slices, each once; of tied names the first counts."""
     entries = dict(model.named_parameters(remove_duplicate=False))
     found: dict[str, list[tuple[nn.Parameter, UnitSlice]]] = {}
     for name, group in graph.groups.items():
@@ -43,7 +43,6 @@ def unit_entries(model: nn.Module, graph: UnitGraph) -> dict[str, list[tuple[nn.
 
 
 def along_axis(values: Tensor, dim: int) -> Tensor:
-    """Sum over all axes but one."""
     others = [axis for axis in range(values.dim()) if axis != dim]
     return values.sum(others) if others else values
 
@@ -66,9 +65,9 @@ def unit_magnitudes(group: UnitGroup, weights: StateDict) -> Tensor:
 def unit_sums(
     group: UnitGroup, weights: StateDict, *, order: Order, coupled: bool = False, used: Sequence[UsedWeight] = ()
 ) -> Tensor:
-    """Return Σ |θ| or Σ θ² over `own_slices`: float (units,), 0 where there are none.
+    """Return Σ |θ| or Σ θ² over `own_slices`: float (units,), 0 if there are none.
 
-    Weights that are `used` stand for the entries that they are computed from.
+    Weights that are `used` replace the entries from which they are computed.
     """
     total: Tensor | None = None
     done: set[tuple[int, int]] = set()

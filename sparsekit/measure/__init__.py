@@ -1,4 +1,4 @@
-"""What a model costs."""
+"""The cost of a model."""
 
 from sparsekit.measure.budget import Budget, BudgetError, format_cost
 from sparsekit.measure.cost import Cost, CostModel, CostTerm, cost_model, count_cost

@@ -1,10 +1,10 @@
-"""How calls shrink with the groups where no weight tells it: read off the shapes of narrow passes.
+"""How calls shrink with the groups if no weight shows it: read off the shapes of narrow passes.
 
-Attention maps shrink with their heads. A weight that is computed from its entries is multiplied as an activation is, and
-shrinks with two groups or more. A layer over tokens that channels stand behind is used at fewer positions.
+Attention maps shrink with their heads. A computed weight is multiplied as an activation is, and shrinks with two groups or
+more. A layer over tokens followed by channels is used at fewer positions.
 
-Shapes are assumed to be affine in the numbers of units. That holds for all that a cut leaves exact: an axis of units, several
-of them side by side, an axis flattened with others.
+Shapes are assumed to be affine in the numbers of units. That holds for all exact cuts: an axis of units, several of them side
+by side, an axis flattened with others.
 """
 
 import math
@@ -29,7 +29,7 @@ class Lengths:
     """A number that is a product: factor · Π (whole + Σ each · units kept), of whole numbers.
 
     Args:
-        factor: The number where all lengths are 1.
+        factor: The number if all lengths are 1.
         axes: The lengths; of tied groups, the first name.
     """
 
@@ -37,7 +37,6 @@ class Lengths:
     axes: Axes
 
     def at(self, counts: Mapping[str, int]) -> Fraction:
-        """Return the number where the groups keep `counts` units."""
         lengths: list[int] = [_length(axis, counts) for axis in self.axes]
         return self.factor * math.prod(lengths)
 
@@ -45,13 +44,11 @@ class Lengths:
 def measure_shrinkage(
     model: nn.Module, graph: UnitGraph, dense: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[int, Lengths]:
-    """Find with which groups each call shrinks.
+    """Return number of a call → its positions, or the FLOPs of a product between activations; none for calls that do not
+    change.
 
-    A call that the lengths of narrow passes do not explain counts as one that no mask changes, so that costs are then too high
-    and never too low. `dense` is a pass of the model.
-
-    Returns:
-        Number of a call → its positions, or the FLOPs of a product between activations; none for calls that do not change.
+    A call that the lengths of narrow passes do not explain counts as unchanged, so that costs are then too high and never too
+    low. `dense` is a pass of the model.
     """
     if not graph.groups:
         return {}
@@ -92,7 +89,7 @@ def measure_shrinkage(
 
 
 def _lengths(dense: Fraction, axes: Axes, graph: UnitGraph) -> Lengths | None:
-    """Return the lengths of a shape, with whole positions for each unit; None where there are others."""
+    """Return the lengths of a shape, with whole positions for each unit; None if there are others."""
     own = [(size, spans) for size, spans in axes if spans]
     if any(each != int(each) for size, spans in own for each in (size, *spans.values())):
         return None
@@ -102,23 +99,14 @@ def _lengths(dense: Fraction, axes: Axes, graph: UnitGraph) -> Lengths | None:
 
 
 def _length(axis: tuple[Any, Mapping[str, Any]], counts: Mapping[str, int]) -> Any:
-    """Return the length of an axis where the groups keep `counts` units; of whole numbers exact."""
     return axis[0] + sum(each * counts[group] for group, each in axis[1].items())
 
 
 def probe_shapes(model: nn.Module, graph: UnitGraph, run: Callable[[nn.Module], Sequence[tuple[int, ...]]]) -> tuple[Axes, ...]:
-    """Let `run` list shapes of the dense model and of models in which one width at a time is halved.
+    """Let `run` list shapes of the dense model and of models with one width halved; returns how shapes follow the widths.
 
     If the list has other shapes or ranks with a width halved, that width counts as one that changes no shape: costs are then
-    too high and never too low.
-
-    Args:
-        model: The dense model, in eval mode.
-        graph: Its units.
-        run: Model → shapes, in an order that widths do not change.
-
-    Returns:
-        The shapes, of tied groups by the name of the first.
+    too high and never too low. The shapes of tied groups have the name of the first.
     """
     dense = list(run(model))
     first, sizes, lost = _widths(graph)
@@ -152,7 +140,7 @@ def probe_shapes(model: nn.Module, graph: UnitGraph, run: Callable[[nn.Module], 
 
 
 def _widths(graph: UnitGraph) -> tuple[dict[str, str], dict[str, int], dict[str, int]]:
-    """Group → the first of its tied groups; that one → units of the least of them, and how many of these half a width lacks."""
+    """Group → the first of its tied groups; that one → units of the smallest of them, and their number in half a width."""
     first = {name: tied[0] for tied in graph.tied_sets for name in tied}
     sizes: dict[str, int] = {}
     lost: dict[str, int] = {}
@@ -173,10 +161,10 @@ def _decoded(
     lost: Mapping[str, int],
     shrinks: Callable[[Collection[str]], list[tuple[int, ...]] | None],
 ) -> list[list[dict[str, float]]] | None:
-    """Return the same from few passes, where no axis follows more than one width; None where one does.
+    """Return the same from few passes, if no axis follows more than one width; None if one does.
 
-    Each width is halved in half of the passes, in another half than every other width, so that the passes in which an axis is
-    shorter name its width. Two widths together would name more than half of them.
+    Each width is halved in half of the passes, in another half than every other width, so that the passes with a shorter axis
+    name its width. Two widths together would name more than half of them.
     """
     number = next(n for n in count(2) if math.comb(n, n // 2) >= len(leaders))
     codes = dict(zip(combinations(range(number), number // 2), leaders))

@@ -1,4 +1,4 @@
-"""Budget: what the sparse model may cost, in one metric or in several at once."""
+"""Budget: upper limits for the sparse model, in one metric or in several at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHARE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*")
 
 
 class BudgetError(InvalidValueError):
-    """A budget that cannot be met. `least` has the least cost that can be reached, by metric."""
+    """A budget that cannot be met. `least` has the smallest reachable cost by metric."""
 
     def __init__(self, message: str, least: Mapping[str, float] | None = None) -> None:
         super().__init__(message)
@@ -25,17 +25,17 @@ class BudgetError(InvalidValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What the sparse model may cost. Several metrics hold at once.
+    """Upper limits for the sparse model. Several metrics hold at once.
 
-    A string such as `"50%"` is a share of what the dense model costs, a number is absolute.
+    A string such as `"50%"` is a share of the cost of the dense model, a number is absolute.
 
     Args:
         flops: FLOPs of a forward pass, per example; one multiply-add is 2.
         params: Parameters, tied ones once.
         bytes: Bytes of all parameters and buffers, as a saved file holds them.
         latency_ms: Milliseconds of a forward pass of the example inputs on this device.
-        runtime: What runs these passes: "eager", "compile" (torch.compile), "export" (a program of torch.export) or "onnx"
-            (ONNX Runtime on the CPU). Take the one in which the model will be deployed.
+        runtime: The runtime of these passes: "eager", "compile" (torch.compile), "export" (a program of torch.export) or "onnx"
+            (ONNX Runtime on the CPU). Take the one for deployment.
 
     Raises:
         InvalidValueError: no metric is given, a share outside (0, 100] %, a number that cannot be meant as one, or a runtime
@@ -88,7 +88,7 @@ class Budget:
         return found
 
     def told(self, metric: str, limit: float) -> str:
-        """Return a limit as it was given; a share with the absolute number that it means."""
+        """Return a limit as it was given; a share with its absolute number."""
         given, absolute = getattr(self, metric), format_cost(metric, limit)
         return f"{given} ({absolute})" if isinstance(given, str) else absolute
 

@@ -1,4 +1,4 @@
-"""How long a call takes, and a model in eval mode meanwhile."""
+"""Timing of calls, and models in eval mode meanwhile."""
 
 import contextlib
 import time
@@ -47,7 +47,7 @@ def evaluated(*models: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def measured(*models: nn.Module) -> Iterator[None]:
-    """Call code of a user on models: in eval mode and without gradients. Modes and random states are put back afterwards."""
+    """Call code of a user on models in eval mode and without gradients. Modes and random states are put back afterwards."""
     with evaluated(*models), same_random_state(), torch.inference_mode(mode=False), torch.no_grad():
         yield
 

@@ -1,7 +1,7 @@
-"""Cost, CostModel, count_cost(), cost_model(): what a model costs under a mask, and at widths that change step by step.
+"""Cost, CostModel, count_cost(), cost_model(): the cost of a model under a mask, and at widths that change step by step.
 
-One multiply-add is 2 FLOPs. `flops` is what a physically small model executes: convolutions and matrix products, as
-`torch.utils.flop_counter` counts them.
+One multiply-add is 2 FLOPs. `flops` counts the convolutions and matrix products of a physically small model, as
+`torch.utils.flop_counter` does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sparsekit.tracing.inputs import find_tensors, map_tensors
 
 @dataclass(frozen=True)
 class Cost:
-    """What a model costs.
+    """The cost of a model.
 
     Args:
         flops: FLOPs of one forward pass of the compact model on the example inputs.
@@ -49,10 +49,10 @@ class CostTerm:
 
     Args:
         weight: State-dict key.
-        positions: Output positions per pass: examples times spatial or time positions; a part of that where only a part of
-            the weight is used.
+        positions: Output positions per pass: examples times spatial or time positions; a part of them if only a part of the
+            weight is used.
         bias: State-dict key of the bias that is added at each position, if any.
-        moves: The positions where they shrink with groups, as those of a layer over tokens do with the channels behind them.
+        moves: The positions if they shrink with groups, as for a layer over tokens with the channels behind them.
     """
 
     weight: str
@@ -87,7 +87,7 @@ class CostModel:
 
     @property
     def note(self) -> str | None:
-        """What a reader of these costs should know: a sentence, if there is anything."""
+        """A sentence about FLOPs that are not counted, if there are any."""
         if not self.uncounted:
             return None
         found = "; ".join(f"{name!r}, which reads {', '.join(keys[:3])}" for name, keys in self.uncounted.items())
@@ -157,7 +157,7 @@ class CostModel:
         return found
 
     def dense_costs(self) -> dict[str, float]:
-        """Return the same where every unit is kept."""
+        """Return the same with every unit kept."""
         return self.costs(self._counts(None))
 
     def tracker(self, counts: Mapping[str, int], metrics: Collection[str] | None = None) -> CostTracker:
@@ -172,7 +172,7 @@ class CostModel:
 
     @cached_property
     def _parts(self) -> list[tuple[str | None, Axes, Fraction]]:
-        """What costs are sums over: the weight, axes and FLOPs of an entry in a pass. Every entry of `widths` comes first."""
+        """Return the terms of costs: the weight, axes and FLOPs of an entry in a pass. Every entry of `widths` comes first."""
         flops = dict.fromkeys(self.widths, Fraction(0))
         moving: list[tuple[str | None, Axes, Fraction]] = []
         for term in self.terms:
@@ -187,7 +187,7 @@ class CostModel:
 
     @cached_property
     def _sums(self) -> tuple[Volumes, Prices]:
-        """Return numbers of entries, and what each costs; costs below 2 to the power of 53 are exact."""
+        """Return numbers of entries, and the price of each; costs below 2 to the power of 53 are exact."""
         parts = self._parts
         volumes = Volumes([axes for _, axes, _ in parts], list(self.graph.groups))
         whole = math.lcm(*(each.denominator for *_, each in parts))
@@ -198,7 +198,6 @@ class CostModel:
         return volumes, prices
 
     def _axes(self, name: str) -> Axes:
-        """Return the axes of the tensor under a key."""
         axes: list[tuple[int, dict[str, float]]] = [(size, {}) for size in self.graph.shapes[name]]
         for group, piece in self.graph.slices_of.get(name, ()):
             whole, spans = axes[piece.dim]
@@ -280,7 +279,7 @@ def count_cost(
 
 
 def cost_model(model: nn.Module, *example_inputs: Any, graph: UnitGraph | None = None, **example_kwargs: Any) -> CostModel:
-    """Measure once what numbers of units cost; asking for costs is arithmetic from then on.
+    """Measure once the costs of a model; costs of other widths are arithmetic from then on.
 
     Args:
         model: The dense model; not changed.
@@ -298,7 +297,7 @@ def cost_model(model: nn.Module, *example_inputs: Any, graph: UnitGraph | None =
 
 
 def measure_costs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], graph: UnitGraph | None) -> CostModel:
-    """Return the same for inputs of any names, that of the option of `cost_model` among them."""
+    """Do the work of `cost_model`, for inputs of any names."""
     if graph is None:
         graph = UnitGraph({}, {name: tensor.shape for name, tensor in named_entries(model).items()})
     found = _measured(model, args, kwargs, graph)

@@ -1,4 +1,4 @@
-"""What passes of a model multiply: which weight is used at how many positions, and products between activations."""
+"""The multiplications of a pass: which weight is used at how many positions, and products between activations."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,8 +36,8 @@ class Call:
     Args:
         key: State-dict key of the weight that it reads; None for a product between activations.
         flops: One multiply-add is 2.
-        lengths: Lengths whose product the FLOPs go with: of a use of a weight the positions of its other factor, else the
-            lengths of both factors.
+        lengths: Lengths whose product the FLOPs go with: positions of the other factor for a weight, else the lengths of both
+            factors.
     """
 
     key: str | None
@@ -58,8 +58,7 @@ class Recorder(DispatchMode):
         self.inside = 0
 
     def amount(self, call: Call) -> Fraction:
-        """Return what the lengths of a call tell: FLOPs of a product, and of a weight at how many positions all of it is
-        used."""
+        """Return the FLOPs of a product, or the number of positions at which all of a weight is used."""
         # A third of the positions where a call uses one of three projections that the weight holds.
         return Fraction(call.flops) if call.key is None else Fraction(call.flops, 2 * self.numbers[call.key])
 
@@ -125,7 +124,9 @@ def _factors(name: str, args: Any, result: Any) -> _Factors | None:
 
 
 def _product(left: Tensor, right: Tensor) -> _Factors:
-    """Return the factors of (…, m, k) times (…, k, n), of which each may be a vector; of a sparse one, its numbers count."""
+    """Return the factors of (…, m, k) times (…, k, n), of which each may be a vector; of a sparse factor, the stored numbers
+    count.
+    """
     columns = right.shape[-1:] if right.dim() > 1 else ()
     factors = [(right, left.shape[:-1]), (left, (*left.shape[:-2], *columns))]
     if left.layout is not torch.strided:
@@ -157,9 +158,9 @@ class UncountedFlopsWarning(UserWarning):
 
 @contextmanager
 def _calls_of_modules(model: nn.Module, recorder: Recorder, keys: Mapping[int, str]) -> Iterator[None]:
-    """Count recurrent layers and experts as a whole: their kernels hide their products, or what runs depends on values.
+    """Count recurrent layers and experts as a whole: their kernels hide their products, or values decide what runs.
 
-    Only what the module itself runs is skipped, not what hooks on it do.
+    Only the work of the module itself is skipped, not the work of hooks on it.
     """
 
     def counting(module: nn.Module) -> Callable[..., Any]:
@@ -194,7 +195,7 @@ def _calls_of_modules(model: nn.Module, recorder: Recorder, keys: Mapping[int, s
 
 
 def entry_keys(model: nn.Module) -> dict[int, str]:
-    """Return what tells the memory of an entry, `storage_id` → its first state-dict key."""
+    """Return `storage_id` of an entry → its first state-dict key."""
     keys: dict[int, str] = {}
     for name, tensor in named_entries(model).items():
         keys.setdefault(storage_id(tensor), name)
@@ -219,7 +220,7 @@ def record_pass(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 @contextmanager
 def told_failure() -> Iterator[None]:
-    """Say of an error in a pass that the model failed on the example inputs."""
+    """Turn an error in a pass into a TraceError: the model failed on the example inputs."""
     try:
         yield
     except TraceError:

@@ -34,8 +34,8 @@ class TimePair:
         faster: Median over the turns of time before ÷ time after.
         low: First quartile of that ratio.
         high: Third quartile.
-        turns: Number of turns; in each both models run once, in a fresh order.
-        runtime: What ran them: "eager", "compile", "export" or "onnx".
+        turns: Number of turns; in each, both models run once, in a fresh order.
+        runtime: "eager", "compile", "export" or "onnx".
     """
 
     batch: int
@@ -50,7 +50,7 @@ class TimePair:
 
     @property
     def label(self) -> str:
-        """What was timed, as in "8 examples, 1 thread"."""
+        """Examples, threads and runtime, as in "8 examples, 1 thread"."""
         parts = [(self.batch, "example"), *([(self.threads, "thread")] if self.threads else [])]
         told = [f"{number} {what}{'s' if number > 1 else ''}" for number, what in parts]
         return ", ".join(told if self.runtime == "eager" else [*told, self.runtime])
@@ -61,7 +61,7 @@ def measure_pair(
 ) -> tuple[TimePair, ...]:
     """Time two models in turns: for one example and for all of the inputs, with one thread and with all.
 
-    Where a model does not take one example, only all are timed. Each of the at most four measurements takes `seconds`, and one
+    If a model does not take one example, only all are timed. Each of the at most four measurements takes `seconds`, and one
     turn at least.
     """
     everything = (args, dict(kwargs))
@@ -81,8 +81,7 @@ def measure_pair(
 
 
 def measure_layers(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, passes: int = 5) -> dict[str, float]:
-    """Return the milliseconds of each module that has weights of its own in a forward pass: name → the least of all passes,
-    with "" for a whole pass. A pass before warms up."""
+    """Return name of each module with weights → its milliseconds in the fastest of some passes; "" is a whole pass."""
     synchronize = torch.get_device_module(device_of(model, args, kwargs)).synchronize
     begun: dict[str, float] = {}
     spent: dict[str, float] = {}
@@ -123,17 +122,7 @@ def measure_turns(
     seconds: float = 0.5,
     runtime: str = "eager",
 ) -> TimePair:
-    """Time two models in turns, both in eval mode meanwhile.
-
-    Args:
-        before: The dense model.
-        after: The pruned model.
-        args: Positional inputs.
-        kwargs: Keyword inputs.
-        batch: Number of examples, for the record.
-        threads: Threads of torch meanwhile; 0 leaves them.
-        seconds: How long; one turn at least.
-        runtime: What runs both.
+    """Time two models in turns, both in eval mode meanwhile. `batch` is for the record; 0 threads leave the number as it is.
 
     Raises:
         MissingDependencyError: a package of the runtime is not installed.

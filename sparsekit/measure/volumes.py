@@ -19,12 +19,6 @@ class Volumes:
     """The numbers of entries of many tensors at given widths, by arithmetic on all of them at once."""
 
     def __init__(self, shapes: Sequence[Axes], groups: Sequence[str]) -> None:
-        """Set up arrays.
-
-        Args:
-            shapes: Of the tensors.
-            groups: Names of the groups that they follow.
-        """
         rank = max([1, *map(len, shapes)])
         self._groups = tuple(groups)
         self._fixed: Array = np.ones((len(shapes), rank))
@@ -48,11 +42,11 @@ class Volumes:
         return found
 
     def at(self, counts: Mapping[str, int]) -> Array:
-        """Return float (tensors,): the numbers of entries where the groups keep `counts` units."""
+        """Return float (tensors,): the numbers of entries if the groups keep `counts` units."""
         return self.entries(self.lengths(counts))
 
     def growth(self, groups: tuple[str, ...]) -> Array:
-        """Return float (tensors, axes): by how much the axes grow where each of `groups` gets a unit more."""
+        """Return float (tensors, axes): the growth of the axes if each of `groups` gets one more unit."""
         if groups not in self._growth:
             columns = [self._groups.index(name) for name in groups]
             self._growth[groups] = self._spans[:, :, columns].sum(2)
@@ -79,23 +73,19 @@ class CostTracker:
         return self._lengths + self._volumes.growth(tuple(groups)) * (count - self.counts[groups[0]])
 
     def totals(self) -> dict[str, float]:
-        """Return metric → cost at the present widths."""
         return dict(self._totals)
 
     def change(self, groups: Sequence[str], count: int) -> dict[str, float]:
-        """Return metric → what would be added (below 0: saved) if each of `groups`, which keep equally many, kept `count`
-        units.
-        """
+        """Return metric → change of the cost if each of `groups`, which keep equally many units, kept `count`."""
         then = self._at(self._after(groups, count))
         return {name: cost - self._totals[name] for name, cost in then.items()}
 
     def gain(self, groups: Sequence[str], count: int, limits: Mapping[str, float]) -> float:
-        """Return what the same step saves of the budgets that are exceeded, as shares of these budgets, added up."""
+        """Return the saving of the same step in the budgets that are exceeded, as shares of these budgets, added up."""
         change = self.change(groups, count)
         exceeded = (name for name in change if name in limits and self._totals[name] > limits[name])
         return sum(-change[name] / max(limits[name], 1e-300) for name in exceeded)
 
     def move(self, groups: Sequence[str], count: int) -> None:
-        """Let each of `groups` keep `count` units from now on."""
         self._set(self._after(groups, count))
         self.counts.update(dict.fromkeys(groups, count))

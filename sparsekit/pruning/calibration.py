@@ -27,8 +27,7 @@ class SampledLoss:
     """A loss for criteria that need gradients, if the target is the model's own output.
 
     The squared distance to that output has no gradient at the dense model. With targets drawn from a normal distribution around
-    the
-    output, it has one: a random projection of the output's Jacobian. Its mean square is the curvature of the distance.
+    the output, it has one: a random projection of the output's Jacobian. Its mean square is the curvature of the distance.
 
     Source: Kunstner et al., Limitations of the empirical Fisher approximation, NeurIPS 2019, for sampled targets.
     """

@@ -88,11 +88,9 @@ def finetune(
     """Train a model for some epochs.
 
     Each submodule trains in the mode in which it was given, so that frozen batch norms stay frozen. If the model itself is in
-    eval
-    mode, all of it trains. If anything fails, or you press Ctrl-C, the model gets the weights of the best epoch so far; without
-    validation, those of the last complete one, and before that its own. A loss that is not finite is found before the step that
-    it
-    would spoil.
+    eval mode, all of it trains. If anything fails, or you press Ctrl-C, the model gets the weights of the best epoch so far;
+    without validation, those of the last complete one, and before that its own. A loss that is not finite is found before the
+    step that it would spoil.
 
     Args:
         model: Changed in place; on the device of the batches.
@@ -100,9 +98,8 @@ def finetune(
             from its own generator, or from torch's global one, which is seeded here.
         loss: `loss(outputs, target)`; None takes `outputs.loss`.
         epochs: Number of all epochs, at least 1; a resumed call trains those that are left.
-        optimizer: Makes one from the trainable parameters, or is one, with parameters of the model (and of the loss, if
-            that is a
-            module) alone; None is SGD with Nesterov momentum 0.9, rate 0.01 and weight decay 5e-4.
+        optimizer: Makes one from the trainable parameters, or is one, with parameters of the model (and of the loss, if that is
+            a module) alone; None is SGD with Nesterov momentum 0.9, rate 0.01 and weight decay 5e-4.
         scheduler: Makes a scheduler of learning rates from the optimizer.
         scheduler_step: When it steps: after each "epoch", or after each "batch". A scheduler that follows a metric
             (`ReduceLROnPlateau`) gets minus the score, or the training loss without validation, and steps by epoch.
@@ -124,8 +121,7 @@ def finetune(
 
     Raises:
         InvalidValueError: a number out of range, no trainable parameter, an optimizer of another model, a loss that is not
-            finite,
-            a score that is not a number, or a checkpoint of another model.
+            finite, a score that is not a number, or a checkpoint of another model.
         DataError: an empty loader, or a batch on another device than the model.
         UnsupportedModelError: the model was made inside `torch.inference_mode`.
     """

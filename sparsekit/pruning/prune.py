@@ -87,10 +87,8 @@ def prune(  # type: ignore[misc]  # of a dry run, the options are checked when i
 
     Only the model, its inputs and the budget are required, but pass `batches` for every trained network. The right criterion
     differs from network to network, and a wrong one costs most of the accuracy. With batches, `prune` makes a few candidate
-    cuts,
-    reconstructs them, and keeps the one with the lowest loss on batches that it has set aside. Without them, units are ranked
-    by
-    the magnitude of their weights, and nothing is reconstructed.
+    cuts, reconstructs them, and keeps the one with the lowest loss on batches that it has set aside. Without them, units are
+    ranked by the magnitude of their weights, and nothing is reconstructed.
 
     ```python
     import torch
@@ -116,48 +114,41 @@ def prune(  # type: ignore[misc]  # of a dry run, the options are checked when i
             latency are measured on them. Pass a list of such tuples and mappings if the model has branches: each call is traced
             and verified, and costs are those of the first.
         budget: Upper limits for the small model, such as `Budget(flops="50%")`, `{"params": 2e6, "latency_ms": 4}` or
-            `"flops=50%,params=2e6"`. A percentage is a share of the dense model. None for allocations that need no
-                budget, such as
-            `by_ratio`.
-        batches: Training data: a loader or a list of tensors, of tuples (input, …, target), or of mappings of keyword
-            inputs. They
-            are read once, at most 48 batches or 1 GiB. The last fifth of the examples, and at least 64 (or half, if there are
-            fewer than 128), is set aside to compare candidates; the rest scores units and reconstructs. Without targets and
+            `"flops=50%,params=2e6"`. A percentage is a share of the dense model. None for allocations that need no budget, such
+            as `by_ratio`.
+        batches: Training data: a loader or a list of tensors, of tuples (input, …, target), or of mappings of keyword inputs.
+            They are read once, at most 48 batches or 1 GiB. The last fifth of the examples, and at least 64 (or half, if there
+            are fewer than 128), is set aside to compare candidates; the rest scores units and reconstructs. Without targets and
             without `loss`, the cut model is compared with the outputs of the dense model.
         loss: `loss(outputs, target)`, the mean over the examples of a batch. None takes `outputs.loss`, as models of
-            transformers
-            return it.
+            transformers return it.
         reconstruct: Correction after every cut, with batches: True refits the layers that follow pruned units, and recalibrates
             batch norms; "layers" or "batchnorm" does one of the two; False does neither.
-        metric: Scores a model, such as accuracy on validation data; called in eval mode and without gradients. The report
-            shows the
-            scores of the dense model, after each cut and after each call of `finetune`.
+        metric: Scores a model, such as accuracy on validation data; called in eval mode and without gradients. The report shows
+            the scores of the dense model, after each cut and after each call of `finetune`.
         criterion: The importance of a unit: an object or name, or several of them to compare, such as the `scores` of an
-            earlier
-            result, which are not computed again. A criterion that needs data and has none gets `batches` and `loss`.
-                None compares
-            the default candidates; without batches, it takes weight magnitudes. Several criteria or allocations need batches.
-        allocation: The number of units that stay in each group: a function or name ("by_cost", "by_loss", "global",
-            "uniform"), or
-            several of them to compare. None takes "by_cost", or the allocations of the default candidates.
+            earlier result, which are not computed again. A criterion that needs data and has none gets `batches` and `loss`.
+            None compares the default candidates; without batches, it takes weight magnitudes. Several criteria or allocations
+            need batches.
+        allocation: The number of units that stay in each group: a function or name ("by_cost", "by_loss", "global", "uniform"),
+            or several of them to compare. None takes "by_cost", or the allocations of the default candidates.
         exclude: Layers that keep all their units, by name, regular expression, type or module; or kinds of unit, such as
             "channel".
         limits: Layers, named in the same way → (smallest, largest) share of their units that stays, each in [0, 1].
         multiple_of: The width of each layer is a multiple of this number; or kind of unit → number. A layer that loses no unit
             keeps its width. None prefers multiples of 8, for which runtimes have fast kernels. Layers narrower than 64 take
-            multiples of 4. If more than 2 % of the budget would be left unused, all layers take 4 or 1. Pass 1 to allow
-                any width.
+            multiples of 4. If more than 2 % of the budget would be left unused, all layers take 4 or 1. Pass 1 to allow any
+            width.
         schedule: Steps in which the budget is reached, such as `Schedule("cubic", 4)`. Units are scored again before each step.
         finetune: Called after every step with the narrow model and the number of the step, from 1. It trains the model in
-            place, or
-            returns the model to continue with, of the same shapes.
+            place, or returns the model to continue with, of the same shapes.
         graph: Units from an earlier `trace_units`. None traces the model.
         prune_hidden_size: Also prune units that a layer norm averages over, as in `trace_units`.
         rules: Rules for layer types of your own, as in `trace_units`.
         generator: Source of randomness for criteria that draw. None always draws the same numbers.
         dry_run: Decide, and return a `PrunePlan` that says which units would stay. Nothing is cut after the last step. To cut a
-            model that fits into memory only once, name a criterion, then call
-            `compact(model, plan.graph, plan.mask, inplace=True)`.
+            model that fits into memory only once, name a criterion, then call `compact(model, plan.graph, plan.mask,
+            inplace=True)`.
         progress: Whether to draw progress on stderr. None draws if that is a terminal.
 
     Returns:
@@ -168,8 +159,8 @@ def prune(  # type: ignore[misc]  # of a dry run, the options are checked when i
             ignores the budget and exceeds it.
         UnknownNameError: A metric, criterion, allocation, schedule or layer does not exist.
         UnsupportedModelError: `model` is not a module, is on the meta device, without values, or was made in `inference_mode`.
-        InvalidValueError: Options contradict each other, inputs are on another device, scores hold NaN, or all gradients
-            are zero.
+        InvalidValueError: Options contradict each other, inputs are on another device, scores hold NaN, or all gradients are
+            zero.
         DataError: The loader is empty, or a batch is on another device than the model.
         MissingImportanceError: The criterion needs data or an importance that it did not get.
         TraceError: The model fails on the inputs.

@@ -44,14 +44,11 @@ def reconstruct(
 ) -> dict[str, float]:
     """Refit the layers of a compacted model that read dropped units, by least squares against the dense model.
 
-    With W the dense weights, X the dense inputs, K the kept and D the dropped inputs, centred if there is a bias:
-    W_K ← W_K + W_D X_D X_Kᵀ (X_K X_Kᵀ + λI)⁻¹, λ = ridge · mean of the diagonal. From its kept inputs, the layer then computes
-    its
-    dense outputs, as far as the kept inputs predict the dropped ones. Each layer is fitted on random rows of its inputs. Every
-    eighth example is held out to choose λ, and a layer that does not improve there keeps its weights. The linear layers in a
-    chain
-    of equal blocks, such as the layers of a transformer, are fitted one after the other. Their inputs are those of the cut
-    model,
+    With W the dense weights, X the dense inputs, K the kept and D the dropped inputs, centred if there is a bias: W_K ← W_K +
+    W_D X_D X_Kᵀ (X_K X_Kᵀ + λI)⁻¹, λ = ridge · mean of the diagonal. From its kept inputs, the layer then computes its dense
+    outputs, as far as the kept inputs predict the dropped ones. Each layer is fitted on random rows of its inputs. Every eighth
+    example is held out to choose λ, and a layer that does not improve there keeps its weights. The linear layers in a chain of
+    equal blocks, such as the layers of a transformer, are fitted one after the other. Their inputs are those of the cut model,
     so that they correct earlier errors, too. Recalibrate batch norms afterwards.
 
     Args:
@@ -62,30 +59,25 @@ def reconstruct(
         mask: The units that are kept.
         batches: Training data on the device of the model; a target is not used. Some hundred examples are enough.
         ridge: Pulls towards the present weights, at least 0; larger with little data.
-        memory_bytes: Bytes that sums over inputs may take at once, next to the two models and the activations of one batch.
-            If they
-            need more, layers are fitted in several passes over the batches. A layer that needs more by itself keeps its
-                weights.
-            Hidden states of a chain take six times their size; with less memory, its layers are fitted as the others.
-        sequential: Whether layers in a chain of blocks are fitted in sequence. False fits every layer by itself, in two
-            thirds of
-            the time.
+        memory_bytes: Bytes that sums over inputs may take at once, next to the two models and the activations of one batch. If
+            they need more, layers are fitted in several passes over the batches. A layer that needs more by itself keeps its
+            weights. Hidden states of a chain take six times their size; with less memory, its layers are fitted as the others.
+        sequential: Whether layers in a chain of blocks are fitted in sequence. False fits every layer by itself, in two thirds
+            of the time.
         progress: Whether to draw a progress bar on stderr; None draws if that is a terminal.
 
     Returns:
         Name of each layer → share of the error in its outputs that is left, in [0, 1]: the mean square after the fit divided by
-        the one before, on the examples that were held out. In a chain, it is the error of the stream to which a layer adds.
-            It is
-        1 if a layer keeps its weights. Transposed, grouped and three-dimensional convolutions, parametrized and shared weights,
-        and units that a graph with prune_hidden_size=True averages over, are not fitted.
+        the one before, on the examples that were held out. In a chain, it is the error of the stream to which a layer adds. It
+        is 1 if a layer keeps its weights. Transposed, grouped and three-dimensional convolutions, parametrized and shared
+        weights, and units that a graph with prune_hidden_size=True averages over, are not fitted.
 
     Raises:
         InvalidValueError: a negative ridge; or a model to be cut in place whose units are not all inside a chain of blocks.
         ForeignMaskError: the mask or the model does not belong to the graph.
         UnsupportedModelError: a model was made inside `torch.inference_mode`.
         DataError: an empty loader, or a batch on another device than the model. After any error, `small` is unchanged; a
-            temporary
-            file keeps the changed weights meanwhile.
+            temporary file keeps the changed weights meanwhile.
 
     Source: the fixed-mask form of optimal brain surgery, as in ZipLM (Kurtic et al., NeurIPS 2023) and He et al., Channel
         Pruning for Accelerating Very Deep Neural Networks, ICCV 2017.
@@ -228,18 +220,15 @@ def recalibrate_batchnorm(
     """Estimate the running statistics of all batch norms on some batches, in place.
 
     After a cut, later layers get other inputs than those that their statistics describe, and accuracy falls to chance.
-    Everything
-    else runs in eval mode; no weight changes.
+    Everything else runs in eval mode; no weight changes.
 
     Args:
         model: Changed in place: running means and variances become plain averages over the batches. A batch norm that gets one
-            value of a channel in every batch, such as behind a linear layer in batches of one example, takes the
-                statistics of all
-            batches together. A batch norm that gets no values keeps its statistics.
+            value of a channel in every batch, such as behind a linear layer in batches of one example, takes the statistics of
+            all batches together. A batch norm that gets no values keeps its statistics.
         batches: Training data, as for data-driven criteria; a target is not used. Some dozen batches are enough.
-        prior: State-dict key → summand of a running mean, factor of a running variance, as `statistics_prior` measures them
-            on the
-            dense model; None changes nothing.
+        prior: State-dict key → summand of a running mean, factor of a running variance, as `statistics_prior` measures them on
+            the dense model; None changes nothing.
         progress: Whether to draw a progress bar on stderr; None draws if that is a terminal.
 
     Returns:
@@ -307,9 +296,8 @@ def statistics_prior(model: nn.Module, batches: Iterable[Batch], *, share: float
 
     A few batches estimate statistics with noise, and they may differ from the data of the training. On EfficientNet-Lite0 and
     enlarged images of 64 pixels, statistics of the batches alone take 12 of 42 points from the dense model itself. The cut
-    model
-    therefore gets its statistics on the batches plus a share of the dense model's difference between its trained statistics and
-    those on the batches.
+    model therefore gets its statistics on the batches plus a share of the dense model's difference between its trained
+    statistics and those on the batches.
 
     Args:
         model: The dense model; its statistics are put back afterwards.

@@ -78,9 +78,8 @@ class PruneReport:
         unprunable: Units that cannot be pruned: module, number and reason.
         steps: Metric → cost after each step of the schedule.
         measured: Identifier → other measurements. `reconstruction_error` is the mean share of the error in the outputs of
-            refitted
-            layers that is left. A metric named `accuracy` gives `accuracy_dense`, `accuracy_pruned` and `accuracy_finetuned`; a
-            schedule of several steps gives `accuracy_pruned_step1`, and so on.
+            refitted layers that is left. A metric named `accuracy` gives `accuracy_dense`, `accuracy_pruned` and
+            `accuracy_finetuned`; a schedule of several steps gives `accuracy_pruned_step1`, and so on.
         candidates: Cuts that were tried, with the loss that decided; empty if there was no choice.
         notes: Sentences for the reader.
         times: Milliseconds before and after, if they were measured: `measure_times`.

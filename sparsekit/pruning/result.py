@@ -85,9 +85,8 @@ class Pruned(PrunePlan):
         Args:
             dense: The dense model.
             example_inputs: Inputs of one call, as `prune` takes them; their number of examples is timed, and one example.
-            runtimes: Runtimes to time besides eager passes, on all inputs and threads: "compile" (torch.compile), "export"
-                (a program
-                of torch.export), "onnx" (ONNX Runtime). A runtime that cannot run the models leaves a note.
+            runtimes: Runtimes to time besides eager passes, on all inputs and threads: "compile" (torch.compile), "export" (a
+                program of torch.export), "onnx" (ONNX Runtime). A runtime that cannot run the models leaves a note.
 
         Returns:
             The same with `times` and `slowest` in its report.

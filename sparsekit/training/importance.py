@@ -81,9 +81,8 @@ class GradientImportance:
     optimizers need not know importance. This is the rule of the paper, literally, for comparisons with it.
 
     Dropped units have no gradient, so they learn from the regularizer alone. The gradient of a kept gate vanishes where
-    training
-    converges. The pull to magnitudes then decides: with the defaults, the mask keeps the largest weights. To learn which units
-    stay, use `LearnedNarrowing`.
+    training converges. The pull to magnitudes then decides: with the defaults, the mask keeps the largest weights. To learn
+    which units stay, use `LearnedNarrowing`.
 
     ```python
     masked = sk.LearnableMask(model, (x,), ratio=0.25, learning=sk.GradientImportance(lr=0.02))

@@ -99,8 +99,7 @@ class LearnableMask(MovingMask):
         NoUnitsError: no units of the model can be removed exactly.
         ForeignMaskError: `graph` was traced from another model.
         UnsupportedModelError: the model is a DataParallel or DistributedDataParallel (wrap the module inside it), is on the
-            meta
-            device, without values, or was made inside `torch.inference_mode`.
+            meta device, without values, or was made inside `torch.inference_mode`.
     """
 
     def __init__(
@@ -279,9 +278,8 @@ class LearnableMask(MovingMask):
             state: The dense state under the model's own keys; never written to.
             ratio: Share of units kept in each group; None keeps the present ratio.
             mask: The units that are kept until the next load, whatever their importance.
-            importance: Importance to begin with, float (J,), as from `importance_vector`; None computes it from `state`.
-                The units
-                of the largest importance are kept.
+            importance: Importance to begin with, float (J,), as from `importance_vector`; None computes it from `state`. The
+                units of the largest importance are kept.
             learning: The rule of learning from now on; None keeps the present one. `LearnedNarrowing` begins with all units and
                 needs `ratio`, unless the mask has a budget.
             batches: Data to refit each cut of `LearnedNarrowing` on; None refits nothing.

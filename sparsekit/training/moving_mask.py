@@ -82,8 +82,7 @@ class MovingMask(NarrowModule):
         """Keep the most important units, at the present widths or at those of a cut that is due.
 
         The step of a torch optimizer does this by itself. Call it after a step of your own. A mask changes nowhere else, and
-        never
-        in the middle of a step.
+        never in the middle of a step.
         """
         if self._mask_given or self.optimizers.frozen or not self.graph.groups:
             return
@@ -127,8 +126,7 @@ class MovingMask(NarrowModule):
         """Learn importance from the gradients of the weights, if no torch optimizer does it in its step.
 
         Call it after `backward()`, or before gradients are changed, as by clipping. Without a torch optimizer, call
-        `update_mask`
-        after your step.
+        `update_mask` after your step.
 
         Args:
             gradients: Weight → gradient; None reads `.grad` of the weights.
@@ -145,13 +143,11 @@ class MovingMask(NarrowModule):
 
         A torch optimizer is met at its first step and needs no such call, unless it has state before its first step, as after
         loading or copying: then call this before the mask or the ratio changes. Any other object may keep tensors that follow
-        the
-        units: `state[leaf][name]`, each of the leaf's shape.
+        the units: `state[leaf][name]`, each of the leaf's shape.
 
         When the mask changes, units that stay keep their state; units that enter start with fresh state. Optimizers that are
-        not
-        torch's own, or whose state is not one value for each weight (`Adafactor`, `AdamW8bit`), start with fresh state at every
-        weight whose units change. `LBFGS` is refused while the mask may change.
+        not torch's own, or whose state is not one value for each weight (`Adafactor`, `AdamW8bit`), start with fresh state at
+        every weight whose units change. `LBFGS` is refused while the mask may change.
 
         Args:
             optimizer: Steps some of `parameters()`, or has state for them; held weakly.

@@ -127,9 +127,7 @@ class NarrowModel:
         return self.module(*args, **kwargs)
 
     def positions(self, key: str) -> Mapping[int, Tensor]:
-        """Return axis → int64 (narrow size,): the ascending dense positions of a narrow entry along the axes that units
-        touch.
-        """
+        """Return axis → int64 (narrow size,): ascending dense positions of a narrow entry, along the axes that units touch."""
         return self._axes.get(key, {})
 
     def _cut(self, entry: _Entry) -> Axes:
@@ -208,9 +206,8 @@ class NarrowModel:
         Args:
             mask: The units that are kept from now on.
             optimizers: Every optimizer that holds narrow leaves. Units that stay keep their state, entering ones start with
-                fresh
-                state. If an optimizer keeps other state than one value for each entry (the factored moments of Adafactor, 8-bit
-                state), or is not one of torch's own, its state of every leaf that changes starts fresh.
+                fresh state. If an optimizer keeps other state than one value for each entry (the factored moments of Adafactor,
+                8-bit state), or is not one of torch's own, its state of every leaf that changes starts fresh.
 
         Raises:
             ForeignMaskError: the mask belongs to another graph.

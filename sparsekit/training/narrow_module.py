@@ -60,9 +60,7 @@ class NarrowModule(nn.Module):
         return self.narrow_model.dense_state()
 
     def narrow_state(self) -> dict[str, Tensor]:
-        """Return copies of the kept entries under the model's own keys, units in ascending order, as `compact_state` has
-        them.
-        """
+        """Return copies of the kept entries under the model's own keys, units ascending, as `compact_state` has them."""
         return self.narrow_model.narrow_state()
 
     def named_weights(self) -> dict[str, nn.Parameter]:

@@ -54,8 +54,7 @@ class LearnedNarrowing:
     Args:
         steps: Number of all training steps. The cuts are placed by it.
         until: Share of the FLOPs of all steps after which the mask stays, in (0, 1). The cuts divide this part into equal
-            FLOPs,
-            so wide steps are few.
+            FLOPs, so wide steps are few.
         cuts: Number of cuts, at least 1; costs fall in equal ratios.
         least_steps: Smallest number of steps before each cut, even if it exceeds the part of the FLOPs; fewer make importance
             noisier.
