@@ -34,8 +34,8 @@ from sparsekit.criteria.orders import Scored
 from sparsekit.finetuning import Distillation, recalibrate_batchnorm, reconstruct
 from sparsekit.measure.cost import measure_costs
 from sparsekit.measure.paired import measure_turns
-from sparsekit.pruning.settings import CANDIDATES
 from sparsekit.pruning.reconstruction import statistics_prior
+from sparsekit.pruning.settings import CANDIDATES
 from sparsekit.training import GradientImportance, ImportanceRegularizer
 
 CRITERIA = ("fisher", "position_fisher", "wanda", "taylor", "magnitude", "random")

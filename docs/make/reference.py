@@ -17,11 +17,11 @@ from sparsekit_fl.options import Checked, options_of
 
 _WIDTH = 96
 TASKS: dict[str, str] = {
-    "Prune": "prune Budget Pruned finetune Distillation reconstruct recalibrate_batchnorm count_cost",
+    "Prune": "prune Budget Pruned PrunePlan finetune Distillation reconstruct recalibrate_batchnorm count_cost",
     "Train narrow": "LearnableMask LearnedNarrowing",
     "Units and masks": "trace_units UnitGraph UnitMask make_mask compact expand",
     "Criteria and allocations": "criteria.Magnitude criteria.Fisher criteria.PositionFisher criteria.Wanda criteria.Taylor"
-    " criteria.Random allocation.by_cost allocation.by_loss allocation.balanced allocation.uniform allocation.by_ratio"
+    " criteria.Random allocation.by_cost allocation.by_loss allocation.uniform allocation.by_ratio"
     " allocation.Schedule",
     "Save and export": "save_compact load_compact export_onnx save_pretrained load_pretrained",
     "Bandits": "SplitUCBV PUCBV Interval Box",
