@@ -75,7 +75,7 @@ class TrainingConfig(Checked):
     # A number once made, as is the weight decay.
     lr: NonNegative = option(  # type: ignore[assignment]
         None,
-        "Learning rate of the first round. `RunConfig(lr_decay=...)` lowers it over the rounds. Default: 0.1 for SGD, the "
+        "Learning rate of the first round. The option lr_decay lowers it over the rounds. Default: 0.1 for SGD, the "
         "default of torch for another optimizer.",
     )
     momentum: Momentum = option(0.0, "Momentum of SGD and RMSprop, in [0, 1). Other optimizers refuse it. Default: 0.")

@@ -176,6 +176,10 @@ def test_no_circle_of_files() -> None:
             ("torch", "numpy", "pydantic", "sparsekit.bandit"),
         ),
         (
+            "from sparsekit.cli.main import execute; assert execute(['list', 'criteria']) == 0",
+            ("pydantic", "pandas", "sparsekit_fl.config"),
+        ),
+        (
             "import numpy as np; from sparsekit.bandit import Interval, make_bandit, registry\nfor name in registry:"
             " bandit = make_bandit(name, Interval(0.0, 1.0), rng=np.random.default_rng(0)); bandit.tell(bandit.ask(), 1.0)",
             ("torch", "torch_pruning", "typer", "rich", "flwr", "scipy", "optuna"),
@@ -196,7 +200,7 @@ def test_no_circle_of_files() -> None:
             ("opacus", "pandas", "matplotlib", "flwr"),
         ),
     ],
-    ids=["help", "bandit", "packages", "apps", "run"],
+    ids=["help", "list", "bandit", "packages", "apps", "run"],
 )
 def test_a_process_loads_nothing_that_it_does_not_need(program: str, needless: tuple[str, ...]) -> None:
     if "flower.app" in program:

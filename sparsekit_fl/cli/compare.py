@@ -30,7 +30,7 @@ def _compare(
     methods: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Methods by name, or package.module:function; 'NAME PATH=VALUE …' with other options; `all` for every one."
+            help="Methods by name, or package.module:Class; 'NAME PATH=VALUE …' with other options; `all` for every one."
         ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds: --seed, --seed + 1, …", rich_help_panel=_AXES)] = 3,

@@ -14,9 +14,6 @@ import typer
 from sparsekit.cli import AsJson, command_app, print_json, print_lines, print_wrapped
 from sparsekit.errors import UnknownNameError, nearest
 from sparsekit.registry import load_object
-from sparsekit_fl.cli.options import PARTITION, about_of, path_of, paths, text_of
-from sparsekit_fl.options import options_of
-from sparsekit_fl.paper.presets import Preset
 
 KINDS = {
     "methods": "sparsekit_fl.methods:registry",
@@ -55,6 +52,8 @@ def _list(
 
 def _run_options() -> dict[str, str]:
     """Return path → meaning of the options of a run, of training and of all partitions."""
+    from sparsekit_fl.cli.options import PARTITION, about_of, path_of, paths, text_of
+    from sparsekit_fl.options import options_of
     from sparsekit_fl.problem.partition import partitions
 
     found = {path_of(name): about_of(name) for name in dict.fromkeys(paths().values())}
@@ -71,7 +70,9 @@ def _describe(
     as_json: AsJson = False,
 ) -> None:
     """Describe a method: where it was published, and its options."""
+    from sparsekit_fl.cli.options import text_of
     from sparsekit_fl.methods import make_method
+    from sparsekit_fl.options import options_of
 
     made = make_method(method)
     kind: Any = type(made)
@@ -98,7 +99,7 @@ def _line(registry: Mapping[str, Any], name: str) -> str:
     """Return the first sentence of the documentation of an entry; a preset says what it runs."""
     try:
         found = registry[name]
-        if isinstance(found, Preset):
+        if type(found).__name__ == "Preset":
             return f"{found.model} on {found.dataset}, {found.clients} clients, {found.rounds} rounds"
         made = found if callable(found) else getattr(found, "build", found)
         made = made.func if isinstance(made, functools.partial) else made

@@ -119,7 +119,7 @@ def _fedlps(*, options: RunOptions) -> None:
 def _method(
     *,
     method: Annotated[
-        str | None, typer.Argument(help="A method by name, or package.module:function; --config FILE may name it.")
+        str | None, typer.Argument(help="A method by name, or package.module:Class; --config FILE may name it.")
     ] = None,
     options: RunOptions,
 ) -> None:

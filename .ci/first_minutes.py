@@ -1,6 +1,6 @@
 """The first minutes of a new user: the wheel in empty environments, with the lowest and the newest supported versions.
 
-    python benchmarks/first_minutes.py [--versions lowest newest] [--python 3.11 3.12] [--without-extras]
+    python .ci/first_minutes.py [--versions lowest newest] [--python 3.11 3.12] [--without-extras]
 
 Builds the wheel of this checkout, makes a fresh environment by `uv venv`, installs the wheel there by `uv pip install`
 (`--resolution lowest-direct` for the lowest), and runs commands in an empty folder: the help, units and pruning of a

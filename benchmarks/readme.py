@@ -1,0 +1,165 @@
+"""The table and the chart of the README that compare accuracy with measured milliseconds.
+
+    python benchmarks/readme.py measure     milliseconds of the cuts, into results/readme.jsonl; three minutes of one idle core
+    python benchmarks/readme.py write       the table in README.md, and docs/pictures/accuracy.svg
+
+Accuracies are those of results/real.csv. `measure` makes the same cuts again, since only their widths matter for time. A pruned
+network and the dense one run in turns, on one thread, for one image of 96 pixels; times are processor time. A speed-up is
+the median ratio of a turn.
+"""
+
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from common import ROOT, add, in_turns, over, read, spread
+
+sys.path.insert(1, str(ROOT / "docs" / "make"))
+OUT, SHARES = ROOT / "results" / "readme.jsonl", (0.75, 0.5, 0.35)
+RUNTIMES = {"eager": "PyTorch", "onnx": "ONNX Runtime"}
+TOOLS = {  # as in results/real.csv: arm, what follows the cut, whose widths
+    "sparsekit": ("fisher/by_cost", "reconstructed", "sparsekit"),
+    "Torch-Pruning, with sparsekit's reconstruction": ("tp taylor", "reconstructed", "torch-pruning"),
+    "Torch-Pruning, batch norms recalibrated": ("tp taylor", "as cut", "torch-pruning"),
+}
+
+
+def measure() -> None:
+    """Add the times that the file lacks."""
+    import torch
+    import torch.nn.functional as F
+    from real_arms import torch_pruning
+    from real_nets import efficientnet_lite0
+
+    import sparsekit as sk
+    from sparsekit.measure.paired import prepare
+
+    torch.set_num_threads(1)
+    network = efficientnet_lite0()
+    model, example, fit = network.model, network.example, network.calibration[:32]
+    graph, dense = sk.trace_units(model, example), sk.count_cost(model, example[0]).flops
+    known: dict[str, Any] = {"criterion": "fisher"}
+
+    def ours(share: float) -> sk.UnitMask:
+        data = {} if known["criterion"] != "fisher" else {"batches": fit, "loss": F.cross_entropy}
+        done = sk.prune(
+            model, example, budget=f"flops={100 * share:.0f}%", graph=graph, allocation="by_cost", dry_run=True, **known, **data
+        )
+        known["criterion"] = done.scores
+        return done.mask
+
+    cuts: dict[str, Callable[[float], sk.UnitMask]] = {
+        "sparsekit": ours,
+        "torch-pruning": lambda share: torch_pruning(network, graph, share, "taylor", fit),
+    }
+    for share in SHARES:
+        for tool, cut in cuts.items():
+            if any((row["tool"], row["share"]) == (tool, share) for row in read(OUT)):
+                continue
+            small = sk.compact(model, graph, cut(share)).eval()
+            row: dict[str, Any] = {"tool": tool, "share": share, "flops": sk.count_cost(small, example[0]).flops / dense}
+            for runtime in RUNTIMES:
+                with torch.no_grad():
+                    cases = {"dense": prepare(model, runtime, example, {}), "small": prepare(small, runtime, example, {})}
+                    times = in_turns(cases, 100, warm=10)
+                row[f"{runtime}_dense_ms"] = round(1000 * statistics.median(times["dense"]), 3)
+                row[f"{runtime}_speedup"] = [round(each, 3) for each in over(times, "dense", "small")]
+            add(OUT, row)
+
+
+def accuracies() -> dict[str, list[float]]:
+    """Label → accuracies in % of the dense network and at each share, from results/real.csv."""
+    rows = [row for row in read(ROOT / "results" / "real.csv") if row["network"] == "efficientnet-lite0"]
+
+    def found(arm: str, how: str, share: float) -> float:
+        return next(100 * row["accuracy"] for row in rows if (row["arm"], row["how"], row["share"]) == (arm, how, share))
+
+    dense = found("dense", "as it is", 1.0)
+    return {label: [dense, *(found(arm, how, share) for share in SHARES)] for label, (arm, how, _) in TOOLS.items()}
+
+
+def speedups(tool: str, runtime: str) -> list[float]:
+    """Of the dense network, which is 1, and at each share."""
+    rows = {(row["tool"], row["share"]): row for row in read(OUT)}
+    return [1.0, *(rows[tool, share][f"{runtime}_speedup"][1] for share in SHARES)]
+
+
+def table() -> str:
+    """Accuracies and speed-ups, as in README.md."""
+    trained = [row for row in read(ROOT / "results" / "real.csv") if row["arm"] == "fixed" and row["share"] == 0.5]
+    after = spread([100 * row["accuracy"] for row in trained if row["network"] == "efficientnet-lite0"])
+    lines = ["| EfficientNet-Lite0, accuracy in % | all FLOPs | 75 % | 50 % | 35 % |", "|---|---|---|---|---|"]
+    for label, values in accuracies().items():
+        lines.append(f"| {label} | {' | '.join(f'{value:.1f}' for value in values)} |")
+        if label == "sparsekit":
+            lines.append(f"| the same, after 100 steps of fine-tuning (three seeds) | | | {after} | |")
+    pairs = zip(*(speedups("sparsekit", runtime) for runtime in RUNTIMES), strict=True)
+    cells = " | ".join(" / ".join(f"{value:.2f}" for value in pair) for pair in pairs)
+    return "\n".join([*lines, f"| speed-up of sparsekit's networks in {' / '.join(RUNTIMES.values())} | {cells} |"])
+
+
+def chart() -> None:
+    """Accuracy against milliseconds, a panel for each runtime."""
+    from draw import ACCENT, INK, KEPT, LINE, SOFT, Sheet
+
+    sheet = Sheet(760, 330, "Accuracy of EfficientNet-Lite0 against milliseconds of an image, by sparsekit and Torch-Pruning")
+    styles = dict(zip(TOOLS, ((KEPT, False), (ACCENT, False), (ACCENT, True)), strict=True))
+    for place, (runtime, title) in enumerate(RUNTIMES.items()):
+        left, top, width, height = 50 + 375 * place, 40, 315, 200
+        dense = statistics.median(row[f"{runtime}_dense_ms"] for row in read(OUT))
+        most = 1.12 * dense
+
+        def at(ms: float, accuracy: float) -> tuple[float, float]:
+            return left + width * ms / most, top + height * (1 - accuracy / 50)  # noqa: B023 - used in this turn alone
+
+        sheet.text(left + width / 2, 24, title, bold=True)
+        for value in range(0, 51, 10):
+            y = at(0, value)[1]
+            sheet.line(left, y, left + width, y, LINE, width=0.4)
+            sheet.text(left - 6, y + 4, f"{value} %" if value == 50 else str(value), size=11, fill=SOFT, anchor="end")
+        step = next(each for each in (0.5, 1, 2, 5, 10, 20) if most / each < 7)
+        for number in range(int(most / step) + 1):
+            sheet.text(at(number * step, 0)[0], top + height + 16, f"{number * step:g}", size=11, fill=SOFT)
+        sheet.text(left + width / 2, top + height + 34, "milliseconds of one image, one thread", size=12, fill=SOFT)
+        for label, values in accuracies().items():
+            color, dashed = styles[label]
+            points = [
+                at(dense / speedup, value) for speedup, value in zip(speedups(TOOLS[label][2], runtime), values, strict=True)
+            ]
+            sheet.curve(points, color, dashed=dashed)
+            for (x, y), share in zip(points[1:], SHARES, strict=True):
+                sheet.box(x - 4, y - 4, 8, 8, color, "none", round=4)
+                if label == "sparsekit":
+                    sheet.text(x - 6, y - 8, f"{share:.0%}", size=11, fill=SOFT, anchor="end")
+        x, y = at(dense, next(iter(accuracies().values()))[0])
+        sheet.box(x - 5, y - 5, 10, 10, INK, "none", round=5)
+        sheet.text(x, y - 10, "dense", size=12)
+    for number, (label, (color, dashed)) in enumerate(styles.items()):
+        x = (50, 160, 470)[number]
+        sheet.curve([(x, 306), (x + 24, 306)], color, dashed=dashed)
+        sheet.text(x + 30, 310, label, size=12, anchor="start")
+    sheet.save("accuracy.svg")
+
+
+def write() -> None:
+    """Put the table in its place in the README, and draw the chart."""
+    path = ROOT / "README.md"
+    text = re.sub(
+        r"^\| EfficientNet-Lite0, accuracy.*?\n\n", lambda _: f"{table()}\n\n", path.read_text("utf-8"), flags=re.M | re.S
+    )
+    path.write_text(text, encoding="utf-8")
+    chart()
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    jobs = {"measure": measure, "write": write}
+    if len(sys.argv) != 2 or sys.argv[1] not in jobs:
+        raise SystemExit(__doc__)
+    jobs[sys.argv[1]]()
+
+
+if __name__ == "__main__":
+    main()
