@@ -18,7 +18,7 @@ import typer
 from sparsekit.cli.data_source import find_loss, load_data, metric_of
 from sparsekit.cli.model_options import PruneOptions, read_runtimes, takes
 from sparsekit.cli.model_source import load_with_inputs
-from sparsekit.cli.output import command_app, command_line, in_flags, print_json, print_table
+from sparsekit.cli.output import command_app, command_line, in_flags, print_json, print_table, print_wrapped
 from sparsekit.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _print(report: PruneReport, how: str) -> None:
         number = len(report.unprunable)
         typer.echo(f"{number} group{'' if number == 1 else 's'} of units cannot be pruned; `sparsekit units` says why")
     for note in report.notes:
-        typer.echo(in_flags(note))
+        print_wrapped(in_flags(note))
 
 
 class PruneJob:

@@ -21,7 +21,7 @@ COMMANDS: Mapping[str, Listed] = {
     ),
     "fedlps": Listed(
         "sparsekit_fl.cli.run:fedlps",
-        "Run FedLPS: a submodel per client, its size and its units learned while it trains.",
+        "Run FedLPS: each client trains a submodel that fits its device and its data.",
     ),
     "flower-app": Listed(
         "sparsekit_fl.cli.flower_app:flower_app",

@@ -109,7 +109,7 @@ def _show_reference(result: RunResult, experiment: Experiment, options: RunOptio
 
 
 def _fedlps(*, options: RunOptions) -> None:
-    """Run FedLPS: a submodel per client, its size and its units learned while it trains.
+    """Run FedLPS: each client trains a submodel that fits its device and its data.
 
     With no option: scikit-learn's digits, offline, in under a minute. `sparsekit run fedlps-paper` is the paper's wording.
     """
