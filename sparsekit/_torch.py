@@ -130,7 +130,7 @@ def without_compiler(model: nn.Module) -> nn.Module:
 
 
 def eager() -> AbstractContextManager[Any]:
-    """Return a context in which compiled modules run as they are written; it does not import the compiler."""
+    """Return a context that runs compiled modules as they are written; it does not import the compiler."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
@@ -147,7 +147,7 @@ def outside_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return what tells the memory of a tensor from that of others, as long as one of its tensors is alive."""
+    """Return an identifier of a tensor's memory, valid as long as one tensor in that memory is alive."""
     if tensor.layout is not torch.strided:  # a sparse tensor has several
         return -id(tensor)
     return int(tensor.untyped_storage()._cdata)

@@ -1,7 +1,7 @@
 """Every error that sparsekit raises on purpose.
 
 Each class also inherits the builtin that a caller would expect (`ValueError`, `TypeError`, …), so that old
-`except` clauses keep working. A message says what was given, what is allowed and what to do.
+`except` clauses keep working. A message names the given value, the allowed values and a remedy.
 """
 
 import difflib
@@ -128,7 +128,7 @@ def require(module: str) -> Any:
 
 
 def nearest(name: str, known: Iterable[str], *, most: int | None = None) -> str:
-    """Return a sentence that lists what is known and, if there is one, the nearest name.
+    """Return a sentence that lists the known names and, if there is one, the nearest name.
 
     Args:
         name: What was asked for.

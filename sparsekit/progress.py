@@ -24,7 +24,7 @@ def track(items: Iterable[_Item], description: str, *, show: bool | None, total:
 
     Args:
         items: Anything that can be iterated over once.
-        description: What is done, in front of the bar.
+        description: Text in front of the bar.
         show: Whether to draw; None draws if stderr is a terminal. A bar inside another one is never drawn.
         total: Number of items; None asks `items`, and draws a bar without an end if they have no length.
     """
@@ -46,7 +46,7 @@ def track(items: Iterable[_Item], description: str, *, show: bool | None, total:
 
 @contextlib.contextmanager
 def working(description: str, *, show: bool | None) -> Iterator[None]:
-    """Say on stderr what is done, and for how long, while the block runs; `show` is as in `track`."""
+    """Show a description and the elapsed seconds on stderr while the block runs; `show` is as in `track`."""
     if not _shown(show):
         yield
         return

@@ -79,7 +79,7 @@ def ran(name: str, code: Callable[[], Any], *, how: str = "", advice: str = "fix
         advice: What to do where it cannot be called like that.
 
     Returns:
-        What it returned.
+        Its result.
 
     Raises:
         InvalidValueError: it failed, or cannot be called like that.
@@ -125,7 +125,7 @@ class Registry(Mapping[str, Any]):
         Args:
             kind: What the names stand for, in the singular, for error messages: "criterion".
             table: Name → `"module:object"` of what ships with the project.
-            group: The entry-point group in which other packages add theirs.
+            group: Entry-point group of other packages' entries.
         """
         self.kind = kind
         self.group = group
@@ -145,7 +145,7 @@ class Registry(Mapping[str, Any]):
         return load_object(target)
 
     def find(self, text: str) -> Any:
-        """Return what a user named: `package.module:object`, `path/to/file.py:object`, or a name of this registry.
+        """Return the object that a user named: `package.module:object`, `path/to/file.py:object`, or a name of this registry.
 
         Raises:
             InvalidValueError: nothing of that path can be imported, or the module fails.

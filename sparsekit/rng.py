@@ -35,7 +35,7 @@ def same_random_state() -> Iterator[None]:
 
 @contextmanager
 def torch_scope(rng: np.random.Generator) -> Iterator[None]:
-    """Seed torch's global generators inside the block, those of GPUs too once CUDA is in use, and put their states back.
+    """Seed torch's global generators inside the block, on GPUs too once CUDA is in use, and restore their states afterwards.
 
     For what knows no other generator: initializers and dropout. The only place that seeds global random state.
     """

@@ -97,7 +97,7 @@ def _ratio_counts(graph: UnitGraph, free: Free, ratios: float | Mapping[str, flo
 def uniform(problem: Problem) -> Counts:
     """Return the largest ratio at which max(1, ⌈ratio · size⌉) units of each group meet the budget, rounded down to multiples.
 
-    Nothing is put back afterwards, so that layers of one kind keep one width: what a configuration file can say.
+    Nothing is put back afterwards, so that layers of one kind keep one width, as configuration files need.
 
     Args:
         problem: Groups, costs and budget.

@@ -54,7 +54,7 @@ class Walk:
         heap: list[tuple[float, float, int, int]] = []
 
         def priority(number: int) -> float | None:
-            """Return what the next block of a width loses for what it saves now; None if it saves nothing."""
+            """Return the loss per saving of the next block of a width; None if it saves nothing."""
             width, place = self.widths[number], self.places[number]
             saved = self.tracker.gain(width.groups, width.counts[place - 1], self.limits)
             if saved <= 0:

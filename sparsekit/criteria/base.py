@@ -40,7 +40,7 @@ class ScoringContext:
 
 @runtime_checkable
 class Criterion(Protocol):
-    """The importance of units. An allocation says how many stay; `mask_from_scores` keeps those of the largest scores.
+    """The importance of units. An allocation says how many stay; `mask_from_scores` keeps the units with the largest scores.
 
     The attribute `comparable` is optional, and False where it is absent: scores of units of different groups mean the same, so
     that one ranking of all units makes sense.

@@ -70,7 +70,7 @@ def _library() -> Any:
 class TorchPruning(DataDriven):
     """Score units by an importance object of Torch-Pruning: magnitude, LAMP, FPGM, Taylor, or your own.
 
-    Classes that read gradients (`GroupTaylorImportance`) get those of the batches, summed into `.grad`, as after a
+    Classes that read gradients (`GroupTaylorImportance`) get the gradients of the batches, summed into `.grad`, as after a
     `backward()` on each. The model's gradients are restored. Classes that watch other passes (`GroupHessianImportance`,
     `ActivationImportance`) are refused: `Fisher` and `Wanda` are their like here.
 

@@ -27,7 +27,7 @@ def without(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
         A new graph of the same model; masks of it have no entry for the groups that were left out.
 
     Raises:
-        UnknownNameError: a name is not that of a group.
+        UnknownNameError: no group has such a name.
         InvalidValueError: one of several tied groups is named and another is not, or `groups` is a single string.
     """
     left_out = _checked(graph, groups)
@@ -58,7 +58,7 @@ def narrow(graph: UnitGraph, mask: UnitMask) -> UnitGraph:
 
     Args:
         graph: Any graph. Not changed.
-        mask: What is kept of it.
+        mask: The units that are kept.
 
     Returns:
         A new graph, as a trace of the compacted model would find it.

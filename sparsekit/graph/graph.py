@@ -133,7 +133,7 @@ class UnitGraph:
 
         Args:
             state: State-dict key → tensor; keys that the model does not have are ignored.
-            mask: Group name → bool (units,): the state is then that of the model compacted with it.
+            mask: Group name → bool (units,): the state then belongs to the model compacted with it.
             what: Names the state in the message.
 
         Raises:
@@ -229,7 +229,7 @@ class UnitGraph:
         return {}
 
     def fingerprint(self) -> tuple[tuple[str, int], ...]:
-        """Names and sizes of the groups: what a mask must agree with."""
+        """Names and sizes of the groups, which a mask must match."""
         return tuple((group.name, group.size) for group in self.groups.values())
 
 
@@ -242,7 +242,7 @@ class _Table:
         bounds: int64 (axes + 1,), where each begins and the last ends.
         positions: int64, every position that belongs to a unit.
         units: Its unit, numbered through all groups.
-        spans: How many positions that unit has in the slice. Those of the next unit begin so many further on in `positions`.
+        spans: How many positions that unit has in the slice. The positions of the next unit follow in `positions`.
     """
 
     axes: list[tuple[str, int]]

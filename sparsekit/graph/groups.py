@@ -57,7 +57,7 @@ class UnitGroup:
     Args:
         name: Unique; the name of the first module that makes the units.
         size: Number of units.
-        kind: What a unit is.
+        kind: The kind of a unit.
         slices: Every tensor axis that holds the units.
         least: How many must stay, such as the number of experts that each token takes.
         constants: Axes of tensors outside the state that hold the units: cut with them, never gated.
@@ -110,7 +110,7 @@ class SizeAttribute:
         path: Name of its attribute, then the keys, indices and names that lead to the integer inside of it.
         group: Whose units it counts.
         per_unit: What one unit adds to it.
-        dense: What it is with all units.
+        dense: Its value with all units.
     """
 
     module: str

@@ -140,7 +140,7 @@ def _mapped(value: Any, path: Path, change: Callable[[Path, Any], Any], depth: i
 
 
 def _parts(value: Any) -> Mapping[str | int, Any]:
-    """Return what a container holds, by key, index or name."""
+    """Return the members of a container, by key, index or name."""
     if isinstance(value, tuple | list):
         return dict(enumerate(value))
     if isinstance(value, functools.partial):

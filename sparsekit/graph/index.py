@@ -1,7 +1,7 @@
 """The arithmetic of index tables: gather a narrow tensor, put it back, gate units, tell narrow shapes.
 
 All functions take a tensor and `axes`: axis → int64 (kept,), positions along it without repeats, in any order. Axes left out
-are whole. What is selected is the cross product: of a 3×4 tensor, `{0: [2], 1: [1, 3]}` selects the entries (2, 1) and (2, 3)
+are whole. The selection is the cross product: of a 3×4 tensor, `{0: [2], 1: [1, 3]}` selects the entries (2, 1) and (2, 3)
 as a 1×2 tensor.
 """
 
@@ -91,7 +91,7 @@ def gate(dense: Tensor, dim: int, index: Tensor, gates: Tensor) -> Tensor:
 
 
 def wide(values: Tensor) -> Tensor:
-    """Return floats of fewer than 32 bits as float32, in which sums over many of them are exact enough; others as they are."""
+    """Return floats of fewer than 32 bits as float32, so that sums over many are exact enough; return others unchanged."""
     return values.float() if values.is_floating_point() and values.dtype.itemsize < 4 else values
 
 

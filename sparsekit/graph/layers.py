@@ -9,14 +9,14 @@ import torch
 
 @dataclass(frozen=True)
 class Layer:
-    """A module that reads at least one entry of two or more axes, with what is read until the next such module.
+    """A module that reads at least one entry of two or more axes, with the entries read until the next such module.
 
     Args:
         name: Qualified name of the module.
         entries: State-dict keys that this layer is the first to read; statistics that no pass reads are with their module.
         reads: All that it reads. An entry that it shares with an earlier layer, as a decoder tied to an embedding, is among
             its reads and among the other's entries.
-        frozen: Those of its reads that need no gradient.
+        frozen: The entries among them that need no gradient.
     """
 
     name: str
@@ -36,7 +36,7 @@ def head_entries(layers: Sequence[Layer], count: int = 1) -> tuple[str, ...]:
 def layer_weights(layers: Sequence[Layer], shapes: Mapping[str, torch.Size]) -> tuple[str, ...]:
     """Return state-dict keys of the weight matrices that may be pruned by entry, in forward order.
 
-    These are the weights that train and have at least two axes and two entries, except those of the output layer.
+    These are the weights that train and have at least two axes and two entries, except in the output layer.
 
     Args:
         layers: The layers of the model, in forward order.

@@ -1,4 +1,4 @@
-"""UnitMask and WeightMask: what is kept, by unit or by entry."""
+"""UnitMask and WeightMask: masks by unit or by entry."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def to_weights(graph: UnitGraph, mask: UnitMask) -> WeightMask:
 
     Args:
         graph: The graph that `mask` belongs to.
-        mask: What is kept.
+        mask: The units or entries that are kept.
 
     Returns:
         One entry for each state-dict key that units touch.

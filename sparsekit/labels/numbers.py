@@ -21,7 +21,7 @@ class Held:
     Args:
         module: Qualified name of the module.
         path: Where the module holds it.
-        value: What it is in the dense model.
+        value: Its value in the dense model.
     """
 
     module: str
@@ -35,7 +35,7 @@ class Size:
 
     Args:
         nodes: int64, those along the axis; empty where there are none.
-        equals: Takes (nodes, integers held) for every comparison in which the size was equal to such integers.
+        equals: Takes (nodes, integers held) for every comparison that found the size equal to such integers.
     """
 
     nodes: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -46,7 +46,7 @@ Source = Held | Size
 
 
 class Number(int):
-    """An integer with what it was made of: sums of products of what was read. All else about it is as of an integer.
+    """An integer with its origin: sums of products of sizes. In all else it is an integer.
 
     Attributes:
         parts: Factors → what their product, times some number, adds to the value; no factors for what was not read.

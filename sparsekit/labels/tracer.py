@@ -44,7 +44,7 @@ class Tracer:
         columns: Nodes of parameter axes that multiply the units which they read.
         reads: (nodes, sources, cause) of every reader; the cause is set if nothing of a parameter multiplies the units.
         tied: Runs of nodes that must keep equally many units.
-        least: (nodes, number) of runs of which so many units must stay.
+        least: (nodes, number): at least so many units of the run must stay.
         unsure: Nodes whose values may not be zero when gated, because they start from a state that is passed in.
         heads: Nodes whose units are attention heads: each makes a map of its own over the positions.
         counts: Axes of units whose lengths were given by integers.
@@ -94,7 +94,7 @@ class Tracer:
     # ---- one pass
 
     def begin(self, tensors: Mapping[str, Tensor], constants: Iterable[tuple[Constant, Tensor]] = ()) -> None:
-        """Begin a pass, in which `tensors` are the state: key → entry. Other tensors that modules hold get nodes once an
+        """Begin a pass with the state `tensors`: key → entry. Other tensors that modules hold get nodes once an
         operator meets them.
         """
         self.modules: list[str] = [""]
@@ -145,7 +145,7 @@ class Tracer:
 
         Args:
             tensor: Any tensor of the trace.
-            whole: Axes that are tied first; else the first axis is that of the units.
+            whole: Axes that are tied first; else the units are along the first axis.
         """
         found = self.joint_labels(tensor)
         if found.joint is None:

@@ -31,7 +31,7 @@ class Cause:
     """Why units stay whole.
 
     Args:
-        module: Qualified name of the module in which it happened.
+        module: Qualified name of the module where it happened.
         reason: One phrase.
         kind: See `Unprunable`.
         where: The user's own line, as `user_line` returns it.
@@ -93,7 +93,7 @@ class Labels:
             every axis that does not tell units apart.
         sources: int64, of the same shape; which state entries must be gated for the value to be exactly zero, as an id of
             `Tracer.source`; NOT_ZERO if no gate does it.
-        numbers: Integers that a module holds, any of which gave the length of an axis along which the value is constant.
+        numbers: Integers of a module; one of them gave the length of an axis along which the value is constant.
     """
 
     nodes: IntArray
@@ -192,7 +192,7 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class TensorLabels:
-    """What is known about a tensor in a trace.
+    """Labels of a tensor in a trace.
 
     Args:
         axes: Labels per axis; None for an ordinary axis such as batch, time or space, and for the axes of `joint`.
@@ -247,7 +247,7 @@ class TensorLabels:
         return replace(self, axes=tuple(axis for d, axis in enumerate(self.axes) if d not in gone), joint=joint)
 
     def collapsed(self) -> TensorLabels:
-        """Return the same labels; joint ones that are left with one axis are those of that axis."""
+        """Return the same labels; joint labels with one axis left become labels of that axis."""
         if self.joint is None or len(self.joint.dims) > 1:
             return self
         alone = replace(self, joint=None)
@@ -273,7 +273,7 @@ class Count:
 
     Args:
         nodes: int64, one axis for each axis of a tensor along which units differ.
-        numbers: Of each axis integers that a module holds, any of which the length is proportional to; empty where the length
+        numbers: For each axis, integers of a module that the length is proportional to; empty where the length
             follows by itself.
         how: "rule" if a layer rule says that the length is that integer, "read" if it was read from there, "equal" if an
             integer of the same value is at hand.

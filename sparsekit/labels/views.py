@@ -1,4 +1,4 @@
-"""What a write through a view does to the labels of the tensors that share its memory: `out[:, t] = h` in a loop."""
+"""Effects of a write through a view on the labels of the tensors that share its memory: `out[:, t] = h` in a loop."""
 
 from torch import Tensor
 
@@ -41,7 +41,7 @@ def written_over(tracer: Tracer, tensor: Tensor, target: Tensor, written: Tensor
 
 
 def _same_axis(tensor: Tensor, target: Tensor, k: int) -> int | None:
-    """Return the axis of `tensor` whose positions are those of axis `k` of `target`, one by one."""
+    """Return the axis of `tensor` whose positions equal axis `k` of `target`, one by one."""
     size, stride = target.shape[k], target.stride(k)
     found = [d for d in range(tensor.dim()) if tensor.shape[d] == size and tensor.stride(d) == stride]
     if len(found) != 1 or stride == 0 or size < 2:

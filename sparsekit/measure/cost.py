@@ -72,7 +72,7 @@ class CostModel:
         examples: Examples in the traced pass.
         parameters: Keys that are parameters, tied ones once.
         widths: State-dict key → bytes per entry, tied ones once.
-        products: Those of `other_flops` that shrink with groups, such as attention maps with their heads.
+        products: The part of `other_flops` that shrinks with groups, such as attention maps with their heads.
         uncounted: Operator of unknown FLOPs → keys of the weights that it reads and that can be pruned.
     """
 
@@ -100,7 +100,7 @@ class CostModel:
         """Count the entries that stay.
 
         Args:
-            mask: What is kept; None keeps all.
+            mask: Units or entries to keep; None keeps all.
             sides: Which axes are cut: "out", "in" or both, as in `UnitSlice.side`.
 
         Returns:
@@ -124,7 +124,7 @@ class CostModel:
         """Return the FLOPs of one example through the compact model; backward costs twice as much again.
 
         Args:
-            mask: What is kept; None keeps all.
+            mask: Units or entries to keep; None keeps all.
         """
         return self._pass_flops(mask) // self.examples
 
@@ -165,7 +165,7 @@ class CostModel:
 
         Args:
             counts: Group name → units kept at the start, for every group.
-            metrics: What is tracked; None tracks all.
+            metrics: The costs to track; None tracks all.
         """
         volumes, prices = self._sums
         return CostTracker(volumes, {name: prices[name] for name in (prices if metrics is None else metrics)}, counts)
@@ -261,7 +261,7 @@ def count_cost(
         model: The dense model; not changed.
         *example_inputs: One call's inputs.
         graph: Its units; needed with a mask.
-        mask: What is kept; None keeps all.
+        mask: Units or entries to keep; None keeps all.
         **example_kwargs: Keyword inputs.
 
     Returns:

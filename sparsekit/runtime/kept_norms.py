@@ -1,6 +1,6 @@
 """NormCall, KeptNorms, kept_norms(): norms over kept units only, so that a dense model under a mask equals the narrow one.
 
-A layer norm over 512 features of which 128 are kept is, in the narrow model, a norm over 128 numbers. For the dense model
+In the narrow model, a layer norm over 512 features becomes a norm over the 128 that are kept. For the dense model
 under the same mask to be the same function, its norm must leave the dropped features out of its statistics, which is what
 prune_hidden_size=True means. Calls of torch's functions that average over an axis are computed over kept positions.
 """
@@ -28,7 +28,7 @@ class NormCall:
 
     Args:
         name: Name of the function: layer_norm, rms_norm, group_norm, softmax, mean, var, std, var_mean or std_mean.
-        x: What is averaged over.
+        x: The tensor that is averaged.
         dims: The axes that are averaged over, counted from the front.
         weight: Scale of a norm, shaped like the last axes of `x`, or like axis 1 for group_norm.
         bias: Shift of a norm, likewise.
@@ -54,7 +54,7 @@ class NormCall:
 
 
 def read_norm_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NormCall | None:
-    """Return what a call of a torch function averages over; None for other calls and for unusual arguments."""
+    """Return the tensor and axes that a torch function averages; None for other calls and for unusual arguments."""
     reader = _READERS.get(func)
     if reader is None:
         return None
@@ -65,7 +65,7 @@ def read_norm_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _result_dtype(x: Tensor) -> torch.dtype:
-    """Return the type in which autocast runs norms: float32 on accelerators, that of the input on the CPU."""
+    """Return the type in which autocast runs norms: float32 on accelerators, the input's type on the CPU."""
     kind = x.device.type
     if kind == "cpu" or x.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
         return x.dtype
@@ -126,7 +126,7 @@ def _group_norm(
 
 
 def _average(function: Callable[..., Any]) -> Callable[..., NormCall]:
-    """Return the reader of mean, var, std, var_mean or std_mean: called again on what is kept, they give the same axes."""
+    """Return the reader of mean, var, std, var_mean or std_mean: called again on the kept part, they give the same axes."""
 
     def read(input: Tensor, *positional: Any, dim: int | Sequence[int] | None = None, **options: Any) -> NormCall:
         dim = options.pop("axis", dim)
@@ -244,7 +244,7 @@ class KeptNorms(NormMode):
                 self.patch(module, name)
 
     def set_mask(self, keep: Mapping[str, Tensor], *, device: torch.device) -> None:
-        """Set what is kept, group name → bool (units,)."""
+        """Set the kept units: group name → bool (units,)."""
         found = {key: site.stays(keep) for key, site in self._sites.items()}
         # Asked and copied here: at each call, a device would have to be waited for.
         self._kept = {

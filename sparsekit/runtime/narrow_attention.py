@@ -75,7 +75,7 @@ class NarrowMultiheadAttention(nn.MultiheadAttention):
         return q, k, v
 
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-        """Return what is added to the scores, to broadcast over (batch, heads, targets, sources); None if nothing is."""
+        """Return the bias of the scores, to broadcast over (batch, heads, targets, sources); None if nothing is."""
         batch, targets, sources = query.shape[0], query.shape[1], key.shape[1]
         total: Tensor | None = None
         if attn_mask is not None:

@@ -50,7 +50,7 @@ def entries_that_stay(shape: torch.Size, before: Axes, after: Axes) -> Stay | No
 
 
 def first_value(owner: object, name: str, leaf: object) -> float:
-    """Return what a torch optimizer puts into the state of an entry of `leaf` before its first step: zero, but for two."""
+    """Return a torch optimizer's initial state of an entry of `leaf`: zero, with two exceptions."""
     if isinstance(owner, torch.optim.Adagrad) and name == "sum":
         return float(owner.defaults["initial_accumulator_value"])
     if isinstance(owner, torch.optim.Rprop) and name == "step_size":

@@ -1,4 +1,4 @@
-"""A proof in the file of a saved model: what it computes on inputs that everybody can draw again."""
+"""A proof in the file of a saved model: its outputs on inputs that everybody can draw again."""
 
 import math
 import os

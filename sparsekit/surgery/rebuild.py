@@ -70,7 +70,7 @@ def put_constants(model: nn.Module, tensors: Mapping[str, Tensor], places: Itera
 
 
 def copy_with(model: nn.Module, tensors: Mapping[str, Tensor], constants: Iterable[Constant] = ()) -> nn.Module:
-    """Return a deep copy of `model` in which some state entries are replaced; everything else is copied.
+    """Return a deep copy of `model` with some state entries replaced.
 
     Replaced tensors are not copied, so that this is cheap where they are most of the model. Every reference to an entry (a
     second, tied name, a list of flat weights) becomes a reference to its replacement.
@@ -203,7 +203,7 @@ def narrow_module(
 ) -> nn.Module:
     """Return a copy of `model` without the dropped units, its size attributes set.
 
-    `indices` are the positions kept of each entry along each axis, if they are to be in another order than that of the model.
+    `indices` are the positions kept of each entry along each axis, if their order is to differ from the model's.
 
     Raises:
         ForeignMaskError: an entry of the copy does not have the shape that the graph expects.

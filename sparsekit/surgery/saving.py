@@ -171,7 +171,7 @@ def load_mask(path: str | os.PathLike[str], graph: UnitGraph) -> UnitMask:
 
     Raises:
         CompactFileError: the file is damaged, or holds no mask.
-        ForeignMaskError: `graph` is not the one that the model was saved with.
+        ForeignMaskError: the model was saved with another graph.
         OSError: the file cannot be read.
     """
     _, spec = read_file(Path(path), tensors=False)
@@ -259,7 +259,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _numbers(model: nn.Module) -> list[tuple[list[str], str, list[tuple[NumberPath, int]]]]:
-    """Return the integers in attributes that are not plain, such as those of a configuration: modules that share the object,
+    """Return the integers in attributes that are not plain, such as a configuration: modules that share the object,
     its name, and path → integer."""
     found: dict[tuple[int, str], tuple[list[str], str, list[tuple[NumberPath, int]]]] = {}
     for name, module in model.named_modules():
@@ -296,7 +296,7 @@ def _set_attributes(path: str | os.PathLike[str], name: str, module: nn.Module, 
     """Set the attributes that differ. A private one may be new: passes and loaders make such attributes.
 
     Raises:
-        CompactFileError: the module has no such public attribute, or one that is not plain.
+        CompactFileError: the module has no such public attribute, or it is not plain.
     """
     for attribute, value in attributes.items():
         own = getattr(module, attribute, None if attribute.startswith("_") else module)  # a module is not plain

@@ -35,7 +35,7 @@ def _mask(graph: UnitGraph, ratio: float, seed: int) -> UnitMask:
 class RuleContract:
     """What holds for every `LayerRule`.
 
-    Supply the fixtures `rule`; `network`, in which the layer both reads units and makes units that others read; and `inputs`::
+    Supply the fixtures `rule`; `network`, whose layer both reads units and makes units that others read; and `inputs`::
 
         class TestMyRule(RuleContract):
             @pytest.fixture

@@ -40,7 +40,7 @@ def _given(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 def _hidden(tracer: Tracer, x: Tensor) -> TensorLabels:
-    """Return the last axis of what a layer over tokens reads; its other axes must be ordinary ones."""
+    """Return the last axis of the input of a layer over tokens; its other axes must be ordinary ones."""
     labels = tracer.labels(x, *range(x.dim() - 1))
     tracer.fix(labels.axes[:-1], "an axis of units runs through a mixture of experts as positions or batch")
     return TensorLabels(labels.axes[-1:])
