@@ -1,4 +1,4 @@
-"""Functions to find the maximum of: those of PyXAB, and others that played no part in the design of SplitUCBV.
+"""Functions to find the maximum of: objectives of PyXAB, and others that played no part in the design of SplitUCBV.
 
 Each takes a point of the unit cube and the number of earlier pulls, which only drifting ones look at. `rise` is how far the
 maximum lies above 0, so that `rise - value(point, pull)` is the regret of a pull.

@@ -55,7 +55,7 @@ def ours(name: str, options: dict[str, Any], axes: int, horizon: int, seed: int)
 
 
 def pyxab(name: str, axes: int, horizon: int, seed: int) -> Play:
-    """An algorithm of PyXAB with its default parameters; those without a default get those of its examples."""
+    """An algorithm of PyXAB with its default parameters; parameters without a default come from its examples."""
     import importlib
 
     module = {"T_HOO": "HOO"}.get(name, name)
@@ -142,7 +142,7 @@ def noise(objective: str, seed: int, count: int) -> list[float]:
 
 
 def trace(name: str, title: str, seed: int, marks: tuple[int, ...]) -> list[tuple[float, float]]:
-    """Cumulative regret and that of the recommended point after each of `marks` pulls; neither has noise in it."""
+    """Cumulative regret and simple regret after each of `marks` pulls, both without noise."""
     objective = OBJECTIVES[title].placed(title, seed)
     ask, tell, recommend = player(name, objective.axes, marks[-1], seed)
     total, found = 0.0, []
@@ -162,7 +162,7 @@ def summary(values: list[float]) -> list[float]:
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Play, and put mean, standard error and number of seeds into the file; what is there for the same is replaced."""
+    """Play, and put mean, standard error and number of seeds into the file; older entries of the same case are replaced."""
     for name, title in product(options.names, SETS[options.set]):
         if name in ONE_AXIS and OBJECTIVES[title].axes > 1:
             continue
@@ -202,7 +202,7 @@ def table(cells: dict[str, dict[str, Any]], what: str) -> Iterator[dict[str, Any
 
 
 def ratio(cell: dict[str, Any], rivals: tuple[str, ...]) -> tuple[float, str] | None:
-    """SplitUCBV's cumulative regret over that of the best of some rivals, and the same in words, with simple regrets."""
+    """Ratio of SplitUCBV's cumulative regret to the best rival's, and the same in words, with simple regrets."""
     found = [name for name in rivals if name in cell]
     if not found or "SplitUCBV" not in cell:
         return None

@@ -20,7 +20,7 @@ sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]
 
 
 def processor_seconds(call: Callable[[], Any]) -> float:
-    """Of one call: those of a busy machine's other work are not in them."""
+    """Processor time of one call; other work of a busy machine does not count."""
     began = time.process_time()
     call()
     return time.process_time() - began
@@ -38,11 +38,11 @@ def in_turns(
     """Run every case once in each turn, in a fresh order.
 
     Args:
-        cases: Name → what is timed.
+        cases: Name → the call to time.
         turns: Largest number of turns that count.
         warm: Turns before them.
         limit: Seconds after which no turn begins, but five are made, the warm ones among them.
-        seconds: What a call took.
+        seconds: Times a call.
         before: Called before each turn.
 
     Returns:

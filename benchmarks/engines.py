@@ -8,11 +8,11 @@
 
 `overhead` is paired: in each repetition every engine gets every load, one after the other. Loads: `messages`, a small CNN
 that nobody trains, 10 clients a round; `bytes`, VGG11 (37 MB each way) that nobody trains, 4 clients a round; and a preset
-trained by FedLPS, 10 clients a round. A round's seconds are those of its record, without the first round, where processes
+trained by FedLPS, 10 clients a round. A round's seconds come from its record, without the first round, where processes
 warm up, and the last, which scores all clients. `start` is everything else but these: starting, the first and last round.
 
 `scale` starts a process for each case. Every client has a batch of 16 images and takes one step; clients share their images,
-so what grows with K is what is kept per client. `main_cpu_seconds` are those that a round takes of the process that holds
+so what grows with K is what is kept per client. `main_cpu_seconds` is the time of a round in the process that holds
 the server, all its threads together: they depend less than wall seconds on what else the machine does. Memory is the largest
 resident set of that process (VmHWM, Linux). `memories` are the files of the clients' memories,
 on the disk and in no process.

@@ -40,7 +40,7 @@ def network() -> nn.Module:
 
 @cache
 def images(data: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training images and labels of CIFAR-10, then those of the test set; images are uint8."""
+    """Images and labels of CIFAR-10: training, then test; images are uint8."""
     source = cifar10(data)
     return source.train.inputs[0], source.train.targets, source.test.inputs[0], source.test.targets
 

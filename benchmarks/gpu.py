@@ -4,7 +4,7 @@
     python benchmarks/gpu.py --device cuda:1 --parts steps   some parts only
     python benchmarks/gpu.py --device cpu --quick            small versions of all parts, a minute on a CPU
 
-The parts: `exactness`, the device against the CPU in float64; `crossings`, what a step waits for and copies (goal: nothing);
+The parts: `exactness`, the device against the CPU in float64; `crossings`, waits and copies of a step (goal: none);
 `steps`, a LearnableMask over a natively narrow network (goal: at most 1.15, aim 1.05). `pytest --device cuda` runs the tests
 on the device.
 
@@ -38,12 +38,12 @@ from sparsekit_fl.engines import describe_environment
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was asked."""
+    """Wait until the device has finished its work."""
     torch.get_device_module(device).synchronize()
 
 
 def apart(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over that of the second."""
+    """Norm of the difference, relative to the second."""
     found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
     return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
 
@@ -81,7 +81,7 @@ def _seconds(step: Callable[[], None], device: torch.device, steps: int) -> floa
 
 
 def steps(device: torch.device, quick: bool) -> list[dict[str, Any]]:
-    """The step of a LearnableMask over that of a natively narrow network: paired blocks, medians of ratios. Goal: 1.15."""
+    """The step of a LearnableMask, relative to a natively narrow network: paired blocks, medians of ratios. Goal: 1.15."""
     rows = []
     ratios = (0.5,) if quick else (1.0, 0.5, 0.25, 0.125, 0.0625)
     cases = [("cnn", 20)] if quick else [("vgg11", 20), ("cnn", 20), ("lstm", 20), ("vgg11", 128)]
@@ -127,7 +127,7 @@ def _sync_warnings(device: torch.device) -> Iterator[list[str]]:
 
 
 def crossings(device: torch.device, quick: bool) -> dict[str, Any]:
-    """What waits for the device, and what is copied between it and the host, in a step whose mask stands. Goal: nothing."""
+    """Waits for the device, and copies between it and the host, in a step that keeps its mask. Goal: none."""
     found: dict[str, Any] = {}
     activities = [torch.profiler.ProfilerActivity.CPU, *[torch.profiler.ProfilerActivity.CUDA] * (device.type == "cuda")]
     for name in ["cnn"] if quick else list(MODELS):

@@ -36,7 +36,7 @@ Scores = dict[str, Tensor]
 
 @dataclass
 class Run:
-    """One arm on one client: what it has spent, and where its examples come from."""
+    """One arm on one client: its FLOPs so far, and the source of its examples."""
 
     task: Task
     share: float
@@ -61,7 +61,7 @@ class Run:
         return self.task.costs.dense_costs()["flops"]
 
     def pay(self, images: float, passes: float, flops: float | None = None) -> None:
-        """Count forward passes of some images, each of so many FLOPs; by default those of the dense model."""
+        """Count forward passes of some images, each of so many FLOPs; by default, FLOPs of the dense model."""
         self.spent += images * passes / 3 / 64 * (1.0 if flops is None else flops / self.dense())
 
     def batches(self) -> Iterator[Data]:
@@ -223,7 +223,7 @@ def accuracy(model: nn.Module, data: Data) -> float:
 
 
 def run_cells(out: Path, options: argparse.Namespace) -> None:
-    """Run what is not there yet, in the order of the options."""
+    """Run the missing cells, in the order of the options."""
     path = out / "learning.jsonl"
     done = {tuple(row[key] for key in ("task", "seed", "share", "budget", "arm", "lr")) for row in read(path)}
     for seed in options.seeds:

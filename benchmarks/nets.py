@@ -39,7 +39,7 @@ def _convolution(entering: int, leaving: int, size: int, stride: int = 1, groups
 
 
 def convolutions(widths: Sequence[int], bias: bool = True) -> list[nn.Module]:
-    """Those of a VGG with batch norm, for three colors; 0 is a pooling layer."""
+    """The layers of a VGG with batch norm, for three colors; 0 is a pooling layer."""
     layers: list[nn.Module] = []
     entering = 3
     for width in widths:

@@ -2,7 +2,7 @@
 
     python benchmarks/prune.py --out prune.jsonl                                  everything, the short schedule, on the CPU
     python benchmarks/prune.py --out prune.jsonl --schedule published --device cuda
-    python benchmarks/prune.py --out prune.jsonl --table                          what is in the file, as tables
+    python benchmarks/prune.py --out prune.jsonl --table                          tables of the file
     python benchmarks/prune.py --out tiny.jsonl --task tiny-digits --schedule tiny --seeds 1
 
 Every result is written when it is there, and a second call goes on where the first one ended, also within a training. One

@@ -200,7 +200,7 @@ class Cell:
         return self.shared[name]
 
     def of_all_budgets(self) -> Cell:
-        """The cell for what does not depend on the budget: its checkpoints lie beside those of the dense model."""
+        """The cell for parts that do not depend on the budget; its checkpoints are next to the dense model's."""
         return replace(self, folder=self.folder.parent)
 
     @property

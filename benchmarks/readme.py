@@ -3,7 +3,7 @@
     python benchmarks/readme.py measure     milliseconds of the cuts, into results/readme.jsonl; three minutes of one idle core
     python benchmarks/readme.py write       the table in README.md, and docs/pictures/accuracy.svg
 
-Accuracies are those of results/real.csv. `measure` makes the same cuts again, since only their widths matter for time. A pruned
+Accuracies come from results/real.csv. `measure` makes the same cuts again, since only their widths matter for time. A pruned
 network and the dense one run in turns, on one thread, for one image of 96 pixels; times are processor time. A speed-up is
 the median ratio of a turn.
 """

@@ -4,8 +4,8 @@
     python benchmarks/rounds.py --data-dir DIR --presets mnist --rounds 20 --json
 
 Paired and interleaved in one process, one thread, the embedded engine with one worker: in each turn every method runs the
-first rounds of the preset from the start, tracing and the clients' first participations included. FLOPs are those of the
-same runs, with scoring. The last round, in which all test data are scored, comes after the clock has stopped.
+first rounds of the preset from the start, tracing and the clients' first participations included. FLOPs come from the
+same runs, with scoring. The last round, which scores all test data, comes after the clock has stopped.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class Clock(fl.Callback):
 
 
 def measure(preset: str, names: list[str], data: Path | None, rounds: int, turns: int) -> dict[str, Any]:
-    """CPU seconds of each method's runs, in turns, over those of the first method."""
+    """CPU seconds of each method's runs, in turns, relative to the first method."""
     plan = preset_for(preset=preset)
     problem, clients = build_problem(plan, **({} if data is None else {"data_dir": data}))
     config = replace(plan.config({"rounds": rounds + 1, "eval_every": rounds + 1}, len(clients)), seed=0)

@@ -2,7 +2,7 @@
 
     python benchmarks/stored_tables.py results/mnist.csv PAGES      writes PAGES/report.html
 
-A row is an evaluated round of a run. Columns are paths in `result.json`, such as `config.training.lr`; those of a round begin
+A row is an evaluated round of a run. Columns are paths in `result.json`, such as `config.training.lr`; columns of a round begin
 with `rounds.`. Of a round, a table has the costs and the accuracy, to four digits, and no clients, cohorts or ratios.
 """
 
@@ -82,7 +82,7 @@ def _cell(value: Any) -> str:
 
 
 def read_rows(path: Path | str) -> list[dict[str, Any]]:
-    """Read what `write_rows` wrote, without what is None."""
+    """Read rows that `write_rows` wrote, without values of None."""
     import pandas
 
     frame = pandas.read_csv(path, dtype=str, keep_default_na=False).replace("", None).ffill()

@@ -30,7 +30,7 @@ from sparsekit import trace_units
 
 
 class Refused(nn.Module):
-    """A block with one group that cannot be cut beside one that can."""
+    """A block with one group that can be cut, and another that cannot."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

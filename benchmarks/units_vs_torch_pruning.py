@@ -1,6 +1,6 @@
 """The zoo of the tests, cut by torch-pruning and by sparsekit: which groups are exact, which silently wrong, which fail.
 
-    python benchmarks/units_vs_torch_pruning.py --out zoo.jsonl      measures what is not in the file yet, then a table
+    python benchmarks/units_vs_torch_pruning.py --out zoo.jsonl      measures missing cells, then prints a table
     python benchmarks/units_vs_torch_pruning.py --out zoo.jsonl --only lstm gpt
     python benchmarks/units_vs_torch_pruning.py --json               one line per architecture, for machines
 
@@ -199,7 +199,7 @@ def work(side: str, name: str) -> dict[str, Any]:
 
 
 def _start() -> Any:
-    """A pool of one process, which has imported what it needs."""
+    """A pool of one process with all imports done."""
     pool = multiprocessing.get_context("spawn").Pool(1)
     pool.apply(int)
     return pool

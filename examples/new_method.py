@@ -1,7 +1,7 @@
 """A federated method of your own in one file: SCAFFOLD, which corrects every step on a client. Seconds, offline.
 
 Karimireddy, Kale, Mohri, Reddi, Stich, Suresh: SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020
-(arXiv 1910.06378). The control variate of a client is option II of the paper, written as what it stands for: the mean of the
+(arXiv 1910.06378). The control variate of a client is option II of the paper, written as its meaning: the mean of the
 gradients of the round. For plain SGD both are equal; with momentum, clipping or a schedule this remains a gradient.
 
 Needs `pip install ".[fl]"`. Run it with `python examples/new_method.py`, or by name, with every option of the

@@ -53,7 +53,7 @@ def wide_middle(problem: sk.allocation.Problem) -> Mapping[str, int]:
 
 
 def main() -> None:
-    """Cut a trained network by both, and say what is left."""
+    """Cut a trained network by both, and print the units that stay."""
     digits = load_digits()
     images, labels = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 16, torch.tensor(digits.target)
     torch.manual_seed(0)

@@ -78,7 +78,7 @@ class PrivateFedAvg(fl.Method):
 
 
 def epsilon(noise: float, rate: float, rounds: int, delta: float = 1e-5) -> float:
-    """Return ε of (ε, δ)-privacy after some rounds in which each client was drawn with probability `rate`."""
+    """Return ε of (ε, δ)-privacy after some rounds that drew each client with probability `rate`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # opacus warns about the ends of its range of orders
         from opacus.accountants import RDPAccountant

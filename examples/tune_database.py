@@ -1,7 +1,7 @@
 """Tune a knob of a database: how many connections its pool holds, a whole number between 1 and 256.
 
 Too few connections and queries wait in line; too many and they get in each other's way. The database is simulated, with
-contention as in Gunther's Universal Scalability Law, so that what is best can be checked (about 70 connections); each load
+contention as in Gunther's Universal Scalability Law, so that the optimum is known (about 70 connections); each load
 test is short and noisy, as such tests are. Run it with `python examples/tune_database.py`; it needs numpy alone.
 """
 

@@ -14,7 +14,7 @@ def ended(arguments: Sequence[str], number: int, when: Callable[[], object], *, 
     """Start a command, send it a signal once `when()` is true, or its whole group, and wait for its end.
 
     Returns:
-        Its exit code, and what it printed to standard output and standard error.
+        Its exit code, standard output and standard error.
     """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, "-c", _MAIN, *arguments], **pipes, start_new_session=group)

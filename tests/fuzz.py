@@ -23,7 +23,7 @@ _ACTIVATIONS = (nn.ReLU, nn.Tanh, nn.GELU, nn.Sigmoid, nn.SiLU, nn.ELU, nn.Softp
 
 
 class Network(nn.Module):
-    """Runs its operations one after the other; each reads values that were made before and appends what it makes."""
+    """Runs its operations one after the other; each reads earlier values and appends its own."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -184,7 +184,7 @@ class LocalGrid(Grid):
 
 
 class InProcess:
-    """An engine over a `LocalGrid`: what Flower does to messages, without what it costs.
+    """An engine over a `LocalGrid`: it treats messages as Flower does, at no cost.
 
     Args:
         nodes: Number of nodes that share the clients; None gives each client one.

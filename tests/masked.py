@@ -174,7 +174,7 @@ class MaskedModel:
         return self
 
     def _dropped_by_name(self, names: Iterable[str], mask: UnitMask | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(name, bool of its dropped entries) for those of `names` that units touch, under the mask or another."""
+        """(name, bool of its dropped entries) for all of `names` that units touch, under the mask or another."""
         kept = to_weights(self.graph, self.mask if mask is None else mask)
         device = next(self.module.parameters()).device
         for name in names:

@@ -1,4 +1,4 @@
-"""OnDevice: a mode in which the tensors and modules that tests make lie on a device, and those of the package do not.
+"""OnDevice: a mode that puts tensors and modules of tests on a device, and leaves the package's own alone.
 
 Numbers are drawn on the CPU, so that a test has the same ones on every device. What the package makes is left alone: a tensor
 that it should have made on the device of a model, and made on the CPU, must fail.
@@ -20,7 +20,7 @@ PACKAGES = tuple(str(Path(__file__).parent.parent / name) for name in ("sparseki
 
 
 def _of_a_test() -> bool:
-    """Whether a file of the tests, and not one of the package, asked for what is made now."""
+    """Whether a file of the tests, not of the package, makes the present tensor."""
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename

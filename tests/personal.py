@@ -142,7 +142,7 @@ SMALL = ["--rounds", "1", "--clients", "4", "--cohort", "2", "--epochs", "1", "-
 
 
 def command(arguments, capsys):
-    """What a command prints as JSON, where it prints nothing else."""
+    """The JSON that a command prints, and nothing else."""
     assert execute([*arguments, "--json"]) == 0, capsys.readouterr().err
     captured = capsys.readouterr()
     assert captured.err == ""

@@ -33,7 +33,7 @@ def _shifted(piece: UnitSlice, rng: Rng, size: int) -> Tensor:
 
 
 def _swapped(piece: UnitSlice, rng: Rng, size: int) -> Tensor:
-    """Two units have each other's positions: one row is missing where it belongs, and is that of another unit."""
+    """Two units have each other's positions: one row is missing where it belongs, and another unit has it."""
     a, b = rng.choice(len(piece.index), 2, replace=False).tolist()
     index = piece.index.clone()
     index[[a, b]] = index[[b, a]]

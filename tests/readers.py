@@ -30,7 +30,7 @@ class Keeps(nn.Module):
 
 
 class Layer(nn.Module):
-    """A layer that keeps what it has made."""
+    """A layer that keeps its last output."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def _width(layer: Any) -> int:
 
 
 def _share(layer: Any) -> Tensor:
-    """The mean of what a layer has made, as code that reads a size computes it."""
+    """The mean of a layer's output, as code that reads a size computes it."""
     dim = 1 if layer.made.dim() == 4 else -1
     return layer.made.sum() / layer.made.shape[dim]  # type: ignore[no-any-return]
 
@@ -75,7 +75,7 @@ READERS: dict[str, Callable[[Any, Any, Any], float | Tensor]] = {
 
 
 class Reads(nn.Module):
-    """A network, or an operation inside it, whose results are multiplied with what is read elsewhere.
+    """A network, or an operation inside it, whose results are multiplied with values read elsewhere.
 
     Args:
         op: What runs.

@@ -99,7 +99,7 @@ def _tree(path: Path) -> ast.Module:
 
 @cache
 def _imports(module: str) -> tuple[tuple[str, int], ...]:
-    """What a module imports, anywhere in it, with the line: whole dotted names."""
+    """The imports of a module, anywhere in it, with their lines: whole dotted names."""
     found: list[tuple[str, int]] = []
     for node in ast.walk(_tree(MODULES[module])):
         if isinstance(node, ast.Import):

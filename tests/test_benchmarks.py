@@ -1,4 +1,4 @@
-"""The benchmarks: what is measured is what is said, and what was measured is not measured again."""
+"""The benchmarks measure the stated quantity, and no cell twice."""
 
 import json
 import subprocess

@@ -70,10 +70,10 @@ def _robust_means_hold(out: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """What an example is run with, what it must print, and the packages that it needs.
+    """The arguments of an example, the output it must print, and the packages it needs.
 
     Args:
-        promises: Whether it printed what it promises.
+        promises: Takes the output, and says whether it is as promised.
         arguments: Of `main`, behind the folder of data if it takes one.
         constants: Of the example, to be quick.
         needs: Packages; without one of them the test is skipped.
@@ -215,7 +215,7 @@ class TestRulesOfTheExample(RuleContract):
 
 
 def _names(path: Path) -> set[str]:
-    """What a file imports of the two packages, and the dotted names below `sk` and `fl` that it uses."""
+    """The imports of a file from the two packages, and the dotted names below `sk` and `fl` that it uses."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

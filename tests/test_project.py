@@ -1,4 +1,4 @@
-"""What a project has besides its code: a README whose code runs, one version, reasons for dependencies, workflows, links."""
+"""The project besides its code: a README whose code runs, one version, reasons for dependencies, workflows, links."""
 
 import re
 import sys

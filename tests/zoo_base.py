@@ -12,7 +12,7 @@ __all__ = ["ZOO", "Architecture", "Lambda", "add", "build", "images", "tokens"]
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model factory, what it is called on, and what `trace_units` must find.
+    """A model factory, its example inputs, and the groups that `trace_units` must find.
 
     Args:
         make: Builds the model.

@@ -1,4 +1,4 @@
-"""One golden run per method: what a method gave when it was last looked at, and whoever runs it. A change must be meant.
+"""One golden run per method, equal on every engine. A change must be meant.
 
 `python tests/golden/test_golden.py` records anew, after which the difference is for the author to explain.
 """

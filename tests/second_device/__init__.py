@@ -1,4 +1,4 @@
-"""A second device, `elsewhere`, for machines without a GPU: host memory that torch takes for that of another device."""
+"""A second device, `elsewhere`, for machines without a GPU: host memory that torch takes for another device's."""
 
 import types
 from contextlib import nullcontext
@@ -16,7 +16,7 @@ def load() -> Any:
     """Compile the extension, once for each version of torch, and register the device.
 
     Raises:
-        RuntimeError: no C++ compiler, or one that fails.
+        RuntimeError: there is no C++ compiler, or it fails.
     """
     from torch.utils import cpp_extension
 

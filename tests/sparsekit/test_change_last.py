@@ -56,7 +56,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def broken(fault: str) -> Any:
-    """Batches of which the second fails."""
+    """Batches; the second fails."""
     first, (x, y), *rest = batches()
 
     def load() -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Progress: drawn by default where stderr is a terminal, one bar at a time, and never in the way of what it counts."""
+"""Progress: drawn by default where stderr is a terminal, one bar at a time, and never in the way of the work."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Memories on disk: what is kept, what is found damaged, and what cannot be saved; files that are old or new."""
+"""Memories on disk: kept, damaged and unsavable ones; old and new files."""
 
 import math
 import os
@@ -51,7 +51,7 @@ FRESH = State(0, {})
 
 
 def saved_rounds(folder, rounds=(1, 2)):
-    """Save rounds in which client 1 writes a memory, and return the state."""
+    """Save rounds with a memory of client 1, and return the state."""
     state = State(0, {"w": torch.zeros(2)}, memory={"drawn": 5})
     folder.load(DESCRIBED, state)
     for round in rounds:

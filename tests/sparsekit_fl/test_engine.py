@@ -64,7 +64,7 @@ def test_a_worker_that_dies_between_two_rounds_ends_the_run_like_any_other(tmp_p
 
 
 class Looks(Method):
-    """The server chooses half of the units; a client says what it was sent of the others."""
+    """The server chooses half of the units; a client reports which of the others it was sent."""
 
     def assign(self, server, client_id):
         return fl.Task(mask=UnitMask({"first": torch.arange(8) < 4}))

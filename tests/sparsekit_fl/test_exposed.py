@@ -51,7 +51,7 @@ def sending(delta: Callable[[torch.Tensor], torch.Tensor]) -> Change:
 
 
 def with_data(change: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> list[fl.Client]:
-    """The clients, one of which trains on other examples."""
+    """The clients; one trains on other examples."""
     clients = tiny_clients()
     own = clients[LIAR].data
     inputs, targets = change(own.train.inputs[0], own.train.targets)

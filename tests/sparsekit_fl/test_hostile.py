@@ -106,7 +106,7 @@ def cut(draw, payload):
 
 @st.composite
 def edited(draw, payload):
-    """A message with one place of its header or of what it says of itself changed, renamed or removed."""
+    """A message with one place of its header or metadata changed, renamed or removed."""
     header, body = split(payload)
     header["__metadata__"] = json.loads(header["__metadata__"]["meta"])
     place = header

@@ -1,4 +1,4 @@
-"""The rounds of a run: records, results, resuming, and what it refuses."""
+"""The rounds of a run: records, results, resuming, and refusals."""
 
 import itertools
 import json

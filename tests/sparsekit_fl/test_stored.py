@@ -1,4 +1,4 @@
-"""Results as one table: what is read back makes the same comparison."""
+"""Results as one table, which reads back as the same comparison."""
 
 from pathlib import Path
 

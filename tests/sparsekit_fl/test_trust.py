@@ -1,4 +1,4 @@
-"""What a run refuses to confuse, to overwrite or to hide: folders, data and failures."""
+"""A run confuses, overwrites and hides nothing: folders, data and failures."""
 
 import re
 import resource

@@ -1,4 +1,4 @@
-"""States of all bandits: what a malformed one is answered; sequences that must not change."""
+"""States of all bandits: answers to malformed states; sequences that must not change."""
 
 import copy
 import math

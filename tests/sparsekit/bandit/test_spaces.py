@@ -1,4 +1,4 @@
-"""Interval, Box and Axis: the way to the unit cube and back, what a text says, and what is refused."""
+"""Interval, Box and Axis: the way to the unit cube and back, texts, and refusals."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""SplitUCBV as its users meet it: scale, boxes, costs, drift, and what it finds."""
+"""SplitUCBV as its users meet it: scale, boxes, costs, drift, and results."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Commands as trials: the line with its marks, the metric in what is printed, and that nothing of a command stays behind."""
+"""Commands as trials: the line with its marks, the metric in the output, and that nothing of a command stays behind."""
 
 import os
 import subprocess

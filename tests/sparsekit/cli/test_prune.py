@@ -1,4 +1,4 @@
-"""`sparsekit prune`: what it writes and prints, dry runs, resuming, and bad input."""
+"""`sparsekit prune`: files, output, dry runs, resuming, and bad input."""
 
 import json
 import logging

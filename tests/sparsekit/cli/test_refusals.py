@@ -1,4 +1,4 @@
-"""What the commands say of bad input and of a user's code that fails: what is wrong, where, and no traceback."""
+"""Errors of commands about bad input and failing code of a user: the cause, its place, and no traceback."""
 
 import functools
 import operator

@@ -1,4 +1,4 @@
-"""Search: what is proposed, failures, several trials at a time, and resuming after any death."""
+"""Search: proposals, failures, several trials at a time, and resuming after any death."""
 
 import json
 import threading
@@ -21,7 +21,7 @@ class Died(Exception):
 
 
 class Here:
-    """Commands that end as soon as they are polled, the one that began last first: the line is the number to score."""
+    """Commands that end as soon as they are polled, the latest first: the line is the number to score."""
 
     def __init__(self, *, dies_at: str = "", after: int = 0) -> None:
         self.dies_at, self.left, self.most = dies_at, after, 0

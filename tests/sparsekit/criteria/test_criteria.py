@@ -1,4 +1,4 @@
-"""Every criterion: the contract, exact numbers, what is missing; and criteria that were written elsewhere."""
+"""Every criterion: the contract, exact numbers, missing inputs, and criteria of other packages."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Magnitudes are those of the weights that operators read, whatever entries these are computed from."""
+"""Magnitudes measure the weights that operators read, whatever entries these are computed from."""
 
 from collections.abc import Callable
 

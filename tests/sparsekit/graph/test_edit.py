@@ -1,4 +1,4 @@
-"""Graphs with fewer groups: what is left out stays whole, and everything else is as before."""
+"""Graphs with fewer groups: groups left out keep all units, and everything else is as before."""
 
 import pytest
 import torch

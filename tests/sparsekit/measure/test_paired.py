@@ -1,4 +1,4 @@
-"""Times before and after a cut: what is run, how often, and that nothing of it stays behind."""
+"""Times before and after a cut: which calls, how often, and that nothing stays behind."""
 
 import json
 

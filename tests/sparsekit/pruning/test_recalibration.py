@@ -127,7 +127,7 @@ class Net(nn.Module):
 
 
 def _images(count: int, seed: int) -> Tensor:
-    """Images whose columns differ, as those of photographs do: bright in the middle, noisy to the right."""
+    """Images whose columns differ, as in photographs: bright in the middle, noisy to the right."""
     generator = torch.Generator().manual_seed(seed)
     ramp = torch.linspace(0, 1, 8)
     mean = (3 * ramp * (1 - ramp))[None, None, None] * torch.randn(count, 3, 1, 1, generator=generator)
@@ -167,7 +167,7 @@ def _kernels(convolution: type[nn.Module], **options: Any) -> nn.Module:
 def test_the_share_that_is_left_is_that_of_the_layers_error_on_data_it_has_not_seen(
     make: Callable[[], nn.Module], shape: tuple[int, ...]
 ) -> None:
-    """Of a model whose outputs are those of the only reader, so that they have its error."""
+    """For a model whose outputs come from the only reader, so that they have its error."""
     torch.manual_seed(0)
     model, x, unseen = make(), torch.randn(600, *shape), torch.randn(2000, *shape)
     graph = sk.trace_units(model, x[:2])

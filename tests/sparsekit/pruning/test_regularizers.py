@@ -1,4 +1,4 @@
-"""GroupSL: exact gradients on three units, and what it does to training."""
+"""GroupSL: exact gradients on three units, and its effect on training."""
 
 import pytest
 import torch

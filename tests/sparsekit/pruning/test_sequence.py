@@ -14,7 +14,7 @@ from sparsekit.errors import InvalidValueError
 
 
 class Block(nn.Module):
-    """Two branches, as in a transformer; `how` says how they are added and what a block returns."""
+    """Two branches, as in a transformer; `how` sets how they are added, and the result of a block."""
 
     def __init__(self, how: str) -> None:
         super().__init__()

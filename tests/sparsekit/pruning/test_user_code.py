@@ -1,4 +1,4 @@
-"""Code of a user that prune() and finetune() call: in which mode it runs, and what it cannot change."""
+"""Code of a user that prune() and finetune() call: its mode, and the state that it cannot change."""
 
 import copy
 from collections.abc import Callable

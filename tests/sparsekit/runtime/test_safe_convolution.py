@@ -46,7 +46,7 @@ def pictures(side: int = 8) -> Tensor:
 
 
 def train_and_compare(kept: int, side: int) -> None:
-    """What the subprocess does: train, then compare the shortcut's gradient with that of a float64 copy without oneDNN."""
+    """The subprocess trains, then compares the shortcut's gradient with a float64 copy without oneDNN."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     module = narrow(Residual(), kept)

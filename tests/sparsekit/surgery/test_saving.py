@@ -105,7 +105,7 @@ def test_what_does_not_fit_is_refused(saved: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("width", "dtype"), [(5, torch.float32), (13, torch.float64), (200, torch.float32)])
 @pytest.mark.same_bits
 def test_a_loaded_model_gives_the_bits_of_the_saved_one(width: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Products of matrices and vectors depend on where numbers lie: those of a file begin at any byte."""
+    """Products of matrices and vectors depend on memory addresses, and numbers of a file begin at any byte."""
 
     def make() -> nn.Module:
         layers = nn.Linear(width, 2 * width + 1), nn.Tanh(), nn.Linear(2 * width + 1, width), nn.Tanh(), nn.Linear(width, 3)

@@ -1,4 +1,4 @@
-"""Layers are found by what a forward pass reads, whatever the modules are called."""
+"""Layers are found by the entries that a forward pass reads, whatever the modules are called."""
 
 import torch
 import torch.nn.functional as F

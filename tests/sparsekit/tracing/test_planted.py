@@ -1,4 +1,4 @@
-"""What is planted into random networks is caught, in every mode, dtype and path: index errors, and readers of a width.
+"""Faults planted into random networks are caught, in every mode, dtype and path: index errors, and readers of a width.
 
 Continuous integration runs a few of 500 seeds. All of them:
 

@@ -1,4 +1,4 @@
-"""What a trace promises beyond its groups: the model stays as it is, no error hides, no branch is passed over in silence."""
+"""Promises of a trace beyond its groups: the model stays as it is, no error hides, no branch is passed over in silence."""
 
 import functools
 import random

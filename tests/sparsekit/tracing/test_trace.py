@@ -1,4 +1,4 @@
-"""trace_units: the groups of every architecture of the zoo, what is fixed and why, and what is refused."""
+"""trace_units: the groups of every architecture of the zoo, unprunable layers with reasons, and refusals."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a model does in training only is traced and verified too, and dropout is not mistaken for it."""
+"""Operators that run in training only are traced and verified too, and dropout is not mistaken for one."""
 
 from collections.abc import Callable
 from typing import Any

@@ -161,7 +161,7 @@ def test_the_least_width_is_tried(forward: Callable[..., Tensor]) -> None:
 
 
 class Refused(nn.Module):
-    """A block with one group that cannot be cut beside one that can."""
+    """A block with one group that can be cut, and another that cannot."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Learned narrowing: what it measures, when it cuts, what it costs; it works with whatever trains, and it can be resumed."""
+"""Learned narrowing: its measure, cuts and cost; it works with every kind of training, and it resumes."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""Costs: simulated time, row-mask FLOPs, and the passes by which a method decides while it trains."""
+"""Costs: simulated time, row-mask FLOPs, and a method's scoring passes."""
 
 import itertools
 from dataclasses import asdict, dataclass, replace

@@ -78,7 +78,7 @@ def test_a_view_is_packed_as_the_values_that_it_shows(name):
 
 @pytest.mark.same_bits
 def test_what_is_unpacked_lies_as_torch_lays_its_own_tensors():
-    """On where a matrix begins the last bits of products depend, and those of a message begin anywhere."""
+    """The last bits of products depend on a matrix's address, and matrices of a message begin anywhere."""
     kept = []
     for size in range(1, 40):
         tensors, _ = unpack(pack({"a": torch.ones(size, 3), "b": torch.ones(size, dtype=torch.float64)}, {"x": "y" * size}))

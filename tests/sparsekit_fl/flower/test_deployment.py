@@ -1,4 +1,4 @@
-"""A run on two devices over TLS, of which one dies while it trains and comes back: the bits of one process.
+"""A run on two devices over TLS; one dies while it trains and comes back: bit-identical to one process.
 
 A third one, whose key nobody registered, asks in vain. The test waits for events, never for a number of seconds: for files
 that `fault_planted` writes, and for lines of the log.

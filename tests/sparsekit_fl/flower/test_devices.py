@@ -1,4 +1,4 @@
-"""Devices: which SuperNode has which client, and what it says of them."""
+"""Devices: which SuperNode has which client, and the capabilities it reports."""
 
 import json
 import math

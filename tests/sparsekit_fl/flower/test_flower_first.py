@@ -1,4 +1,4 @@
-"""Submodels in a Flower app that exists already: the example's diff, what travels, and what a bad reply does."""
+"""Submodels in a Flower app that exists already: the example's diff, messages, and the effect of a bad reply."""
 
 import difflib
 import importlib.util

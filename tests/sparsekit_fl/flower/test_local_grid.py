@@ -80,7 +80,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 
 @functools.cache
 def _without_its_victim() -> tuple[int, fl.RunResult]:
-    """A client of the first round, and the run in which it fails by itself."""
+    """A client of the first round, and the run where it fails by itself."""
     victim = _run().rounds[0].cohort[0]
     return victim, _run(method=Failing(clients=(victim,)))
 

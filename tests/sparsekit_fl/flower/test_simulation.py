@@ -64,7 +64,7 @@ SUBMIT = "import os, signal\nos.kill(os.getppid(), signal.SIGTERM)"
 def test_sigterm_stops_a_run_as_ctrl_c_does_and_ends_the_programs_of_flower(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The programs are replaced by two that wait, the second of which sends the signal."""
+    """Two programs that wait replace the real ones; the second sends the signal."""
     for name, code in {"flower-superlink": LINK, "flwr": SUBMIT}.items():
         (tmp_path / name).write_text(
             f"#!{sys.executable}\nimport os, time\nopen({str(tmp_path / 'ids')!r}, 'a').write(f'{{os.getpid()}}\\n')\n{code}\n"

@@ -1,4 +1,4 @@
-"""Exits where a model names places; DepthFL: prefixes, losses and FedDyn by hand, the mean over holders, what is run."""
+"""Exits where a model names places; DepthFL: prefixes, losses and FedDyn by hand, the mean over holders, the part that runs."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""Every method under what a run may ask of all, on several models, without what is its own, and with hostile clients."""
+"""Every method under all options of runs, on several models, without its own state, and with hostile clients."""
 
 import itertools
 import math
@@ -70,7 +70,7 @@ def test_a_run_on_the_device_equals_that_on_the_cpu(name, device):
 
 @pytest.fixture
 def spoiled(monkeypatch):
-    """Runs a method of which two clients change what they send; returns why they were refused."""
+    """Runs a method while two clients change their messages; returns why they were refused."""
 
     def start(method, change):
         def hostile(spec, client, request, memory, **given):

@@ -1,4 +1,4 @@
-"""Published numbers beside ours: what is flagged, and why."""
+"""Published numbers next to ours: flags, and reasons."""
 
 from pathlib import Path
 from typing import Any

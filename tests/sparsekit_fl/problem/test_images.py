@@ -1,4 +1,4 @@
-"""Image data sets: digits, files of parquet, what was decoded and is kept, and how images become what a model takes."""
+"""Image data sets: digits, files of parquet, the cache of decoded images, and inputs of a model."""
 
 import io
 import os
