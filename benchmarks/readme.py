@@ -1,17 +1,18 @@
 """The table and the chart of the README that compare accuracy with measured milliseconds.
 
-    python benchmarks/readme.py measure     milliseconds of the cuts, into results/readme.jsonl; three minutes of one idle core
+    python benchmarks/readme.py measure     cells that results/readme.jsonl lacks; a quarter of an hour of one idle core
     python benchmarks/readme.py write       the table in README.md, and docs/pictures/accuracy.svg
 
-Accuracies come from results/real.csv. `measure` makes the same cuts again, since only their widths matter for time. A pruned
-network and the dense one run in turns, on one thread, for one image of 96 pixels; times are processor time. A speed-up is
-the median ratio of a turn.
+Accuracies of sparsekit come from results/real.csv; `measure` makes the same cuts again to time them. Torch-Pruning ranks
+by its Taylor importance over all layers, and rounds widths to multiples of 8, as sparsekit does. Pruned and dense network run
+in turns, on one thread, for one image of 96 pixels; times are processor time. A speed-up is the median ratio of a turn.
 """
 
 import re
 import statistics
 import sys
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 from common import ROOT, add, in_turns, over, read, spread
@@ -19,11 +20,7 @@ from common import ROOT, add, in_turns, over, read, spread
 sys.path.insert(1, str(ROOT / "docs" / "make"))
 OUT, SHARES = ROOT / "results" / "readme.jsonl", (0.75, 0.5, 0.35)
 RUNTIMES = {"eager": "PyTorch", "onnx": "ONNX Runtime"}
-TOOLS = {  # as in results/real.csv: arm, what follows the cut, whose widths
-    "sparsekit": ("fisher/by_cost", "reconstructed", "sparsekit"),
-    "Torch-Pruning, with sparsekit's reconstruction": ("tp taylor", "reconstructed", "torch-pruning"),
-    "Torch-Pruning, batch norms recalibrated": ("tp taylor", "as cut", "torch-pruning"),
-}
+LABELS = ("sparsekit", "Torch-Pruning, with sparsekit's reconstruction", "Torch-Pruning, batch norms recalibrated")
 
 
 def measure() -> None:
@@ -35,6 +32,7 @@ def measure() -> None:
 
     import sparsekit as sk
     from sparsekit.measure.paired import prepare
+    from sparsekit.pruning.reconstruction import statistics_prior
 
     torch.set_num_threads(1)
     network = efficientnet_lite0()
@@ -52,32 +50,45 @@ def measure() -> None:
 
     cuts: dict[str, Callable[[float], sk.UnitMask]] = {
         "sparsekit": ours,
-        "torch-pruning": lambda share: torch_pruning(network, graph, share, "taylor", fit),
+        "torch-pruning": lambda share: torch_pruning(network, graph, share, "taylor", fit, round_to=8),
     }
-    for share in SHARES:
-        for tool, cut in cuts.items():
-            if any((row["tool"], row["share"]) == (tool, share) for row in read(OUT)):
-                continue
-            small = sk.compact(model, graph, cut(share)).eval()
-            row: dict[str, Any] = {"tool": tool, "share": share, "flops": sk.count_cost(small, example[0]).flops / dense}
-            for runtime in RUNTIMES:
-                with torch.no_grad():
-                    cases = {"dense": prepare(model, runtime, example, {}), "small": prepare(small, runtime, example, {})}
-                    times = in_turns(cases, 100, warm=10)
-                row[f"{runtime}_dense_ms"] = round(1000 * statistics.median(times["dense"]), 3)
-                row[f"{runtime}_speedup"] = [round(each, 3) for each in over(times, "dense", "small")]
-            add(OUT, row)
+    for share, tool in product(SHARES, cuts):
+        if any((row["tool"], row["share"]) == (tool, share) for row in read(OUT)):
+            continue
+        mask = cuts[tool](share)
+        small = sk.compact(model, graph, mask).eval()
+        row: dict[str, Any] = {"tool": tool, "share": share, "flops": sk.count_cost(small, example[0]).flops / dense}
+        for runtime in RUNTIMES:
+            with torch.no_grad():
+                cases = {"dense": prepare(model, runtime, example, {}), "small": prepare(small, runtime, example, {})}
+                times = in_turns(cases, 100, warm=10)
+            row[f"{runtime}_dense_ms"] = round(1000 * statistics.median(times["dense"]), 3)
+            row[f"{runtime}_speedup"] = [round(each, 3) for each in over(times, "dense", "small")]
+        if tool != "sparsekit":
+            sk.recalibrate_batchnorm(small, fit)
+            row["recalibrated"] = network.judge(small.eval(), network.test)["accuracy"]
+            small = sk.compact(model, graph, mask)
+            sk.reconstruct(model, small, graph, mask, fit)
+            indices, prior = graph.kept_indices(mask), statistics_prior(model, fit)
+            kept = {name: value[indices[name][0]] if name in indices else value for name, value in prior.items()}
+            sk.recalibrate_batchnorm(small, fit, prior=kept)
+            row["reconstructed"] = network.judge(small.eval(), network.test)["accuracy"]
+        add(OUT, row)
 
 
 def accuracies() -> dict[str, list[float]]:
-    """Label → accuracies in % of the dense network and at each share, from results/real.csv."""
-    rows = [row for row in read(ROOT / "results" / "real.csv") if row["network"] == "efficientnet-lite0"]
-
-    def found(arm: str, how: str, share: float) -> float:
-        return next(100 * row["accuracy"] for row in rows if (row["arm"], row["how"], row["share"]) == (arm, how, share))
-
-    dense = found("dense", "as it is", 1.0)
-    return {label: [dense, *(found(arm, how, share) for share in SHARES)] for label, (arm, how, _) in TOOLS.items()}
+    """Label → accuracies in % of the dense network and at each share."""
+    ours = {
+        (row["arm"], row["share"]): row["accuracy"]
+        for row in read(ROOT / "results" / "real.csv")
+        if row["network"] == "efficientnet-lite0" and row["how"] in ("as it is", "reconstructed")
+    }
+    theirs = {row["share"]: row for row in read(OUT) if row["tool"] == "torch-pruning"}
+    found = [
+        [ours["fisher/by_cost", share] for share in SHARES],
+        *([theirs[share][how] for share in SHARES] for how in ("reconstructed", "recalibrated")),
+    ]
+    return {label: [100 * value for value in (ours["dense", 1.0], *values)] for label, values in zip(LABELS, found)}
 
 
 def speedups(tool: str, runtime: str) -> list[float]:
@@ -105,7 +116,7 @@ def chart() -> None:
     from draw import ACCENT, INK, KEPT, LINE, SOFT, Sheet
 
     sheet = Sheet(760, 330, "Accuracy of EfficientNet-Lite0 against milliseconds of an image, by sparsekit and Torch-Pruning")
-    styles = dict(zip(TOOLS, ((KEPT, False), (ACCENT, False), (ACCENT, True)), strict=True))
+    styles = dict(zip(LABELS, ((KEPT, False), (ACCENT, False), (ACCENT, True)), strict=True))
     for place, (runtime, title) in enumerate(RUNTIMES.items()):
         left, top, width, height = 50 + 375 * place, 40, 315, 200
         dense = statistics.median(row[f"{runtime}_dense_ms"] for row in read(OUT))
@@ -126,7 +137,8 @@ def chart() -> None:
         for label, values in accuracies().items():
             color, dashed = styles[label]
             points = [
-                at(dense / speedup, value) for speedup, value in zip(speedups(TOOLS[label][2], runtime), values, strict=True)
+                at(dense / speedup, value)
+                for speedup, value in zip(speedups(label.split(",")[0].lower(), runtime), values, strict=True)
             ]
             sheet.curve(points, color, dashed=dashed)
             for (x, y), share in zip(points[1:], SHARES, strict=True):

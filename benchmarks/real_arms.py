@@ -149,7 +149,9 @@ def shortgpt(network: Network, share: float, batches: Sequence[Any]) -> nn.Modul
     return small
 
 
-def torch_pruning(network: Network, graph: sk.UnitGraph, share: float, kind: str, batches: Sequence[Any]) -> sk.UnitMask:
+def torch_pruning(
+    network: Network, graph: sk.UnitGraph, share: float, kind: str, batches: Sequence[Any], round_to: int | None = None
+) -> sk.UnitMask:
     """Torch-Pruning 1.6 walks to a share of the FLOPs; the channels that it keeps, as a mask over our units."""
     import torch_pruning as tp
 
@@ -157,7 +159,7 @@ def torch_pruning(network: Network, graph: sk.UnitGraph, share: float, kind: str
     importance = tp.importance.GroupTaylorImportance() if kind == "taylor" else tp.importance.GroupMagnitudeImportance(p=2)
     pruner = tp.pruner.BasePruner(
         small, network.example[0], importance, global_pruning=kind == "taylor", pruning_ratio=0.95, iterative_steps=100,
-        ignored_layers=[small._fc],
+        ignored_layers=[small._fc], round_to=round_to,
     )  # fmt: skip
     # Its own count leaves out convolutions of a subclass, as these are.
     dense = sk.count_cost(small, network.example[0]).flops

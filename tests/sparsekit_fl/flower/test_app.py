@@ -1,4 +1,4 @@
-"""The two apps of a deployment and their plan, over a grid in this process; the models that a device keeps and predicts with."""
+"""The two apps of a deployment and their plan, over a grid in this process; models that a device keeps and predicts with."""
 
 import io
 import json
