@@ -55,8 +55,9 @@ def without_fast_path(without: bool = True) -> Iterator[None]:
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the module's own table of parameters: name → parameter, None where it was registered without one. May be
-    changed."""
+    """Return the module's own table of parameters: name → parameter, None if it was registered without one. It may be
+    changed.
+    """
     return module._parameters
 
 
@@ -66,7 +67,7 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Name → buffer, of those that are part of the state."""
+    """Return name → buffer, for buffers in the state dict."""
     passing = module._non_persistent_buffers_set
     return {name: buffer for name, buffer in module._buffers.items() if buffer is not None and name not in passing}
 
@@ -102,7 +103,7 @@ def channel_axis(module: InstanceNorm, rank: int) -> int:
 
 
 def identity(tensor: Tensor) -> tuple[int, int]:
-    """Return what changes when the values of a tensor do: the number of its changes in place, and its address in memory."""
+    """Return two numbers that change with the values of a tensor: its count of changes in place, and its address in memory."""
     return tensor._version, tensor.data_ptr()
 
 
@@ -147,7 +148,7 @@ def outside_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return an identifier of a tensor's memory, valid as long as one tensor in that memory is alive."""
+    """Return a number for the memory of a tensor, unique as long as one of its tensors is alive."""
     if tensor.layout is not torch.strided:  # a sparse tensor has several
         return -id(tensor)
     return int(tensor.untyped_storage()._cdata)

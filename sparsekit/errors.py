@@ -1,7 +1,7 @@
 """Every error that sparsekit raises on purpose.
 
 Each class also inherits the builtin that a caller would expect (`ValueError`, `TypeError`, …), so that old
-`except` clauses keep working. A message names the given value, the allowed values and a remedy.
+`except` clauses keep working. A message names the given value, the allowed values and the remedy.
 """
 
 import difflib
@@ -43,7 +43,7 @@ class SparsekitError(Exception):
     """Root of all errors raised by sparsekit and sparsekit_fl."""
 
     exit_code: ClassVar[int] = 2
-    """With which the command line ends: 2 for bad input, 1 for a run that failed, 130 for one that the user stopped."""
+    """With which the command line ends: 2 for bad input, 1 for a run that failed, 130 for a run that the user stopped."""
 
 
 class InvalidValueError(SparsekitError, ValueError):

@@ -65,7 +65,7 @@ def bars(head: Sequence[str], rows: Sequence[tuple[Sequence[str], float, float]]
     """Return a table whose rows end with a bar of a number before, and in it a darker one of the number after.
 
     Args:
-        head: Titles of the columns; the last column has the bars.
+        head: Titles of the columns; the last one is the title of the bars.
         rows: Cells, the number before and the number after, at most as large.
     """
     if not rows:
@@ -99,7 +99,7 @@ def chart(
     Args:
         series: Name → points (x, y, deviation of y), in the order of x.
         x: Title of the horizontal axis.
-        y: Title of the chart, which names the quantity.
+        y: Title of the chart.
         x_text: Writes a number of the horizontal axis.
         y_text: Writes a number of the vertical axis.
         legend: Whether to name the series; without, their lines are thin.

@@ -1,4 +1,4 @@
-"""track(), working(): what takes long, as a bar or a line on stderr, by default where that is a terminal."""
+"""track() and working(): progress of long work as a bar or a line on stderr, by default if that is a terminal."""
 
 import contextlib
 import multiprocessing
@@ -46,7 +46,7 @@ def track(items: Iterable[_Item], description: str, *, show: bool | None, total:
 
 @contextlib.contextmanager
 def working(description: str, *, show: bool | None) -> Iterator[None]:
-    """Show a description and the elapsed seconds on stderr while the block runs; `show` is as in `track`."""
+    """Show a task and its time on stderr while the block runs; `show` is as in `track`."""
     if not _shown(show):
         yield
         return

@@ -74,12 +74,9 @@ def ran(name: str, code: Callable[[], Any], *, how: str = "", advice: str = "fix
 
     Args:
         name: As the user wrote it.
-        code: What to call.
+        code: The function to call.
         how: How it is called, for messages.
-        advice: What to do where it cannot be called like that.
-
-    Returns:
-        Its result.
+        advice: Remedy if it cannot be called like that.
 
     Raises:
         InvalidValueError: it failed, or cannot be called like that.
@@ -125,7 +122,7 @@ class Registry(Mapping[str, Any]):
         Args:
             kind: What the names stand for, in the singular, for error messages: "criterion".
             table: Name → `"module:object"` of what ships with the project.
-            group: Entry-point group of other packages' entries.
+            group: The entry-point group of other packages.
         """
         self.kind = kind
         self.group = group
@@ -145,7 +142,7 @@ class Registry(Mapping[str, Any]):
         return load_object(target)
 
     def find(self, text: str) -> Any:
-        """Return the object that a user named: `package.module:object`, `path/to/file.py:object`, or a name of this registry.
+        """Return the object of `package.module:object`, `path/to/file.py:object`, or a name of this registry.
 
         Raises:
             InvalidValueError: nothing of that path can be imported, or the module fails.

@@ -35,7 +35,7 @@ def same_random_state() -> Iterator[None]:
 
 @contextmanager
 def torch_scope(rng: np.random.Generator) -> Iterator[None]:
-    """Seed torch's global generators inside the block, on GPUs too once CUDA is in use, and restore their states afterwards.
+    """Seed torch's global generators inside the block, also of GPUs once CUDA is in use, and put their states back.
 
     For what knows no other generator: initializers and dropout. The only place that seeds global random state.
     """

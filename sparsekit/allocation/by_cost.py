@@ -21,7 +21,7 @@ def by_cost(problem: Problem, *, scale: Scale = "relative", width_penalty: float
     Args:
         problem: Groups, scores, costs and budget.
         scale: How scores of different groups are made comparable, as in `ranked_saliency`; "none" if they are already.
-        width_penalty: Power of (size of the group / units that stay) by which the importance of a unit rises if few stay. With
+        width_penalty: Power of (size of the group / units that stay) that raises the importance of a unit if few stay. With
             0, a group may keep three units of 32, since each alone mattered little while the others were there. Use 2 if the
             network trains further.
 
@@ -50,7 +50,7 @@ def by_loss(problem: Problem) -> Counts:
 
 
 def global_ranking(problem: Problem, *, scale: Scale = "relative") -> Counts:
-    """Remove the units of lowest importance anywhere, until the budget is met; then put back those that still fit.
+    """Remove the units of lowest importance anywhere, until the budget is met; then put back units that still fit.
 
     Args:
         problem: Groups, scores, costs and budget.

@@ -76,7 +76,7 @@ def check_multiples(multiple_of: Multiples) -> None:
 
 
 def step_of(group: UnitGroup, multiple_of: Multiples) -> int:
-    """Return the number of which the count of a group must be a multiple.
+    """Return the factor of all allowed counts of a group.
 
     A single number means the width of the layers: 8 lets a group of heads of 4 features each keep 2, 4, 6, … heads. A mapping
     counts units; the name of a group overrides its kind.
@@ -95,7 +95,7 @@ def step_of(group: UnitGroup, multiple_of: Multiples) -> int:
 
 
 def _span(group: UnitGroup) -> int:
-    """Return the features of a layer for one unit: those of a head, else 1."""
+    """Return the features of a layer for one unit: several for a head, else 1."""
     return min((piece.span for piece in group.slices if piece.side == "out"), default=1) if group.kind == "head" else 1
 
 

@@ -16,7 +16,7 @@ from sparsekit.graph.graph import UnitGraph
 Scale = Literal["relative", "mean", "none"]
 """How scores of different groups are made comparable.
 
-"relative" takes the share of what is left of the group when the unit goes (as LAMP does for weights), once for each layer that
+"relative" divides by the rest of the group when the unit goes (as LAMP does for weights), once for each layer that
 makes the units; "mean" divides by the mean of the group; "none" compares scores as they are.
 """
 

@@ -57,7 +57,7 @@ def by_ratio(problem: Problem, *, ratios: float | Mapping[str, float], default: 
     ```
 
     Args:
-        problem: Groups, limits and multiples; numbers are rounded up to those that are allowed.
+        problem: Groups, limits and multiples; numbers are rounded up to allowed ones.
         ratios: As in `ratio_counts`.
         default: The share of groups that a mapping does not name.
 
@@ -97,7 +97,7 @@ def _ratio_counts(graph: UnitGraph, free: Free, ratios: float | Mapping[str, flo
 def uniform(problem: Problem) -> Counts:
     """Return the largest ratio at which max(1, ⌈ratio · size⌉) units of each group meet the budget, rounded down to multiples.
 
-    Nothing is put back afterwards, so that layers of one kind keep one width, as configuration files need.
+    Nothing is put back afterwards, so that layers of one kind keep one width, as a configuration file can say.
 
     Args:
         problem: Groups, costs and budget.

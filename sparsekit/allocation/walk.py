@@ -10,7 +10,7 @@ from sparsekit.measure.budget import BudgetError
 from sparsekit.measure.volumes import CostTracker
 
 Losses: TypeAlias = Callable[[tuple[str, ...], Sequence[int]], Sequence[float]]
-"""Tied groups and their counts, ascending → what is lost from each count to the one before it; 0 at place 0."""
+"""Tied groups and their counts, ascending → loss from each count to the one before it; 0 at place 0."""
 
 _SLACK, _NARROW, _DOWN = 0.005, 100, (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
 """Unused share of a budget from which a local search is made, the largest number of widths for it, and the numbers of blocks

@@ -1,4 +1,4 @@
-"""Interval and Box, where is searched; Pull and BoxPull, one trial there; Bandit, what searches."""
+"""Interval and Box, the spaces of a search; Pull and BoxPull, one trial there; Bandit, the search itself."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,8 @@ Side = Literal["below", "above"]
 
 
 def check_number(value: float, what: str) -> float:
-    """Return `value` as a Python float, or raise.
-
-    Args:
-        value: Anything that is a number: int, float, a numpy scalar, a tensor of one entry.
-        what: Names the value in the message.
+    """Return `value` as a Python float: of an int, a float, a numpy scalar or a tensor of one entry; `what` names it in the
+    message.
 
     Raises:
         InvalidValueError: not a number (text and booleans are not), or NaN.
@@ -40,7 +37,7 @@ class Interval:
     Args:
         low: The smallest value; above 0 if the scale is "log".
         high: The largest value, above `low`.
-        scale: "linear", or "log" for what is told by its order of magnitude, such as a learning rate.
+        scale: "linear", or "log" for values that matter by their order of magnitude, such as a learning rate.
 
     Raises:
         InvalidValueError: a bound is not finite, the bounds are not in order, or the scale does not suit them.
@@ -66,24 +63,14 @@ class Interval:
         return self.low <= value <= self.high
 
     def check(self, value: float, what: str = "value") -> float:
-        """Return `value` as a Python float, or raise; `what` names it in the message.
-
-        Raises:
-            InvalidValueError: outside the interval, or NaN.
-        """
+        """Return `value` as a Python float, or raise InvalidValueError if it is outside the interval or NaN."""
         number = check_number(value, what)
         if number not in self:
             raise InvalidValueError(f"{what} must be in [{self.low!r}, {self.high!r}], got {value!r}")
         return number
 
     def to_unit(self, value: float) -> float:
-        """Return the position of `value` between `low` (0) and `high` (1) on this scale.
-
-        Args:
-            value: In [low, high].
-
-        Returns:
-            In [0, 1]; exactly 0 and 1 at the ends.
+        """Return the position of a value between `low` (0) and `high` (1) on this scale; exactly 0 and 1 at the ends.
 
         Raises:
             InvalidValueError: outside the interval, or NaN.
@@ -96,13 +83,7 @@ class Interval:
         return (math.log(number) - start) / (end - start) if end > start else float(number == self.high)
 
     def from_unit(self, share: float) -> float:
-        """Return the value at `share` of the way from `low` to `high` on this scale: the inverse of `to_unit`.
-
-        Args:
-            share: In [0, 1].
-
-        Returns:
-            In [low, high]; exactly the bounds at 0 and 1.
+        """Return the value at `share`, in [0, 1], of the way from `low` to `high` on this scale: the inverse of `to_unit`.
 
         Raises:
             InvalidValueError: outside [0, 1], or NaN.
@@ -125,7 +106,7 @@ class Box:
     """All combinations of one value from each of some named intervals.
 
     Args:
-        intervals: Name → interval, at least one; the order is that of the coordinates. Copied.
+        intervals: Name → interval, at least one, in the order of the coordinates. Copied.
 
     Raises:
         InvalidValueError: no interval, a name that is not text, or something that is not an interval.
@@ -155,7 +136,7 @@ class Box:
         )
 
     def check(self, point: Mapping[str, float]) -> dict[str, float]:
-        """Return `point` with Python floats, in the order of the intervals, or raise.
+        """Return `point` with Python floats, in the order of the intervals.
 
         Raises:
             InvalidValueError: a name is missing or unknown, or a value is outside its interval.
@@ -166,23 +147,12 @@ class Box:
         return {name: interval.check(point[name], name) for name, interval in self.intervals.items()}
 
     def to_unit(self, point: Mapping[str, float]) -> tuple[float, ...]:
-        """Return the position of `point` in the unit cube, each coordinate on the scale of its interval.
-
-        Raises:
-            InvalidValueError: see `check`.
-        """
+        """Return the position of `point` in the unit cube, each coordinate on the scale of its interval."""
         checked = self.check(point)
         return tuple(interval.to_unit(checked[name]) for name, interval in self.intervals.items())
 
     def from_unit(self, shares: Sequence[float]) -> dict[str, float]:
-        """Return the point at these shares of the way along each interval: the inverse of `to_unit`.
-
-        Args:
-            shares: In [0, 1], one for each interval.
-
-        Raises:
-            InvalidValueError: another number of shares, or one outside [0, 1].
-        """
+        """Return the point at these shares, in [0, 1], of the way along each interval: the inverse of `to_unit`."""
         if len(shares) != len(self.intervals):
             raise InvalidValueError(f"shares must hold {len(self.intervals)} numbers, one per interval, got {len(shares)}")
         pairs = zip(self.intervals.items(), shares, strict=True)
@@ -195,7 +165,7 @@ class Pull:
 
     Args:
         id: Counted from 0 by the bandit that proposed it.
-        value: What to try. If another value was tried instead, tell `Pull(pull.id, tried)`.
+        value: The value to try. If another value was tried instead, tell `Pull(pull.id, tried)`.
     """
 
     id: int
@@ -208,7 +178,7 @@ class BoxPull:
 
     Args:
         id: Counted from 0 by the bandit that proposed it.
-        value: Name → what to try. If another point was tried instead, tell `BoxPull(pull.id, tried)`.
+        value: Name → value to try. If another point was tried instead, tell `BoxPull(pull.id, tried)`.
     """
 
     id: int
@@ -276,7 +246,7 @@ class Bandit(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved search exactly: it then proposes what the saved one would have proposed.
+        """Restore a saved search exactly: it then makes the same proposals.
 
         Args:
             state: From a bandit with the same settings.

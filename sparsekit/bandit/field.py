@@ -1,4 +1,4 @@
-"""Field: the arms of a SplitUCBV in the unit cube, what was told of them, and which is pulled next."""
+"""Field: the arms of a SplitUCBV in the unit cube, their rewards, and the choice of the next arm."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from sparsekit.bandit.tree import DEEPEST, NARROWEST, Floats, Integers, Tree
 _LINE, _CUBE = 5, 6
 # Width of the middle part of a cell from which its arm is drawn, as a share of the cell.
 _JITTER = 0.2
-# p: what a unit of posterior variance at the arm is worth; φ: share of the variation that counts next to a better arm.
+# p: value of a unit of posterior variance at the arm; φ: share of the variation that counts next to a better arm.
 _CERTAINTY, _FACING = 1.0, 0.2
 # κ: a cell is split when its arm's variance is below so much of the variation.
 _PATIENCE = 2.0
@@ -45,10 +45,8 @@ class Field(Tree):
     def __init__(self, axes: int, *, discount: float | None, rng: np.random.Generator) -> None:
         """Cut the cube into a few equal cells, in random order, each with an arm near its middle.
 
-        Args:
-            axes: Number of axes of the cube.
-            discount: Share of what is known that survives a reward, in (0, 1]; None: all of it until arms are seen to fall.
-            rng: Draws the order and the arms.
+        `discount` is the share of knowledge that survives a reward, in (0, 1]; None keeps all of it until arms are seen to
+        fall.
         """
         super().__init__(_LINE if axes == 1 else _CUBE, axes, rng)
         self._rng = rng
@@ -111,17 +109,17 @@ class Field(Tree):
         return max((expected + self._within) / (_GUESS_WEIGHT + self._replicates), _LEAST * self.scale)
 
     def _falls(self, surprise: float, share: float) -> bool:
-        """Tell whether arms have fallen, as one more repeated reward shows, whose surprise has that share of the noise.
+        """Tell whether arms have fallen, after one more repeated reward, whose surprise has that share of the noise.
 
-        A cumulative sum of how far repeated rewards are below the mean of earlier ones of the same arm, in deviations.
+        A cumulative sum counts how far repeated rewards are below the mean of earlier ones of the same arm, in deviations.
 
-            S ← max(0, S - z - k),   z = (reward - mean) / sqrt(σ² (1/w + 1/n)) within ±3;   alarm where S > h,
+            S ← max(0, S - z - k),   z = (reward - mean) / sqrt(σ² (1/w + 1/n)) within ±3;   alarm if S > h,
 
-        with w the weight of the reward and n that of the earlier ones. Only a fall is looked for: an arm that rises is pulled
+        with w the weight of the reward and n the weight of the earlier ones. Only falls matter: an arm that rises is pulled
         anyway, and another one that rises past it is found when this one falls.
 
         Source: Page, "Continuous Inspection Schemes", Biometrika 1954 (the sum); Liu, Lee, Shroff, "A Change-Detection Based
-        Framework for Piecewise-Stationary Multi-Armed Bandit Problem", AAAI 2018 (restarting a bandit on it).
+            Framework for Piecewise-Stationary Multi-Armed Bandit Problem", AAAI 2018 (restarting a bandit on it).
         """
         if not self._watches or not self.scale or self._repeats < _SETTLED:
             return False
@@ -135,14 +133,7 @@ class Field(Tree):
     # --- learning ---
 
     def learn(self, arm: int, reward: float, weight: float, place: int) -> None:
-        """Take in one reward.
-
-        Args:
-            arm: Where it was got.
-            reward: Any finite number.
-            weight: Number of rewards that it counts for.
-            place: Place of the pull among all told.
-        """
+        """Take in the reward of an arm, which counts for `weight` rewards and is at this place among all told."""
         faded = self._discount < 1.0
         if faded:
             self._weights[: self.size] *= self._discount
@@ -176,7 +167,7 @@ class Field(Tree):
             self._index[arm] = self._index_of(arm, 0)
 
     def fail(self, arm: int) -> None:
-        """Take in that a trial of an arm has failed: a visit with the worst reward, which tells nothing of the noise.
+        """Take in a failed trial of an arm: a visit with the worst reward, which says nothing about the noise.
 
         As long as there is no scale, it counts as a visit alone. The arm's cell is split before the arm is pulled again.
         """
@@ -189,7 +180,7 @@ class Field(Tree):
 
     @property
     def _worst(self) -> float:
-        """The smallest reward, or something smaller if all are equal: what fails is then all that matters."""
+        """The smallest reward, or a smaller number if all are equal: failures are then all that matters."""
         return self._least if self._least < self._most else self._least - abs(self._least)
 
     def _add(self, arm: int, reward: float, weight: float) -> None:
@@ -203,16 +194,16 @@ class Field(Tree):
             self.observe(arm, reward, self._noise / weight)
 
     def miss(self, arm: int, weight: float) -> None:
-        """Another point was executed in place of an arm: nothing is known of it, yet it is proposed as if it had been told.
+        """Another point was executed in place of an arm, which then counts as told, though nothing is known about it.
 
-        Or else a proposal that is always executed elsewhere, say rounded, would be made for ever.
+        Otherwise, a proposal that is always executed elsewhere, say rounded, would be made for ever.
         """
         self._tries[arm] += weight
         self._repeats += 1.0
         self._tried = True
 
     def _refresh(self) -> None:
-        """Let all arms learn from one another, where that is due; from the first rewards the scale is taken."""
+        """Let all arms learn from one another, if that is due; the first rewards set the scale."""
         if not self.scale:
             if not self._told or self._told + len(self._failed) < self._begin:
                 return
@@ -237,15 +228,13 @@ class Field(Tree):
     # --- the index ---
 
     def indices(self, pending: Mapping[int, int]) -> Floats:
-        """Return the index of each arm, float (arms,); -inf where dropped. Cells split since all arms last learned owe nothing
-        yet.
+        """Return the index of each arm, float (arms,); -inf for dropped ones. `pending` has the number of open pulls of arms.
 
-        Args:
-            pending: Arms of open pulls, and how often each is open.
+        Cells that were split since all arms last learned are owed nothing yet.
         """
         size = self.size
         if not self.scale:
-            # Nothing is known yet: the arms in turn, those of the widest cells first.
+            # Nothing is known yet: the arms in turn, from the widest cells to the narrowest.
             index: Floats = -(self._pulls[:size] + self._tries[:size]) - self.depth[:size] / (DEEPEST + 1.0)
             for arm, times in pending.items():
                 index[arm] -= times
@@ -266,18 +255,18 @@ class Field(Tree):
         return index
 
     def _index_of(self, arm: int, times: int) -> float:
-        """Return the index of one arm when so many open pulls of it have been told."""
+        """Return the index of one arm as if so many open pulls of it had been told."""
         worth = self._worth(arm, times)
         return max(worth, self._beside.item(arm)) if arm < len(self._beside) else worth
 
     def _worth(self, arm: int, times: int) -> float:
-        """Return the same without what is owed to a better neighboring arm."""
+        """Return the same without the debt to a better neighboring arm."""
         room = self.room.item(self.depth.item(arm))
         return self.means.item(arm) + math.sqrt(_CERTAINTY * self._variance(arm, times) + room)
 
     def _variance(self, arm: int, times: int) -> float:
-        """Return the posterior variance of an arm when so many open pulls of it have been told; those executed elsewhere count
-        as told.
+        """Return the posterior variance of an arm as if so many open pulls of it had been told; pulls executed elsewhere
+        count as told.
         """
         variance, rewards = self.variances.item(arm), times + self._tries.item(arm)
         return variance / (1.0 + variance * rewards / self._noise) if rewards else variance
@@ -285,14 +274,9 @@ class Field(Tree):
     # --- which arm is next ---
 
     def choose(self, *, lost: int, upper: float | None = None) -> int:
-        """Return the arm to be pulled next.
+        """Return the next arm; -1 if no cell can hold an arm below the bound `upper` of the first coordinate.
 
-        Args:
-            lost: Open pulls of a lower id are not waited for.
-            upper: Bound of the first coordinate.
-
-        Returns:
-            Its place; -1 if no cell can hold an arm below the bound.
+        Open pulls with an id below `lost` are ignored.
         """
         pending: dict[int, int] = {}
         for id, arm in self.open.items():
@@ -317,13 +301,11 @@ class Field(Tree):
         return self._below(index, bound)
 
     def _pulled_or_split(self, cell: int, index: float, pending: Mapping[int, int]) -> int:
-        """Return the arm that the choice of a cell, for its index, leads to: its own, one split off from it, or one that it
-        faces.
-        """
+        """Return the arm to pull after the choice of a cell: its own, one split off from it, or a better one that it faces."""
         if not self.scale:
             ready = bool(self._pulls[cell] or self._tries[cell]) or cell in pending
             return self._halve(cell) if ready else cell
-        # The index is the larger of what its own arm is worth and what it owes to a better neighbor.
+        # The index is the larger of the worth of its own arm and its debt to a better neighbor.
         if self._beside.item(cell) >= index and self._beside.item(cell) > self._worth(cell, pending.get(cell, 0)):
             sides = self.facing[cell]
             side = int(self.means[sides].argmax())
@@ -332,8 +314,8 @@ class Field(Tree):
         return self._halve(cell) if self._ripe(cell, cell, pending) else cell
 
     def _ripe(self, arm: int, cell: int, pending: Mapping[int, int]) -> bool:
-        """Tell whether an arm is known better than a cell varies, or will be by its open pulls, and enough is known of the
-        noise.
+        """Tell whether the variance of an arm, with its open pulls, is below the variation in a cell, and the noise is known
+        well enough.
         """
         if arm in self._failed:
             return True
@@ -346,7 +328,7 @@ class Field(Tree):
     def _split(self, cell: int, axis: int, at: float, point: Floats, *, keeps_low: bool | None = None) -> int:
         """Cut a cell in two; the new cell gets an arm at a point, which is returned, the other one keeps its own.
 
-        `keeps_low` says which part the cell's own arm is in; None where that is plain, since it is not on the cut.
+        `keeps_low` says which part has the cell's own arm; None if the arm is not on the cut.
         """
         new = self.cut(cell, axis, at, keeps_low=bool(self.points[cell, axis] < at) if keeps_low is None else keeps_low)
         self.points[new] = point
@@ -355,7 +337,9 @@ class Field(Tree):
         return new
 
     def _halve(self, cell: int) -> int:
-        """Split a cell across its longest side; the new arm, or its own if it is too narrow or there is no room."""
+        """Split a cell across its longest side; returns the new arm, or its own if the cell is too narrow or there is no
+        room.
+        """
         half = self.halves(cell)
         if half is None or self.full:
             return cell
@@ -398,9 +382,9 @@ class Field(Tree):
         return self._split(cell, axis, 0.5 * float(point[axis] + self.points[cell, axis]), point)
 
     def arm_at(self, point: Floats) -> int:
-        """Return the arm at a point of the cube: one that is there, or a new one in a cell split off for it.
+        """Return the arm at a point of the cube, a new one in a cell split off for it if need be.
 
-        Where there is no room for another cell, it is the arm of the cell that holds the point.
+        Without room for another cell, it is the arm of the cell that holds the point.
         """
         cell = self.find(point)
         if self.full or float(np.abs(point - self.points[cell]).max()) < 2.0 * NARROWEST:
@@ -430,9 +414,7 @@ class Field(Tree):
         return int(self._first[int(merit.argmax())])
 
     def rows(self) -> list[tuple[float, float, int, float, float, float]]:
-        """Return, for each cell: low and high on the first axis, pulls, posterior mean and variance, index; from low
-        up.
-        """
+        """Return, for each cell: low and high on the first axis, pulls, posterior mean and variance, index; from low up."""
         size = self.size
         means = self.level + self.means[:size] if self.scale else self._rewards[:size]
         index = self.level + self.indices({}) if self.scale else np.full(size, math.inf)

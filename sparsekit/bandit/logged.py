@@ -20,20 +20,14 @@ LARGEST_REWARD = 1e100
 
 
 class LoggedBandit(ABC, Generic[Trial]):
-    """What the bandits here share: open and told pulls, their checks, and a state.
+    """The common part of our bandits: open and told pulls, their checks, and a state.
 
-    The state holds the settings, the generator as it was passed, and every `ask`, `tell` and `forget` in order. A bandit is
-    restored by doing these again, so a subclass keeps whatever it likes in its attributes and says nothing of it here.
+    The state holds the settings, the first state of the generator, and every `ask`, `tell` and `forget` in order. A bandit is
+    restored by repeating them, so a subclass keeps any attributes and needs no code for them here.
     """
 
     def __init__(self, space: Interval | Box, settings: Mapping[str, Any], rng: np.random.Generator) -> None:
-        """Open an empty log.
-
-        Args:
-            space: The space of told values.
-            settings: The other arguments of the subclass but `rng`, as plain JSON values.
-            rng: Whatever is drawn is drawn from it.
-        """
+        """Open an empty log. `settings` are the other arguments of the subclass but `rng`, as plain JSON values."""
         if not isinstance(rng, np.random.Generator):
             raise InvalidValueError(f"rng must be a numpy.random.Generator, got {rng!r}; pass np.random.default_rng(0), say")
         self.space = space
@@ -71,7 +65,7 @@ class LoggedBandit(ABC, Generic[Trial]):
         """Close a pull that has failed; see `Bandit.forget`."""
 
     def _close(self, pull: Trial) -> tuple[Any, bool]:
-        """Check, note and close a pull that has failed; return the executed value, and whether another had been proposed."""
+        """Check, note and close a failed pull; return the executed value, and whether another had been proposed."""
         self._check_open(pull)
         proposed = self._open[pull.id]
         value: Any = proposed if pull.value == proposed else self.space.check(pull.value)  # type: ignore[arg-type]
@@ -80,10 +74,8 @@ class LoggedBandit(ABC, Generic[Trial]):
         return value, value != proposed
 
     def _take(self, pull: Trial, reward: float, eliminate: Side | None, *, cost: float = 1.0) -> tuple[Any, float, bool]:
-        """Check and note what is told of a pull, and close it.
-
-        Returns:
-            The executed value and the reward, in plain numbers, and whether another value had been proposed.
+        """Check, note and close a told pull; return the executed value, the reward, and whether another value had been
+        proposed.
 
         Raises:
             InvalidValueError: see `Bandit.tell`.
@@ -108,7 +100,7 @@ class LoggedBandit(ABC, Generic[Trial]):
         self._told.append((self._pull(pull.id, value), number / cost))
         return value, number, value != proposed
 
-    # --- what a user calls ---
+    # --- called by users ---
 
     @property
     def told(self) -> tuple[tuple[Trial, float], ...]:
@@ -138,7 +130,7 @@ class LoggedBandit(ABC, Generic[Trial]):
     # --- checks ---
 
     def _check_upper(self, upper: float) -> float | None:
-        """Return the bound of a proposal; None where it bounds nothing."""
+        """Return the bound of a proposal; None if it bounds nothing."""
         if not isinstance(self.space, Interval):
             raise InvalidValueError("upper bounds the one value of an Interval; for a Box, narrow its intervals")
         bound = check_number(upper, "upper")
@@ -177,9 +169,9 @@ class LoggedBandit(ABC, Generic[Trial]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken; see `Bandit.load_state_dict`.
+        """Continue from a saved state; see `Bandit.load_state_dict`.
 
-        The generator passed to the constructor is left alone from here on: the bandit gets one of its own, of the same kind.
+        The bandit then has a generator of its own, of the same kind as the constructor's, which is left alone.
         """
         try:
             mine, theirs = {"space": asdict(self.space), **self._settings}, dict(state["settings"])
@@ -201,7 +193,6 @@ class LoggedBandit(ABC, Generic[Trial]):
         self.__dict__.update(fresh.__dict__)
 
     def _redo(self, entry: dict[str, Any]) -> None:
-        """Do what an entry of the log says."""
         if "ask" in entry:
             id = entry.pop("ask")
             if self.ask(**entry).id != id:
@@ -215,12 +206,12 @@ class LoggedBandit(ABC, Generic[Trial]):
 
 @dataclass(frozen=True)
 class Arm:
-    """One part of the interval, and what was learned of it.
+    """One part of the interval, and its rewards.
 
     Args:
         low: The smallest value that belongs to it.
-        high: Its end, which belongs to the next arm (to this one where the space ends).
-        pulls: Rewards credited, those inherited from the arms it was split from included; h in the paper.
+        high: Its end, which belongs to the next arm (to this one at the end of the space).
+        pulls: Rewards credited, including inherited ones; h in the paper.
         mean: Mean of these rewards; 0 if there are none.
         variance: Variance of these rewards, divided by `pulls`; 0 if there are none.
     """

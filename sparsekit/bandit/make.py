@@ -28,10 +28,10 @@ def make_bandit(name: str, space: Any, *, rng: np.random.Generator, horizon: flo
 
     Args:
         name: In `registry`, or `package.module:object`.
-        space: What it searches: an `Interval`, and for those that can, a `Box`.
+        space: An `Interval`, or for some bandits a `Box`.
         rng: Draws its proposals.
-        horizon: About the number of pulls to come, for a bandit that wants to know; None if that is unknown.
-        options: Whatever else that bandit takes.
+        horizon: About the number of pulls to come, for a bandit that takes it; None if it is unknown.
+        options: Further arguments of that bandit.
 
     Returns:
         A fresh bandit.

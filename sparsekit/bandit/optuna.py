@@ -33,14 +33,14 @@ _Range: TypeAlias = FloatDistribution | IntDistribution
 
 def _interval(d: _Range) -> Interval:
     """Return a parameter as an interval: steps and whole numbers get half a step more at both ends, so that all are as
-    likely."""
+    likely.
+    """
     # Whole numbers on a log scale have no other step than 1.
     half = 0.5 if isinstance(d, IntDistribution) and d.log else (d.step or 0.0) / 2.0
     return Interval(d.low - half, d.high + half, "log" if d.log else "linear")
 
 
 def _executed(d: _Range, value: float) -> float | int:
-    """Return the value of the parameter that is nearest to one of its interval."""
     if d.step is not None:
         value = d.low + d.step * math.floor((value - d.low) / d.step + 0.5)
     return min(max(value, d.low), d.high)
@@ -51,7 +51,7 @@ def _is_range(distribution: BaseDistribution) -> TypeGuard[_Range]:
 
 
 class _Search:
-    """The bandits of one search space, and which trials they know."""
+    """The bandits of one search space, and the trials that they know."""
 
     def __init__(self, make: Any, axes: Mapping[str, _Range], times: int) -> None:
         self.axes = dict(axes)
@@ -80,7 +80,7 @@ class _Search:
         return self._executed(self._pulls(number))
 
     def _pulls(self, number: int) -> list[Any]:
-        """Return the open pulls of a trial; new ones where there are none."""
+        """Return the open pulls of a trial; new ones if there are none."""
         if number not in self._asked:
             pulls = [bandit.ask() for _, bandit in self._groups]
             for _ in range(_REPLAYS):
@@ -109,14 +109,10 @@ class _Search:
                 bandit.tell(executed, reward)
 
     def learn(self, trial: FrozenTrial, reward: float | None) -> None:
-        """Take note of a finished trial.
+        """Take note of a finished trial. Larger rewards are better; None has failed; NaN is not told.
 
-        One that this object did not propose is asked for first, so that a study that continues from its storage has the same
-        bandit as one that was never interrupted.
-
-        Args:
-            trial: Finished.
-            reward: Larger is better; infinite is put at the end of those known; None has failed; NaN is not told.
+        A trial that this object did not propose is asked for first, so that a study that continues from its storage has the
+        same bandit as without an interruption. An infinite reward counts as the best or worst of those known.
         """
         self.known.add(trial.number)
         values: dict[str, float | int] = {name: trial.params.get(name, math.nan) for name in self.axes}
@@ -144,7 +140,7 @@ class _Search:
             self.learn(before, infinite)
 
     def best(self) -> int | None:
-        """Return the number of the trial that the bandit recommends; None where each parameter has a bandit of its own."""
+        """Return the number of the trial that the bandit recommends; None if each parameter has a bandit of its own."""
         if len(self._groups) > 1 or not self._trials:
             return None
         return self._trials.get(self._groups[0][1].best().id)
@@ -153,35 +149,35 @@ class _Search:
 class BanditSampler(BaseSampler):
     """A sampler for `optuna.create_study(sampler=…)` that asks a bandit.
 
-    The numeric parameters that all finished trials have in common (float and int; linear, log, or in steps) are proposed
-    by one bandit, over a box where there are several; a bandit that takes an interval alone gets one per parameter. All
-    else, such as categories, parameters of a branch, and the first trial, comes from `independent_sampler`.
+    One bandit proposes the numeric parameters that all finished trials have in common (float and int; linear, log, or in
+    steps), over a box if there are several. A bandit that takes an interval alone gets one per parameter. Everything else, such
+    as categories, parameters of a branch, and the first trial, comes from `independent_sampler`.
 
-    The sampler keeps nothing that is not in the study: before each proposal it tells its bandit of every finished trial
-    that it does not know, by the value that was run, whoever ran it. So a study continues from its storage, several
-    processes share one, and several threads (`n_jobs`) have several pulls open. What becomes of a trial:
+    The sampler keeps nothing that is not in the study: before each proposal, it tells its bandit about every new finished
+    trial, by the value that was run, whoever ran it. So a study continues from its storage, several processes share one, and
+    several threads (`n_jobs`) have several pulls open. The outcomes of a trial:
 
     | trial | the bandit |
     |---|---|
-    | complete | is told its value, or the negative where the study minimizes |
-    | complete, with an infinite value | is told the best or worst that is known, once something is |
-    | pruned | is told its last intermediate value: it was bad, and that is worth knowing |
+    | complete | is told its value, or the negative if the study minimizes |
+    | complete, with an infinite value | is told the best or worst known value, once there is one |
+    | pruned | is told its last intermediate value, since a bad value is worth knowing |
     | pruned before any intermediate value that is a number, or failed | counts it as the worst known: `Bandit.forget` |
     | running, or its process has died | waits; that costs nothing |
-    | with a value outside the space, or parameters of another | is not told of it |
+    | with a value outside the space, or parameters of another | is not told |
 
-    Values that have given the same reward twice, or failed twice (once, if `deterministic`), are not proposed again: where the
-    bandit would, it is told that, and asked again. Equal seeds give equal studies where trials run one after the other.
+    Values that have given the same reward twice, or failed twice (once, if `deterministic`), are not proposed again: the bandit
+    is told that reward, and asked again. Equal seeds give equal studies if trials run one after the other.
 
     Args:
         bandit: Its name in `sparsekit.bandit.registry`, or `package.module:object`.
-        seed: Seed of all that is drawn; None takes one from the system.
-        failed: What a failed trial counts as. "worst" keeps the bandit away from values that fail, as by running out of
-            memory. With "forget", the bandit is not told: for failures that have nothing to do with the values.
+        seed: Seed of all draws; None takes one from the system.
+        failed: "worst" counts a failed trial as the worst known, which keeps the bandit away from values that fail, as by
+            running out of memory. With "forget", the bandit is not told: for failures that have nothing to do with the values.
         deterministic: Whether equal parameters give equal values, so that none are worth running twice.
-        space: The parameters of every trial by name, where they are known before the first; then the bandit proposes that too.
-        independent_sampler: For what the bandit does not propose; None takes a TPESampler.
-        options: Whatever else the bandit takes.
+        space: The parameters of every trial by name, if they are known before the first; then the bandit proposes that too.
+        independent_sampler: For parameters that the bandit does not propose; None takes a TPESampler.
+        options: Further arguments of the bandit.
 
     Raises:
         UnknownNameError: no such bandit.
@@ -202,7 +198,7 @@ class BanditSampler(BaseSampler):
         if failed not in ("forget", "worst"):
             raise InvalidValueError(f"failed must be 'worst' or 'forget', got {failed!r}")
         if ":" not in bandit:
-            registry[bandit]  # an unknown name raises, with those that are known
+            registry[bandit]  # an unknown name raises, with the known names
         self._bandit, self._options = bandit, options
         self._failed = failed
         self._times = 1 if deterministic else _TIMES
@@ -260,9 +256,9 @@ class BanditSampler(BaseSampler):
             }
 
     def recommended(self, study: Study) -> FrozenTrial | None:
-        """Return the trial that the bandit would bet on: what was seen there and nearby counts, not one lucky value.
+        """Return the trial that the bandit would bet on: it counts neighboring trials, not one lucky value.
 
-        None where nothing is known yet, and where each parameter has a bandit of its own.
+        None if nothing is known yet, or if each parameter has a bandit of its own.
         """
         with self._lock:
             self._check(study)
@@ -276,7 +272,7 @@ class BanditSampler(BaseSampler):
         return made
 
     def _caught_up(self, study: Study, axes: Mapping[str, _Range]) -> _Search:
-        """Return the bandits of a space, told of all finished trials in the order of their numbers."""
+        """Return the bandits of a space, told about all finished trials in the order of their numbers."""
         if self._search is None or self._search.axes != axes:
             self._rngs = []
             self._search = _Search(self._make, axes, self._times)

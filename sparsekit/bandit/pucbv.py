@@ -1,4 +1,4 @@
-"""P-UCBV: an upper-confidence bandit that splits the interval where it has pulled and can discard one side at once."""
+"""P-UCBV: an upper-confidence bandit that splits the interval at each pull and can discard one side at once."""
 
 import math
 from bisect import bisect_right
@@ -14,12 +14,8 @@ from sparsekit.errors import InvalidValueError
 
 
 def _hold(arms: Sequence[Arm], value: float, space: Interval) -> tuple[int, bool]:
-    """Return the position of the arm that holds `value`, True; or of the nearest (ties: the lower), False.
-
-    Args:
-        arms: Disjoint and ordered, at least one.
-        value: In the space.
-        space: On its scale "nearest" is measured; its end belongs to an arm that ends there.
+    """Return the position of the arm that holds `value`, True; or of the nearest on the scale of the space (ties: the
+    lower), False.
     """
     at = bisect_right(arms, value, key=lambda arm: arm.low) - 1
     if at >= 0:
@@ -47,25 +43,24 @@ class PUCBV(LoggedBandit[Pull]):
 
     Use it to reproduce the paper, or if a trial can rule out one side of its value; `SplitUCBV` is the better default.
 
-    The interval is divided into arms. The next value is drawn uniformly from the arm with the largest upper bound U. Its
-    reward (G in the paper) splits the arm there: both parts inherit all rewards of the arm and get the new one. `eliminate`
-    removes the part "below" or "above" the value for good. FedLPS eliminates below if the accuracy fell by more than Δ,
-    because smaller submodels would lose more. After t rewards and with I arms, an arm with h rewards of mean ḡ and variance
-    v̄ has
+    The interval is divided into arms. The next value is drawn uniformly from the arm with the largest upper bound U. Its reward
+    (G in the paper) splits the arm there: both parts inherit all rewards of the arm and get the new one. `eliminate` removes
+    the part "below" or "above" the value for good. FedLPS eliminates below if the accuracy fell by more than Δ, because smaller
+    submodels would lose more. After t rewards and with I arms, an arm with h rewards of mean ḡ and variance v̄ has
 
         U = ḡ + sqrt(ρ (v̄ + 2) · max(0, log(ξ ψ ε)) / (4 (h + 1))),   ψ = ξ / I²,   ε = max(decay^t, floor).
 
-    Decisions where the paper is silent or undefined:
+    Decisions about points that the paper leaves open or undefined:
 
     | point | decision |
     |---|---|
     | the logarithm is negative | it counts as 0, so the search is greedy after about log(ξ²/I²) / log(1/decay) rewards |
     | when ε decays | with each reward of this bandit, so a bandit that is seldom asked keeps exploring |
-    | an unknown horizon (None) | ξ: least power of two above t, at least 2 I₀; ε counts from where ξ last grew |
+    | an unknown horizon (None) | ξ: least power of two above t, at least 2 I₀; ε counts from the last growth of ξ |
     | an arm without rewards | has mean and variance 0, so scale rewards to be around 0, and negative for bad values |
     | the variance of h rewards | is their mean squared deviation, divided by h |
     | the first arm, and ties | a random arm until the first reward; after that, ties go to the lowest arm |
-    | rewards that a part inherits | all rewards of the arm, wherever their values were, and the new one |
+    | rewards that a part inherits | all rewards of the arm, for all their values, and the new one |
     | the eliminated part | the caller decides: "below" the value (FedLPS, when accuracy fell) or "above" |
     | the last arm | is never removed: elimination takes one part of a split, so one part is left |
     | a value on a boundary | belongs to the arm above it (the last arm, at the end of the space), which is not split |
@@ -80,8 +75,8 @@ class PUCBV(LoggedBandit[Pull]):
     | `best` | the pull with the largest reward in the arm with the largest mean; ties: the first one |
 
     Source: Xue et al., "Learnable Sparse Customization in Heterogeneous Edge Computing", ICDE 2025 (arXiv 2412.07216),
-    Algorithm 2. Its index is that of Mukherjee, Naveen, Sudarsanam, Ravindran, "Efficient-UCBV: An Almost Optimal Algorithm
-    using Variance Estimates", AAAI 2018, whose ε stops at the floor sqrt(e / horizon).
+        Algorithm 2. Its index is from Mukherjee, Naveen, Sudarsanam, Ravindran, "Efficient-UCBV: An Almost Optimal Algorithm
+        using Variance Estimates", AAAI 2018, whose ε stops at the floor sqrt(e / horizon).
     """
 
     space: Interval
@@ -101,16 +96,15 @@ class PUCBV(LoggedBandit[Pull]):
         """Cut the space into equal arms.
 
         Args:
-            space: Where to search.
-            horizon: ξ in the paper, about the number of pulls to come; None if it is unknown. FedLPS has one bandit per
-                client and sets ξ = R / (K·ϵ), rounds over clients per round.
+            space: The interval to search.
+            horizon: ξ in the paper, about the number of pulls to come; None if it is unknown. FedLPS has one bandit per client
+                and sets ξ = R / (K·ϵ), rounds over clients per round.
             arms: Number of arms to begin with; I_0 in the paper.
             exploration: ρ in the paper, at least 0; 0 is greedy.
             rng: Draws the first arm and the values.
-            decay: What each reward multiplies ε by, in (0, 1]; the paper halves it.
+            decay: Factor of ε after each reward, in (0, 1]; the paper halves it.
             floor: The least ε, in [0, 1]; the paper has none.
-            min_width: The narrowest part that a split may leave, as a share of the space on its scale, in
-                [0, 1/arms].
+            min_width: The narrowest part that a split may leave, as a share of the space on its scale, in [0, 1/arms].
 
         Raises:
             InvalidValueError: one of these is not allowed, or the space holds too few numbers for so many arms.
@@ -147,11 +141,11 @@ class PUCBV(LoggedBandit[Pull]):
 
     @property
     def arms(self) -> tuple[Arm, ...]:
-        """The arms that stand, from low to high."""
+        """The present arms, from low to high."""
         return tuple(self._arms)
 
     def _schedule(self) -> tuple[float, int]:
-        """Return ξ, and the rewards since which ε decays."""
+        """Return ξ, and the number of rewards since which ε decays."""
         told = len(self._told)
         if self.horizon is not None:
             return self.horizon, told
@@ -173,8 +167,8 @@ class PUCBV(LoggedBandit[Pull]):
     def _choose(self, bound: float | None) -> float:
         """Draw a value from the arm of largest index; at first, from any arm; uniform on the scale.
 
-        Only arms that begin below the bound compete, and if there is none, the bound itself is taken. Not those that begin at
-        it: such an arm would be pulled at one point for ever, since it cannot be split there.
+        Only arms that begin below the bound compete; without any, the bound itself is taken. An arm that begins at the bound
+        would be pulled at one point for ever, since it cannot be split there.
         """
         limit = self.space.high if bound is None else bound
         count = sum(arm.low < limit for arm in self._arms)
@@ -208,7 +202,6 @@ class PUCBV(LoggedBandit[Pull]):
             self._failures.append(value)
 
     def _credit(self, value: float, reward: float, eliminate: Side | None = None) -> None:
-        """Give a reward to the arm at a value, and split it there."""
         position, _ = _hold(self._arms, value, self.space)
         arm = self._arms[position].rewarded(reward)
         parts = [arm]

@@ -1,34 +1,33 @@
 """SplitUCBV: an anytime bandit over an interval or a box that splits cells and learns how far the function varies in them.
 
 The space is cut into cells, each with one arm, which is a fixed point. A cell is split in two; the part with the arm keeps it
-and all that is known of it, and the other part gets a new arm. For the mean reward f
+and its rewards, and the other part gets a new arm. For the mean reward f
 
-    f(new arm) - f(arm that it was split from) ~ N(0, D[h]),   h = how often the cell had been split.
+    f(new arm) - f(arm from which it was split) ~ N(0, D[h]),   h = number of earlier splits of the cell.
 
 Each arm therefore has a posterior mean μ and variance v, given its own rewards, its parent's posterior and its children's
 rewards. D is learned: at each depth it is the squared difference between a new arm's rewards and its parent's posterior, minus
-the share of noise, shrunk towards r D[h - 1]. The noise σ² comes from repeated rewards of one point only. The next cell is
-the one of largest index
+the share of noise, shrunk towards r D[h - 1]. The noise σ² comes from repeated rewards of one point only. The next cell has the
+largest index
 
     U = max(μ + sqrt(p v + B[h]), M + sqrt(φ B[h])),   B[h] = D[h + 1] (a + b q[h] + c levels).
 
 M is the largest mean of an arm that the cell faces; on an interval, these are its two neighbors. A cell next to a better arm
-may be good even if its own arm is not, as at the edge of a cliff. `levels` counts how much deeper the best cell is.
-After t rewards, q is ν/2 (t^(2 / (ν + 1)) - 1). Where many arms have shown the variation, ν → ∞ and q is log t. At depths
-where few arms have, q grows faster, so that a narrow peak in a wide cell is found in the end. The arm of the chosen cell, or
-the better one that it faces, is pulled until v < κ D[h + 1]. Then the cell is split across its longest side, or towards that
-arm.
+may be good even if its own arm is not, as at the edge of a cliff. `levels` counts how much deeper the best cell is. After t
+rewards, q is ν/2 (t^(2 / (ν + 1)) - 1). If many arms have shown the variation, ν → ∞ and q is log t. At depths where few arms
+have, q grows faster, so that a narrow peak in a wide cell is found in the end. The arm of the chosen cell, or the better one
+that it faces, is pulled until v < κ D[h + 1]. Then the cell is split across its longest side, or towards that arm.
 
 Rewards are taken relative to the first ones, so shifting or scaling them changes no proposal except for rounding. All arms
 learn from one another when a new one has its first reward, and whenever the number of rewards has grown by a twenty-fifth, so
 the time per step hardly grows. At most 2048 cells are made.
 
-Source: ours. After Bubeck, Munos, Stoltz, Szepesvári, "X-Armed Bandits", JMLR 2011 (optimism over a tree of cells, with a
-bound for the variation within); Azar, Lazaric, Brunskill, "Online Stochastic Optimization under Correlated Bandit
-Feedback", ICML 2014 (HCT: a cell is split when its arm is known better than it varies); Li, Wang, Cheng, Song,
-"Optimum-statistical Collaboration Towards General and Efficient Black-box Optimization", TMLR 2023 (VHCT: the noise is
-learned too); Chipman, McCulloch, "Hierarchical Priors for Bayesian CART Shrinkage", Statistics and Computing 2000 (a
-Gaussian model over a tree of boxes, each shrunk towards its parent).
+Source: ours. After Bubeck, Munos, Stoltz, Szepesvári, "X-Armed Bandits", JMLR 2011 (optimism over a tree of cells, with a bound
+    for the variation within); Azar, Lazaric, Brunskill, "Online Stochastic Optimization under Correlated Bandit Feedback", ICML
+    2014 (HCT: a cell is split when its arm is known better than it varies); Li, Wang, Cheng, Song, "Optimum-statistical
+    Collaboration Towards General and Efficient Black-box Optimization", TMLR 2023 (VHCT: the noise is learned too); Chipman,
+    McCulloch, "Hierarchical Priors for Bayesian CART Shrinkage", Statistics and Computing 2000 (a Gaussian model over a tree of
+    boxes, each shrunk towards its parent).
 """
 
 from __future__ import annotations
@@ -79,11 +78,12 @@ class SplitUCBV(LoggedBandit[Trial]):
         """Start a search.
 
         Args:
-            space: Where to search. Pulls of an `Interval` have a number as value, pulls of a `Box` a dict of numbers.
+            space: The interval or box to search. Pulls of an `Interval` have a number as value, pulls of a `Box` a dict of
+                numbers.
             rng: Draws the points within their cells; the same generator gives the same proposals.
-            discount: Factor in (0, 1] by which each reward reduces the weight of earlier ones. Use about
-                1 - 1 / (number of rewards over which the function changes), or 1 if it does not change. With `None`, nothing
-                is forgotten until repeated rewards of one point fall by more than chance; then nearly all rewards are.
+            discount: Factor in (0, 1] of the weight of earlier rewards at each reward. Use about 1 - 1 / (number of
+                rewards over which the function changes), or 1 if it does not change. With `None`, nothing is forgotten until
+                repeated rewards of one point fall by more than chance; then nearly all rewards are.
 
         Raises:
             InvalidValueError: `space` is neither, or `discount` is outside (0, 1].
@@ -147,7 +147,7 @@ class SplitUCBV(LoggedBandit[Trial]):
         self._field.fail(self._executed(pull.id, value, 1.0, elsewhere=elsewhere))
 
     def _executed(self, id: int, value: Any, weight: float, *, elsewhere: bool) -> int:
-        """Close a pull of the field; return the arm at the value that was executed."""
+        """Close a pull of the field; return the arm at the executed value."""
         arm = self._field.open.pop(id)
         if arm >= 0 and not elsewhere:
             return arm
@@ -160,10 +160,10 @@ class SplitUCBV(LoggedBandit[Trial]):
 
     @property
     def arms(self) -> tuple[Arm, ...]:
-        """The cells over an `Interval`, from low to high, with what is believed of their arms; empty for a `Box`.
+        """The cells over an `Interval`, from low to high, with the beliefs about their arms; empty for a `Box`.
 
-        The mean is that of the posterior, and `variance / pulls` its variance: the squared standard error of the mean.
-        Cells that were dropped are left out.
+        The mean is the posterior mean, and `variance / pulls` its variance: the squared standard error of the mean. Dropped
+        cells are left out.
         """
         space = self.space
         if not isinstance(space, Interval):

@@ -1,4 +1,4 @@
-"""Tree: cells that make up the unit cube, split where it pays, and what is believed of the arm that each of them has."""
+"""Tree: cells that make up the unit cube, split one by one, and the beliefs about the arm of each."""
 
 import math
 from typing import TypeAlias
@@ -16,32 +16,28 @@ DEEPEST, _CAPACITY = 64, 2048
 # Where nothing is known: the ratio of the deviations of cells one of whose sides is half as long, and the number of arms that
 # it counts for at each depth.
 _SHRINK, _SHRINK_WEIGHT = 0.7, 3.0
-# Degrees of freedom of what an unseen arm may be at depth 0, and the share of them that the next depth begins with; it adds
+# Degrees of freedom of an unseen arm at depth 0, and the share of them that the next depth begins with; it adds
 # the arms born there.
 _TAIL, _TAIL_KEPT = 2.0, 0.15
-# a, b and c: what a unit of variation within the cell is worth, by how much more with each factor e of rewards, and what each
+# a, b and c: value of a unit of variation within the cell, by how much more with each factor e of rewards, and what each
 # level that the best cell is deeper is worth.
 _BASE, _GROWTH, _DEEPER = 0.25, 0.07, 0.1
 
 
 class Tree:
-    """A partition of the unit cube; arm k belongs to cell k, and in all arrays the first `size` rows are theirs.
+    """A partition of the unit cube; arm k belongs to cell k, the first `size` rows of all arrays.
 
-    Each cell has a depth, and on each of its sides a cell that it faces there. On an interval these are its neighbors. In a
-    box a side may touch many cells, of which one is known: that which was split off there last, or which the two had in common
-    before a split. -1 stands for the border of the cube.
+    Each cell has a depth, and on each of its sides a cell that it faces there. On an interval, these are its neighbors. In a
+    box, a side may touch many cells, and one of them is known: the last one split off there, or the common one before a split.
+    -1 stands for the border of the cube.
 
-    Posterior means and variances are less a level, under f(arm) - f(its parent) ~ N(0, D[depth where it was born]). An arm that
-    was split from none is around 0 with variance D[0] = `scale`, which is 0 until there are rewards to take it from.
+    Posterior means and variances are relative to a level, under f(arm) - f(its parent) ~ N(0, D[depth at its birth]). An arm
+    without a parent is around 0 with variance D[0] = `scale`, which is 0 until there are rewards.
     """
 
     def __init__(self, count: int, axes: int, rng: np.random.Generator) -> None:
-        """Begin with at least `count` equal cells in random order.
-
-        Args:
-            count: The axes are cut one after the other, the first ones first, until there are so many.
-            axes: Number of axes of the cube.
-            rng: Draws the order.
+        """Begin with at least `count` equal cells in random order: the axes are cut one after the other, the first ones
+        first.
         """
         cuts = [1] * axes
         while math.prod(cuts) < count:
@@ -73,7 +69,7 @@ class Tree:
         self.means: Floats = np.zeros(most + 1)
         self.means[-1] = -math.inf
         self.variances: Floats = np.zeros(most + 1)
-        # By depth: D, and what the variation within a cell adds under the root of the index.
+        # By depth: D, and the contribution of the variation within a cell under the root of the index.
         self.variation: Floats = np.zeros(DEEPEST + 2)
         self.room: Floats = np.zeros(DEEPEST + 1)
 
@@ -83,7 +79,7 @@ class Tree:
         return self.size >= self.capacity
 
     def halves(self, cell: int) -> tuple[int, float] | None:
-        """Return the longest axis and its middle; None where the cell is too narrow to be halved."""
+        """Return the longest axis and its middle; None if the cell is too narrow to be halved."""
         low, high = self.low[cell].tolist(), self.high[cell].tolist()
         sides = [end - start for start, end in zip(low, high)]
         longest = max(sides)
@@ -91,7 +87,7 @@ class Tree:
         return (axis, 0.5 * (low[axis] + high[axis])) if longest >= 2.0 * NARROWEST else None
 
     def cut(self, cell: int, axis: int, at: float, *, keeps_low: bool) -> int:
-        """Cut a cell, which keeps one side, strictly within it; the number of the new cell, which is the other side."""
+        """Cut a cell, which keeps one side, strictly within it; returns the number of the new cell, the other side."""
         new = self.size
         self.size = new + 1
         self.low[new], self.high[new] = self.low[cell], self.high[cell]
@@ -119,7 +115,7 @@ class Tree:
         inside = (self.low[: self.size] <= point) & (point <= self.high[: self.size])
         return int(inside.all(axis=1).argmax())
 
-    # --- what is believed ---
+    # --- beliefs ---
 
     def begin(self, scale: float, level: float) -> None:
         """Assume that all arms are around a level, from which rewards are counted, with variance `scale`, above 0."""
@@ -137,11 +133,8 @@ class Tree:
     def sweep(self, weights: Floats, rewards: Floats, noise: float, told: float) -> None:
         """Learn D again, and let each arm learn from its own rewards, its parent's posterior and its children's rewards.
 
-        Args:
-            weights: Number of rewards of each arm, float (arms,).
-            rewards: Their means, float (arms,).
-            noise: Variance of a reward.
-            told: Number of rewards.
+        `weights` is the number of rewards of each arm and `rewards` their mean, float (arms,); `told` is the number of all
+        rewards.
         """
         size = self.size
         own = rewards - self.level
@@ -169,7 +162,7 @@ class Tree:
         np.divide(weighed, precision, out=self.means[:size])
 
     def _learn_variation(self, counts: list[float], squares: list[float], best: int, log_told: float) -> None:
-        """D and what follows from it by depth, given how many arms were born there and how far they were from their parents."""
+        """Learn D and the rooms by depth, from the number of arms born there and their distances from their parents."""
         prior = _SHRINK_WEIGHT * self._ratio
         freedom, variation = _TAIL, self.scale
         variations, rooms = [variation], []

@@ -1,7 +1,7 @@
 """The command line of the core.
 
-What a user wrote that cannot be meant is an `InvalidValueError` or another `SparsekitError`, wherever it is found: `main`
-prints it in one line and ends with exit code 2.
+Wrong input of a user is an `InvalidValueError` or another `SparsekitError`: `main` prints it in one line and ends with exit
+code 2.
 """
 
 from sparsekit.cli.output import (

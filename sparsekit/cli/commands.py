@@ -24,11 +24,8 @@ _LAST_BYTES = 16 * 2**20
 
 
 def check_command(text: str, names: Sequence[str]) -> None:
-    """Check that a command line has a mark `{name}` for each value; it may also use `{trial}`, the number of the trial.
-
-    Args:
-        text: The command line. The shell gets everything but the marks untouched.
-        names: Each must have a mark in the text, and no other mark is allowed.
+    """Check that a command line has a mark `{name}` for each value, and no other mark but `{trial}`, the number of the
+    trial.
     """
     if not text.strip():
         raise InvalidValueError('the command is empty; write it in quotes, as in "python train.py --lr {lr}"')
@@ -47,7 +44,6 @@ def check_command(text: str, names: Sequence[str]) -> None:
 
 
 def filled(text: str, values: Mapping[str, str], *, trial: int) -> str:
-    """Return the command line of one trial."""
     texts = {**values, "trial": str(trial)}
     return _MARK.sub(lambda match: f"{{{match[1]}}}" if match[1] else texts[match[2]], text)
 
@@ -84,12 +80,12 @@ def read_metric(pattern: re.Pattern[str], *outputs: str) -> float:
 
 
 class Commands(contextlib.AbstractContextManager["Commands"]):
-    """Runs command lines, each in a process group of its own; closing it ends those that still run.
+    """Runs command lines, each in a process group of its own; closing it ends the running ones.
 
     Args:
         metric: Finds the score in the output.
         logs: Folder for standard output and standard error, `NUMBER.out` and `NUMBER.err`.
-        timeout_seconds: A command that runs longer is ended with all that it started, and has failed; None: no limit.
+        timeout_seconds: Time after which a command is ended with its children, and has failed; None: no limit.
     """
 
     def __init__(self, metric: re.Pattern[str], logs: Path, *, timeout_seconds: float | None = None) -> None:
@@ -105,7 +101,6 @@ class Commands(contextlib.AbstractContextManager["Commands"]):
         return self._logs / f"{number:04d}.{kind}"
 
     def start(self, number: int, line: str) -> None:
-        """Start a command line under a number."""
         with self._log(number, "out").open("wb") as output, self._log(number, "err").open("wb") as errors:
             # In a group of its own, so that Ctrl-C reaches us alone, and ending a trial ends everything that it started.
             process = subprocess.Popen(
@@ -136,7 +131,7 @@ class Commands(contextlib.AbstractContextManager["Commands"]):
             return None, str(error)
 
     def _stop(self, number: int) -> None:
-        """End a command and everything that it started: ask the group to end, and kill what does not."""
+        """End a command and its children: ask the group to end, and kill the rest."""
         process, _ = self.running.pop(number)
         if process.poll() is not None:
             return
@@ -144,7 +139,7 @@ class Commands(contextlib.AbstractContextManager["Commands"]):
             os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE_SECONDS)
-        # Also after the shell has ended: what it started may still run.
+        # Also after the shell has ended: its children may still run.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

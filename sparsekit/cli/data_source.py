@@ -17,12 +17,10 @@ if TYPE_CHECKING:
 
 data_sets = Registry("data set", DATA, group="sparsekit.data")
 """Data by name. An entry point names a function that returns batches to train on, or a pair (training, validation); of
-`data_dir`, `batch_size` and `seed` it gets those that it takes."""
+`data_dir`, `batch_size` and `seed` it gets the ones in its signature."""
 
 
 class _Moved:
-    """The batches of a loader on another device."""
-
     def __init__(self, batches: Iterable[Any], device: str) -> None:
         self.batches, self.device = batches, device
 
@@ -34,9 +32,8 @@ class _Moved:
 
 
 def load_data(options: PruneOptions) -> tuple[Iterable[Any], Iterable[Any] | None]:
-    """Load the data that `--dataset` names: batches to train on, which can be read again, and to score with, if there are any.
-
-    The name is that of a data set, `package.module:loader`, or `path/to/file.py:loader`.
+    """Load the data of `--dataset`: batches to train on, which can be read again, and batches for validation, if there are
+    any.
     """
     text = options.dataset
     if text is None:
@@ -64,9 +61,7 @@ def load_data(options: PruneOptions) -> tuple[Iterable[Any], Iterable[Any] | Non
 
 
 def find_loss(text: str) -> Callable[..., Any] | None:
-    """Return a loss of `torch.nn.functional` by name, or `package.module:loss`; "outputs" takes the loss that the model
-    computes.
-    """
+    """Return a loss of `torch.nn.functional` by name, or `package.module:loss`; "outputs" takes the loss of the model."""
     if text == "outputs":
         return None
     from torch.nn import functional
@@ -82,9 +77,8 @@ def find_loss(text: str) -> Callable[..., Any] | None:
 
 
 def metric_of(batches: Iterable[Any] | None, loss: Callable[..., Any] | None) -> Callable[[nn.Module], float] | None:
-    """Return what a model is scored with on validation data, larger is better: accuracy for cross_entropy, else minus the loss.
-
-    The report calls its scores by its name. None without validation data.
+    """Return the score on validation data, larger is better: accuracy for cross_entropy, else minus the loss; None without
+    data.
     """
     if batches is None:
         return None
@@ -99,7 +93,7 @@ def metric_of(batches: Iterable[Any] | None, loss: Callable[..., Any] | None) ->
 
 
 def _mean(model: nn.Module, batches: Iterable[Any], score: Callable[[nn.Module, Any], tuple[float, int]]) -> float:
-    """Return the mean over batches of a score; a score is a sum and the number of what it sums."""
+    """Return the mean over batches of a score, which is a sum and the number of its terms."""
     from sparsekit.criteria.batches import read_batches
     from sparsekit.measure.clock import measured
 
@@ -112,7 +106,7 @@ def _mean(model: nn.Module, batches: Iterable[Any], score: Callable[[nn.Module, 
 
 
 def _right(model: nn.Module, batch: Any) -> tuple[float, int]:
-    """Return the number of targets that are the largest output along axis 1, and that of all."""
+    """Return the number of targets that are the largest output along axis 1, and the number of targets."""
     from sparsekit.criteria.batches import run_model
 
     outputs, target = run_model(model, batch)

@@ -1,4 +1,4 @@
-"""The `sparsekit` command: the commands of the table, and those of other packages.
+"""The `sparsekit` command: the commands of the table and of other packages.
 
 Another package adds a command by an entry point in the group `sparsekit.commands`, which names a `typer.Typer` with one
 command; it is imported only when it is asked for or listed, so it should import little itself. One in the group
@@ -28,14 +28,14 @@ from sparsekit.registry import CALLED, Registry, load_object
 from sparsekit.version import __version__
 
 commands = Registry("command", {name: listed.path for name, listed in COMMANDS.items()}, group="sparsekit.commands")
-"""Ours and those of other packages: a `typer.Typer` each."""
+"""Commands of this project and of other packages: a `typer.Typer` each."""
 
 INTERRUPTED = 130
 """What a shell expects of a program that Ctrl-C ended."""
 
 
 class _Commands(TyperGroup):
-    """Our own commands and those of installed packages; one that cannot be loaded spoils only itself."""
+    """Commands of this project and of installed packages; a broken one spoils only itself."""
 
     _summarized = False
 
@@ -43,14 +43,13 @@ class _Commands(TyperGroup):
         return list(commands)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command that is asked for; for an unknown one say what was probably meant."""
         name = args[0] if args else ""
         if name and not name.startswith("-") and self.get_command(ctx, name) is None:
             ctx.fail(f"No such command {name!r}; {_meant(name, self.list_commands(ctx))}")
         return super().resolve_command(ctx, args)
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the help from one-line summaries, so that no command of ours and nothing that it needs is imported for it."""
+        """Write the help from one-line summaries, so that no command of ours is imported for it."""
         self._summarized = True
         super().format_help(ctx, formatter)
 
@@ -71,7 +70,7 @@ class _Commands(TyperGroup):
 
 
 def _meant(name: str, commands: Sequence[str]) -> str:
-    """Advice for an unknown command: the one that runs the method of this name, or else the nearest command."""
+    """Advice for an unknown command: the command for the method of this name, or else the nearest one."""
     with contextlib.suppress(ImportError, InvalidValueError):  # without the extra `fl` there are no methods to run
         hint = load_object("sparsekit_fl.cli.listing:method_hint")(name)
         if hint:
@@ -124,10 +123,10 @@ def execute(arguments: Sequence[str] | None = None) -> int:
     """Run a command line.
 
     Args:
-        arguments: Without the program's name; None takes those of the process.
+        arguments: Without the program's name; None takes the arguments of the process.
 
     Returns:
-        The exit code: 0, that of the error, 2 for bad input, 130 after Ctrl-C, or what the command chose.
+        The exit code: 0, the code of the error, 2 for bad input, 130 after Ctrl-C, or a code of the command.
     """
     command = typer.main.get_command(app)
     TYPED[:] = sys.argv[1:] if arguments is None else arguments
@@ -176,7 +175,7 @@ def _blamed(error: Exception) -> tuple[str, int]:
 
 
 def _in_words(error: OSError) -> str:
-    """Return what the system refused, and what to do: its own message has a number and no advice."""
+    """Return the refusal of the system, with advice: its own message has a number and no advice."""
     if error.filename is None or error.strerror is None:
         return str(error)
     return (

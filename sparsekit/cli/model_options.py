@@ -27,8 +27,7 @@ _data, _run, _what, _where, _after = (
 def takes(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Turn each field of a dataclass into an option of a command, which gets the dataclass as `options`.
 
-    Args:
-        kind: The dataclass. Help texts list the model first, then the fields that the class itself declares.
+    Help texts list the model first, then the fields that the class itself declares.
     """
     hints = get_type_hints(kind, include_extras=True)
     own = inspect.get_annotations(kind)

@@ -29,9 +29,7 @@ _PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
 def load_with_inputs(options: ModelOptions) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Return the model that the options name, with its weights, and its positional and keyword example inputs, on their
-    device.
-    """
+    """Return the model of the options with its weights, and its positional and keyword example inputs, on their device."""
     from sparsekit.tracing.inputs import map_tensors
 
     device = pick_device(options.device)
@@ -98,13 +96,8 @@ def _installed(module: str) -> Any:
 def example_inputs(
     name: str, module: nn.Module, own: tuple[Any, ...] | Mapping[str, Any] | None, shapes: Sequence[str]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword example inputs: those of the options, drawn alike each time, else those of the factory.
-
-    Args:
-        name: Name of the model, for messages.
-        module: The model.
-        own: What its factory brought along.
-        shapes: Texts as for `read_example`.
+    """Return the positional and keyword example inputs: of the options, drawn alike each time, or else of the factory
+    (`own`).
     """
     if not shapes:
         if own is None:
@@ -150,7 +143,6 @@ def read_example(text: str, *, tokens: int, generator: torch.Generator) -> tuple
 
 
 def pick_device(text: str) -> torch.device:
-    """Return the device of a name."""
     import torch
 
     try:

@@ -1,4 +1,4 @@
-"""What the commands share towards a terminal: how one is declared, tables in which nothing is cut off, and the log."""
+"""Common parts of the commands: how one is declared, tables without cut-off cells, and the log."""
 
 import inspect
 import json
@@ -24,9 +24,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and n
 def command_app(
     command: Callable[..., None], *, examples: Sequence[str], cls: type[TyperCommand] = TyperCommand
 ) -> typer.Typer:
-    """Return a Typer app with one command, as the entry points of `sparsekit.commands` want it; its help ends with the
-    examples.
-    """
+    """Return a Typer app with one command, for an entry point of `sparsekit.commands`; its help ends with the examples."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
     epilog = "\n\n".join(["Examples:", *(f"$ {escape(example)}" for example in examples)])
     # The lines of a paragraph are joined, so that a terminal breaks them where it ends.
@@ -38,13 +36,7 @@ def command_app(
 def with_options(
     command: Callable[..., None], parameters: Sequence[inspect.Parameter], collect: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> Callable[..., None]:
-    """Return a command with these parameters in its signature, which Typer reads.
-
-    Args:
-        command: The command.
-        parameters: Become its options and arguments.
-        collect: Makes the keywords of `command` from what was typed.
-    """
+    """Return a command with these parameters in its signature, which Typer reads; `collect` makes its keywords from them."""
 
     def spread(**typed: Any) -> None:
         command(**collect(typed))
@@ -72,10 +64,7 @@ def print_json(value: object) -> None:
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, texts: Collection[str] = ()) -> None:
     """Print a table of the columns that fit the terminal, and name the others, which are in the JSON.
 
-    Args:
-        head: Titles of the columns; all but the first stand to the right.
-        rows: A cell for each column.
-        texts: Titles of columns to the left whose cells may wrap.
+    The first column and the ones with a title in `texts`, whose cells may wrap, are aligned to the left.
     """
     console, left_out = Console(), list[str]()
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
@@ -126,7 +115,7 @@ def in_flags(text: str) -> str:
 
 
 def log_to(say: Callable[[str], None]) -> None:
-    """Hand the log messages of our packages, and all warnings, to a function from now on: a line each, with its kind."""
+    """Send the log messages of our packages, and all warnings, to a function from now on: a line each, with its kind."""
     warnings.showwarning = lambda message, *_, **__: say(f"warning: {in_flags(str(message))}")
     for package in ("sparsekit", "sparsekit_fl"):
         logger = logging.getLogger(package)

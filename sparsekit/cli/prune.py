@@ -101,7 +101,6 @@ class PruneJob:
         self.epochs: dict[str, int] = {}
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of `prune`."""
         import numpy as np
 
         from sparsekit.measure.budget import Budget
@@ -153,7 +152,6 @@ class PruneJob:
         return pruned.measure_times(self.model, ModelInputs(self.args, self.kwargs), runtimes=self.runtimes)
 
     def _train(self, small: nn.Module, step: int) -> None:
-        """Fine-tune after a step."""
         import torch
 
         from sparsekit.finetuning import Distillation, finetune

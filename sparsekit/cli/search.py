@@ -1,4 +1,4 @@
-"""Search: the trials of `sparsekit tune` in a study of Optuna, and what came of them."""
+"""Search: the trials of `sparsekit tune` in a study of Optuna, and their results."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _JOURNAL = "study.journal"
 class Search:
     """A study of Optuna, the marks of the command and the sampler that fills them.
 
-    What is proposed follows from the seed and the scores alone: a search that was stopped in any way resumes with the trials
-    that it would have run. With several jobs, the order in which they end counts too.
+    Proposals follow from the seed and the scores alone: a search that was stopped in any way resumes with the same trials. With
+    several jobs, the order of their ends counts too.
 
     Args:
         command: The command line, with its marks.
-        axes: Name → what is varied.
+        axes: Name → distribution.
         settings: Everything that must be equal to resume, as JSON values; "sampler", "seed", "maximize" and "deterministic".
-        trials: Number of trials, those of earlier calls included.
+        trials: Number of trials, including earlier calls.
         jobs: Trials at a time.
     """
 
@@ -118,11 +118,9 @@ class Search:
                 yield self.study.trials[number]
 
     def line(self, number: int, params: Mapping[str, Any]) -> str:
-        """Return the command line of a trial."""
         return filled(self.command, self.texts(params), trial=number)
 
     def texts(self, params: Mapping[str, Any]) -> dict[str, str]:
-        """Return name → value as text."""
         return {name: text_of(axis, params[name]) for name, axis in self.axes.items()}
 
     def error(self, trial: FrozenTrial) -> str:
@@ -169,7 +167,7 @@ class Search:
 def opened(
     command: str, axes: Mapping[str, Axis], settings: Mapping[str, Any], *, trials: int, jobs: int, out: Path | None
 ) -> Iterator[Search]:
-    """Open a search whose journal is in a folder; None keeps nothing. The arguments are those of `Search`.
+    """Open a search whose journal is in a folder; None keeps nothing. The arguments are as in `Search`.
 
     Raises:
         InvalidValueError: the folder holds another search, or another process uses it.

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Listed(NamedTuple):
-    """A command, imported when it is asked for: `package.module:name` of its `typer.Typer`, and the first line of its help."""
+    """A command: `package.module:name` of its `typer.Typer`, imported when it is asked for, and the first line of its help."""
 
     path: str
     summary: str

@@ -174,11 +174,9 @@ def _print(report: Mapping[str, Any], names: list[str]) -> None:
 
 
 def curve(scores: Sequence[float | None], *, width: int = 50) -> str:
-    """Draw scores as a line of bars, with the smallest and the largest; a failed trial is a dot.
+    """Draw scores as a line of at most `width` bars, with the smallest and the largest; a failed trial is a dot.
 
-    Args:
-        scores: In the order of the trials.
-        width: Bars at most; with more trials, each bar is a mean of neighbors.
+    With more trials than bars, each bar is a mean of neighbors.
     """
     known = [score for score in scores if score is not None]
     low, high = min(known), max(known)

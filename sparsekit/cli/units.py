@@ -1,4 +1,4 @@
-"""`sparsekit units`: what can be removed from a model, and what cannot be pruned."""
+"""`sparsekit units`: the removable units of a model, and the unprunable ones."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ def _units(options: UnitsOptions) -> None:
 
 
 def _describe(name: str, graph: UnitGraph, costs: CostModel) -> dict[str, Any]:
-    """Return what the command shows."""
     from sparsekit.pruning.report import describe
 
     dense = costs.dense_costs()
@@ -85,7 +84,7 @@ def _describe(name: str, graph: UnitGraph, costs: CostModel) -> dict[str, Any]:
 
 
 def folded(names: Sequence[str]) -> str:
-    """Return names of modules in one line; those that differ in numbers alone are one: `encoder.layer.{0–11}.output`."""
+    """Return names of modules in one line; names that differ in numbers alone are one: `encoder.layer.{0–11}.output`."""
     patterns: dict[str, list[tuple[str, ...]]] = {}
     for name in names:
         patterns.setdefault(_pattern(name), []).append(tuple(filter(str.isdecimal, name.split("."))))

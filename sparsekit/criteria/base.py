@@ -40,7 +40,7 @@ class ScoringContext:
 
 @runtime_checkable
 class Criterion(Protocol):
-    """The importance of units. An allocation says how many stay; `mask_from_scores` keeps the units with the largest scores.
+    """The importance of units. An allocation says how many stay; `mask_from_scores` keeps the units of the largest scores.
 
     The attribute `comparable` is optional, and False where it is absent: scores of units of different groups mean the same, so
     that one ranking of all units makes sense.
@@ -57,7 +57,7 @@ class Criterion(Protocol):
             Group name → float (units,), for every group; larger stays, NaN is not allowed. Any device, any float dtype.
 
         Raises:
-            MissingImportanceError: the context lacks what the criterion needs, or a criterion that reads data has none.
+            MissingImportanceError: the context is incomplete for the criterion, or a criterion that reads data has none.
             InvalidValueError: scores that are not finite, or groups that the criterion cannot score.
         """
         ...

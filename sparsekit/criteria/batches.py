@@ -154,7 +154,7 @@ def read_batches(
 
 
 def _usable(tensor: Tensor) -> Tensor:
-    """Return a tensor that gradients may need: a tensor made in inference mode is copied."""
+    """Return a tensor that gradients may need: a copy if it was made in inference mode."""
     with torch.inference_mode(mode=False):
         return tensor.clone() if tensor.is_inference() else tensor
 

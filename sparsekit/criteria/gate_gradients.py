@@ -100,7 +100,7 @@ def gate_squares(criterion: DataDriven, model: nn.Module, graph: UnitGraph, *, p
     """Run the model over the criterion's batches and average the squares of ∂L/∂gate: group name → float64 (units,), on the
     CPU.
 
-    The squares are those of single examples if the units are read by linear layers and convolutions that have the examples on
+    Single examples are squared if the units are read by linear layers and convolutions that have the examples on
     the first axis of their input, alone or merged with time or windows. Elsewhere, the mean square is estimated by B·g² from
     the gradient g of a batch of B examples, which is exact in expectation if the mean is zero.
 
@@ -153,7 +153,7 @@ def _one_pass(
 ) -> dict[str, Tensor]:
     """Run one backward pass: group name → Σ (∂L/∂gate)² over the examples, float (units,), L the loss of an example.
 
-    The squares are those of single examples if all readers of a group allow it, else B times the square for the batch, from the
+    Single examples are squared if all readers of a group allow it, else B times the square for the batch, from the
     gradients of the weights. Groups that are not part of the loss are absent.
     """
     direct = {

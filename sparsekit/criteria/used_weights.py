@@ -53,7 +53,7 @@ class _Watch(TorchFunctionMode):
                     self.found[id(value)] = UsedWeight(names, value)
         elif known and isinstance(result, Tensor) and id(result) not in self._known:
             names = frozenset(chain.from_iterable(names for _, names, _ in known))
-            # A view shows the same values, and its axes are not those of the units.
+            # A view shows the same values, and its axes are not the axes of the units.
             views = [value for tensor, _, value in known if _shares(tensor, result)]
             self._known[id(result)] = result, names, views[0] if views else result
         return result

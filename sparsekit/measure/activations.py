@@ -105,7 +105,7 @@ def _length(axis: tuple[Any, Mapping[str, Any]], counts: Mapping[str, int]) -> A
 def probe_shapes(model: nn.Module, graph: UnitGraph, run: Callable[[nn.Module], Sequence[tuple[int, ...]]]) -> tuple[Axes, ...]:
     """Let `run` list shapes of the dense model and of models with one width halved; returns how shapes follow the widths.
 
-    If the list has other shapes or ranks with a width halved, that width is taken to change no shape: costs are then
+    If the list has other shapes or ranks with a width halved, that width is assumed to change no shape: costs are then
     too high and never too low. The shapes of tied groups have the name of the first.
     """
     dense = list(run(model))

@@ -100,7 +100,7 @@ _Factors: TypeAlias = tuple[Sequence[int], Sequence[tuple[Tensor, Sequence[int]]
 
 
 def _factors(name: str, args: Any, result: Any) -> _Factors | None:
-    """Return what an operator multiplies, if it does."""
+    """Return the factors of an operator that multiplies."""
     if name in ("convolution", "_convolution"):
         places = args[0] if args[6] else result  # a transposed one uses its weight at each position of its input
         positions = (places.shape[0], *places.shape[2:])
@@ -124,7 +124,7 @@ def _factors(name: str, args: Any, result: Any) -> _Factors | None:
 
 
 def _product(left: Tensor, right: Tensor) -> _Factors:
-    """Return the factors of (…, m, k) times (…, k, n), of which each may be a vector; of a sparse factor, the stored numbers
+    """Return the factors of (…, m, k) times (…, k, n), where each may be a vector; of a sparse factor, the stored numbers
     count.
     """
     columns = right.shape[-1:] if right.dim() > 1 else ()

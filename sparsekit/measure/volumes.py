@@ -12,7 +12,7 @@ Axes: TypeAlias = tuple[tuple[float, Mapping[str, float]], ...]
 """A shape that follows the widths: of each axis its constant part, and group name → positions per unit that is kept."""
 
 Prices: TypeAlias = Mapping[str, tuple[Array, int]]
-"""Metric → float (tensors,), what an entry of each tensor costs, and the number by which the sum over all is divided."""
+"""Metric → float (tensors,), price of an entry of each tensor, and the divisor of the sum over all."""
 
 
 class Volumes:

@@ -146,7 +146,7 @@ def _cut(
 
 
 def _mask(settings: Settings, candidate: Candidate, scores: Scored, graph: UnitGraph, budget: Budget | None) -> UnitMask:
-    # Numbers of units mean the same in a narrow model, so costs are those of the dense one.
+    # Numbers of units mean the same in a narrow model, so the costs of the dense one serve.
     counts = allocate(
         candidate.allocation, graph, scores.values, settings.costs, budget=budget, limits=settings.limits_of(graph),
         multiple_of=settings.multiple_of,
@@ -167,7 +167,7 @@ def _small(settings: Settings, cut: Cut, model: nn.Module, graph: UnitGraph) -> 
 def _cut_to_share(
     settings: Settings, candidate: Candidate, scores: Scored, model: nn.Module, graph: UnitGraph, target: Budget, share: float
 ) -> tuple[Cut, Callable[[], float]]:
-    """Cut to a share of the dense FLOPs, and to all limits but that of milliseconds, which the returned function measures."""
+    """Cut to a share of the dense FLOPs, and to all limits but milliseconds, which the returned function measures."""
     limits: dict[str, Any] = {name: getattr(target, name) for name in target.metrics if name != "latency_ms"}
     flops = max(1.0, share * settings.dense_costs["flops"])
     if flops < target.limits(settings.dense_costs).get("flops", float("inf")):

@@ -87,9 +87,9 @@ def finetune(
 ) -> FineTuned:
     """Train a model for some epochs.
 
-    Each submodule trains in the mode in which it was given, so that frozen batch norms stay frozen. If the model itself is in
+    Each submodule trains in its given mode, so that frozen batch norms stay frozen. If the model itself is in
     eval mode, all of it trains. If anything fails, or you press Ctrl-C, the model gets the weights of the best epoch so far;
-    without validation, those of the last complete one, and before that its own. A loss that is not finite is found before the
+    without validation, of the last complete epoch, and before that its own. A loss that is not finite is found before the
     step that it would spoil.
 
     Args:
@@ -97,14 +97,14 @@ def finetune(
         batches: A loader or a list, read once an epoch; batches as for data-driven criteria. A torch loader that shuffles draws
             from its own generator, or from torch's global one, which is seeded here.
         loss: `loss(outputs, target)`; None takes `outputs.loss`.
-        epochs: Number of all epochs, at least 1; a resumed call trains those that are left.
+        epochs: Number of all epochs, at least 1; a resumed call trains the remaining ones.
         optimizer: Makes one from the trainable parameters, or is one, with parameters of the model (and of the loss, if that is
             a module) alone; None is SGD with Nesterov momentum 0.9, rate 0.01 and weight decay 5e-4.
         scheduler: Makes a scheduler of learning rates from the optimizer.
         scheduler_step: When it steps: after each "epoch", or after each "batch". A scheduler that follows a metric
             (`ReduceLROnPlateau`) gets minus the score, or the training loss without validation, and steps by epoch.
         validation: `metric(model)`, larger is better, or batches, on which minus the mean loss is the score. The weights of the
-            best epoch are kept; without it, those of the last.
+            best epoch are kept; without it, the last weights.
         distillation: The dense model as a teacher.
         regularizer: Adds to the gradients, such as `GroupSL(graph)` on a dense model before it is cut.
         clip_norm: Largest norm of all gradients together, above 0; None does not clip.
@@ -251,7 +251,7 @@ def copy_state(model: nn.Module) -> dict[str, Any]:
 def _optimizer(
     given: MakeOptimizer | torch.optim.Optimizer | None, model: nn.Module, parameters: list[nn.Parameter], loss: Loss | None
 ) -> torch.optim.Optimizer:
-    """Return the optimizer, and refuse one that trains anything but the model and the loss."""
+    """Return the optimizer, and refuse an optimizer of anything but the model and the loss."""
     if given is None:
         return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, nesterov=True, weight_decay=5e-4)
     made = given if isinstance(given, torch.optim.Optimizer) or not callable(given) else given(parameters)

@@ -10,7 +10,7 @@ T = TypeVar("T")
 _TRIES = 8
 _CLOSE = 0.95
 _INSIDE = 0.1
-"""Of the bracket, the part at both ends in which no share is tried."""
+"""Part of the bracket at both ends that is never tried."""
 
 
 def meet_latency(

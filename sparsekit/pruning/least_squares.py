@@ -15,7 +15,7 @@ _ROWS = 4096
 _HELD = 8
 """One of so many examples is held out of a fit, and judges it."""
 _RIDGES = (1.0, 10.0, 100.0, 1000.0)
-"""Multiples of the ridge that are tried on what the fit has not seen."""
+"""Multiples of the ridge that are tried on unseen rows."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -112,7 +112,7 @@ def prune(  # type: ignore[misc]  # of a dry run, the options are checked when i
         model: The dense model. It is not changed.
         example_inputs: Inputs of one call: a tuple of positional inputs, a mapping of keyword inputs, or one tensor. FLOPs and
             latency are measured on them. Pass a list of such tuples and mappings if the model has branches: each call is traced
-            and verified, and costs are those of the first.
+            and verified, and the first one sets the costs.
         budget: Upper limits for the small model, such as `Budget(flops="50%")`, `{"params": 2e6, "latency_ms": 4}` or
             `"flops=50%,params=2e6"`. A percentage is a share of the dense model. None for allocations that need no budget, such
             as `by_ratio`.
@@ -139,7 +139,7 @@ def prune(  # type: ignore[misc]  # of a dry run, the options are checked when i
             keeps its width. None prefers multiples of 8, for which runtimes have fast kernels. Layers narrower than 64 take
             multiples of 4. If more than 2 % of the budget would be left unused, all layers take 4 or 1. Pass 1 to allow any
             width.
-        schedule: Steps in which the budget is reached, such as `Schedule("cubic", 4)`. Units are scored again before each step.
+        schedule: Steps towards the budget, such as `Schedule("cubic", 4)`. Units are scored again before each step.
         finetune: Called after every step with the narrow model and the number of the step, from 1. It trains the model in
             place, or returns the model to continue with, of the same shapes.
         graph: Units from an earlier `trace_units`. None traces the model.
@@ -173,7 +173,7 @@ def prune(  # type: ignore[misc]  # of a dry run, the options are checked when i
     for name, given in (("metric", metric), ("finetune", finetune)):
         if given is not None and not callable(given):
             raise InvalidValueError(f"{name} must be a function that is called with a model, got {given!r}")
-    with torch.inference_mode(mode=False):  # in which nothing can be measured
+    with torch.inference_mode(mode=False):  # which forbids the measurements below
         settings = read_settings(
             model, example_inputs, budget=budget, batches=batches, loss=loss, reconstruct=reconstruct, criterion=criterion,
             allocation=allocation, exclude=exclude, limits=limits, multiple_of=multiple_of, schedule=schedule, graph=graph,

@@ -27,7 +27,7 @@ Reconstruct: TypeAlias = bool | Literal["layers", "batchnorm"]
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _FARTHEST = 10.0
-"""Times by which variances of the dense model and of the batches may differ."""
+"""Largest ratio of the variances of the dense model and of the batches."""
 
 
 def reconstruct(
@@ -48,7 +48,7 @@ def reconstruct(
     W_D X_D X_Kᵀ (X_K X_Kᵀ + λI)⁻¹, λ = ridge · mean of the diagonal. From its kept inputs, the layer then computes its dense
     outputs, as far as the kept inputs predict the dropped ones. Each layer is fitted on random rows of its inputs. Every eighth
     example is held out to choose λ, and a layer that does not improve there keeps its weights. The linear layers in a chain of
-    equal blocks, such as the layers of a transformer, are fitted one after the other. Their inputs are those of the cut model,
+    equal blocks, such as the layers of a transformer, are fitted one after the other. They get the inputs of the cut model,
     so that they correct earlier errors, too. Recalibrate batch norms afterwards.
 
     Args:
@@ -219,7 +219,7 @@ def recalibrate_batchnorm(
 ) -> int:
     """Estimate the running statistics of all batch norms on some batches, in place.
 
-    After a cut, later layers get other inputs than those that their statistics describe, and accuracy falls to chance.
+    After a cut, later layers get inputs that their statistics do not describe, and accuracy falls to chance.
     Everything else runs in eval mode; no weight changes.
 
     Args:
@@ -317,7 +317,7 @@ def statistics_prior(model: nn.Module, batches: Iterable[Batch], *, share: float
         for prefix, norm in norms.items():
             mean, variance = norm.get_buffer("running_mean"), norm.get_buffer("running_var")
             old_mean, old_variance = before[f"{prefix}running_mean"], before[f"{prefix}running_var"]
-            known = bool((old_mean != 0).any() or (old_variance != 1).any())  # else they are those of a new layer
+            known = bool((old_mean != 0).any() or (old_variance != 1).any())  # else the layer is new
             ratio = (old_variance / variance.clamp_min(1e-12)).clamp(1 / _FARTHEST, _FARTHEST)
             found[f"{prefix}running_mean"] = share * known * (old_mean - mean)
             found[f"{prefix}running_var"] = 1 + share * known * (ratio - 1)

@@ -110,7 +110,7 @@ class Pruned(PrunePlan):
         return replace(self, report=replace(self.report, times=times, slowest=slowest, notes=notes))
 
     def save(self, path: str | os.PathLike[str], *, page: str | None = PAGE) -> None:
-        """Write model, mask and a proof of what the model computes to one safetensors file, and a page that shows the report.
+        """Write model, mask and a proof of the model's outputs to one safetensors file, and a page that shows the report.
 
         `load_compact` and `load_mask` read the file.
 

@@ -14,7 +14,7 @@ from sparsekit.tracing.trace import trace_units
 
 
 class AllocationContract:
-    """What holds for every `Allocation`; the fixture `allocation` is to be supplied."""
+    """Laws of every `Allocation`; supply the fixture `allocation`."""
 
     @pytest.mark.parametrize("budget", ["flops=60%", "params=60%"])
     def test_its_counts_meet_the_budget_and_depend_on_nothing_else(self, allocation: Allocation, budget: str) -> None:

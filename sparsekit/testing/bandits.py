@@ -26,7 +26,7 @@ def _play(bandit: Bandit, space: Interval, pulls: int) -> list[Pull]:
 
 
 class BanditContract:
-    """What holds for every `Bandit`; the fixture `make`, a `MakeBandit`, is to be supplied."""
+    """Laws of every `Bandit`; supply the fixture `make`, a `MakeBandit`."""
 
     @pytest.fixture(params=[Interval(0.0625, 1.0), Interval(1e-4, 10.0, scale="log")], ids=["linear", "log"])
     def space(self, request: pytest.FixtureRequest) -> Interval:

@@ -49,10 +49,10 @@ def example_context(seed: int = 0) -> ScoringContext:
 
 
 class CriterionContract:
-    """What holds for every `Criterion`; the fixture `criterion` is to be supplied.
+    """Laws of every `Criterion`; supply the fixture `criterion`.
 
-    Override `graph` and `context` where the criterion needs other units than three layers side by side; equal seeds must give
-    equal views.
+    Override `graph` and `context` if the criterion needs other units than three layers side by side; equal seeds must give
+    equal contexts.
     """
 
     def graph(self) -> UnitGraph:

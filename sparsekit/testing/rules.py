@@ -33,22 +33,24 @@ def _mask(graph: UnitGraph, ratio: float, seed: int) -> UnitMask:
 
 
 class RuleContract:
-    """What holds for every `LayerRule`.
+    """Laws of every `LayerRule`.
 
-    Supply the fixtures `rule`; `network`, whose layer both reads units and makes units that others read; and `inputs`::
+    Supply the fixtures `rule`; `network`, with the layer between units that it reads and units that others read; and `inputs`:
 
-        class TestMyRule(RuleContract):
-            @pytest.fixture
-            def rule(self):
-                return MyRule()
+    ```
+    class TestMyRule(RuleContract):
+        @pytest.fixture
+        def rule(self):
+            return MyRule()
 
-            @pytest.fixture
-            def network(self):
-                return nn.Sequential(nn.Linear(3, 8), MyLayer(8, 6), nn.Linear(6, 2))
+        @pytest.fixture
+        def network(self):
+            return nn.Sequential(nn.Linear(3, 8), MyLayer(8, 6), nn.Linear(6, 2))
 
-            @pytest.fixture
-            def inputs(self):
-                return (torch.randn(4, 3),)
+        @pytest.fixture
+        def inputs(self):
+            return (torch.randn(4, 3),)
+    ```
     """
 
     @pytest.fixture

@@ -1,4 +1,4 @@
-"""GradientImportance: a rule by which a mask learns, and vectors over all units of a model."""
+"""GradientImportance: a rule of learning for masks, and vectors over all units of a model."""
 
 from __future__ import annotations
 

@@ -77,19 +77,19 @@ class LearnableMask(MovingMask):
 
     Args:
         model: Any module. It is not changed. Parts of it may use activation checkpointing, with `use_reentrant=False`.
-        example_inputs: Inputs of one call, by which units are found: a tuple of positional inputs or a mapping of keyword
+        example_inputs: Inputs of one call, to find the units: a tuple of positional inputs or a mapping of keyword
             inputs. Pass a list of them if the model has branches. Not needed with `graph`.
         graph: Units from an earlier `trace_units`.
         rules: Rules for layer types of your own, as in `trace_units`.
         prune_hidden_size: Also prune units that a layer norm averages over, as in `trace_units`.
         ratio: Share of units kept in each group, in (0, 1].
         budget: Upper limits for the narrow model in place of one ratio, such as `Budget(flops="25%")` or "flops=25%". The
-            widths are those that `prune` would choose. Needs example inputs.
+            widths are as `prune` would choose them. Needs example inputs.
         batches: Training data, as for `prune`. The mask then begins with the cut that `prune` would make, reconstructed and
             recalibrated. Pass them for every trained network. Without them, units of the largest weight magnitude stay.
         loss: `loss(outputs, target)`, the mean over the examples of a batch. None takes `outputs.loss`.
         learning: None fixes the mask. `LearnedNarrowing(steps=…)` begins with all units and drops the least important in a few
-            cuts, each of which is refitted on `batches`; it needs no `loss`. `GradientImportance(…)` is the rule of FedLPS, for
+            cuts, each refitted on `batches`; it needs no `loss`. `GradientImportance(…)` is the rule of FedLPS, for
             federated learning. Both learn at each step of an optimizer from the backward passes before it.
 
     Raises:
@@ -122,7 +122,7 @@ class LearnableMask(MovingMask):
         graph = graph_of(model, example_inputs, graph, rules, prune_hidden_size=prune_hidden_size)
         super().__init__(NarrowModel(model, graph, rules=rules), learning)
         self.budget = None if budget is None else Budget.of(budget)
-        """What the sparse model may cost; None if the ratio says what is kept."""
+        """Upper limits for the sparse model; None for a mask with a ratio."""
         self._costs = None if example_inputs is None or not narrows(learning) else costs_of(model, example_inputs, graph)
         self._widths = 1.0 if narrows(learning) else ratio
         if graph.groups:
@@ -228,7 +228,7 @@ class LearnableMask(MovingMask):
         return f"{limit}, {kept}, learning={None if self.learning is None else type(self.learning).__name__}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the sparse model: the arguments and the result are those of the wrapped model."""
+        """Run the sparse model: with the arguments and the result of the wrapped model."""
         if not is_followed():
             return self._run(args, kwargs, compiling=False)
         if is_exporting():  # a strict exporter looks no further than this line

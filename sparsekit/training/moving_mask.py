@@ -79,7 +79,7 @@ class MovingMask(NarrowModule):
         self.update_mask()
 
     def update_mask(self) -> None:
-        """Keep the most important units, at the present widths or at those of a cut that is due.
+        """Keep the most important units, at the present widths or at the widths of a cut that is due.
 
         The step of a torch optimizer does this by itself. Call it after a step of your own. A mask changes nowhere else, and
         never in the middle of a step.
@@ -116,7 +116,7 @@ class MovingMask(NarrowModule):
         return mask_from_scores(self.graph, split_units(self.graph, self.scores), self._counts(), source="importance")
 
     def _watch(self) -> None:
-        """Meet every optimizer and every wrapper of this mask from now on, and those that hold it already."""
+        """Meet every optimizer and every wrapper of this mask, present and future."""
         if not self._watched:
             self._watched = True
             find_holders(self)
@@ -130,8 +130,7 @@ class MovingMask(NarrowModule):
 
         Args:
             gradients: Weight → gradient; None reads `.grad` of the weights.
-            examples: Examples of the batch, for `LearnedNarrowing`; None counts those of the backward passes since the last
-                step.
+            examples: Examples of the batch, for `LearnedNarrowing`; None counts the backward passes since the last step.
         """
         if self._rule is not None:
             if isinstance(self._rule, NarrowingSteps) and examples is not None:
@@ -159,7 +158,7 @@ class MovingMask(NarrowModule):
 
     @contextmanager
     def freeze_mask(self) -> Iterator[None]:
-        """Keep the mask within a block, in which an optimizer steps in two parts; it follows importance afterwards.
+        """Keep the mask within a block, during a step in two parts; it follows importance afterwards.
 
         ```python
         with masked.freeze_mask():

@@ -1,6 +1,6 @@
 """NarrowModel: trains a physically narrow copy of a model while its mask changes.
 
-The narrow module's parameters are leaves, so a step costs what a step of a natively narrow network costs. They hold the kept
+The narrow module's parameters are leaves, so a step costs as much as in a natively narrow network. They hold the kept
 units in ascending order. A change of mask saves them in the dense copy and gathers them again. The dense weights of a dropped
 unit do not change; optimizer state of an entering unit starts fresh.
 """
