@@ -26,8 +26,8 @@ ReadBy: TypeAlias = tuple[nn.Module, UnitSlice, int]
 
 
 def _channel_axis(module: nn.Module, piece: UnitSlice) -> int | None:
-    """Return the axis of a layer's input that holds the positions of a slice of its weight, counted from the end; None if none
-    does.
+    """Return the axis of a layer's input that holds the positions of a slice of its weight, counted from the end; None if
+    none does.
     """
     if isinstance(module, nn.Linear) and piece.dim == 1:
         return -1

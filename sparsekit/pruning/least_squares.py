@@ -68,8 +68,8 @@ class LossyLayer:
         return weight[:, kept]
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return columns of the rows that stay, float (rows, kept), and the contribution of the others to the outputs, (rows,
-        outputs).
+        """Return columns of the rows that stay, float (rows, kept), and the contribution of the others to the outputs,
+        (rows, outputs).
         """
         weight, kept = self._weight()
         gone = torch.ones(weight.shape[1], dtype=torch.bool, device=rows.device).index_fill_(0, kept, False)

@@ -34,7 +34,7 @@ def select_groups(model: nn.Module, graph: UnitGraph, selector: Selector) -> tup
 
     A name stands for a group or for a module with everything inside it. If no module has such a name, "channel", "feature",
     "cell" and "head" stand for all units of the kind. Any other text is a regular expression that must match the whole name of
-    a group or of a module that makes its units. The result is empty if the selected units cannot be pruned, as in output layers.
+    a group or of a module that makes its units. The result is empty if the selected units cannot be pruned.
 
     Raises:
         UnknownNameError: nothing is selected. The message lists the nearest names.
