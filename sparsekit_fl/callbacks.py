@@ -42,7 +42,7 @@ __all__ = ["BestCheckpoint", "Callback", "EarlyStopping", "LiveProgress", "RunVi
 
 @dataclass(eq=False, kw_only=True)
 class RunView:
-    """What a callback sees of a run, and how it stops it.
+    """View of a run for callbacks, which may also stop it.
 
     Args:
         method: Name of the method.
@@ -210,7 +210,7 @@ class TensorBoard(Callback):
         if run.out is None:
             raise InvalidValueError("TensorBoard needs the folder of the run; give it one (out=, --out DIR)")
         writer: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter
-        # What a killed run wrote of rounds that are run again is dropped.
+        # Drops points of rounds that a killed run wrote and that are run again.
         self._writer = writer(str(run.out / "tensorboard"), purge_step=run.round + 1 if run.round else None)
 
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:

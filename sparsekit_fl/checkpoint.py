@@ -1,4 +1,4 @@
-"""What a run keeps on disk: memories of clients, records, and a checkpoint from which it resumes to the same bits.
+"""Files of a run: memories of clients, records, and a checkpoint that a run resumes from to the same bits.
 
 A file is either old or new, never half-written. The order of writing makes every moment safe for a crash: memories, the line of
 `rounds.jsonl`, the checkpoint. Only then are older memories deleted.
@@ -148,7 +148,7 @@ def _read_back(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 class Memories:
     """Memories of clients as files: one version per client and round. Whoever trains a client writes its memory.
 
-    What the server remembers of a client is kept likewise, in a folder of its own. A version that no checkpoint names yet is
+    The server's memories of clients are kept in the same way, in another folder. A version that no checkpoint names yet is
     harmless: training that client again writes the same bytes.
 
     Args:
@@ -197,7 +197,7 @@ class Memories:
             self.path(client_id, round).unlink(missing_ok=True)
 
     def keep(self, versions: Mapping[int, int]) -> None:
-        """Remove every version but these, such as those of a round that a crash cut off; other files stay."""
+        """Remove every version but these, such as versions of a round that a crash cut off; other files stay."""
         kept = {self.path(client_id, round).name for client_id, round in versions.items()}
         for path in self.folder.glob("[0-9]*-[0-9]*.state"):
             if path.name not in kept:
@@ -205,7 +205,7 @@ class Memories:
 
 
 class Remembered(dict[int, dict[str, Any]]):
-    """Client id → what the server remembers of it, read from its file when it is first asked for.
+    """Client id → the server's memory of it, read from its file on first use.
 
     Args:
         memories: The files; None: nothing was written before.
@@ -222,7 +222,7 @@ class Remembered(dict[int, dict[str, Any]]):
         return found
 
     def write(self, round: int) -> dict[int, int]:
-        """Write what was asked for and is not empty; return the versions of all files."""
+        """Write the memories that were used and are not empty; return the versions of all files."""
         written = {client_id: round for client_id, memory in self.items() if memory}
         for client_id in written:
             if self._memories is not None:
@@ -238,8 +238,8 @@ class State:
         round: The last finished round; 0 before the first.
         model: The whole dense global state; entries that are not shared stay as they were at first.
         memory: State of the method on the server.
-        versions: Client id → round in which its valid memory was written; clients without memory are absent.
-        remembered: Client id → round in which the server wrote what it remembers of the client.
+        versions: Client id → round of its valid memory; clients without memory are absent.
+        remembered: Client id → round of the server's memory of the client.
     """
 
     round: int
@@ -275,7 +275,7 @@ class RunFolder:
         self.memories, self.remembered = (Memories(path / name, durable=durable) for name in ("clients", "server"))
         self._checkpoint, self._records = path / _CHECKPOINT, path / _RECORDS
         self._run: dict[str, Any] = {}
-        self._size, self._written = 0, hashlib.sha256()  # of what is in the file of records
+        self._size, self._written = 0, hashlib.sha256()  # of the file of records
         self._state = State(0, {})  # whose memories the checkpoint names
 
     @staticmethod
@@ -283,7 +283,7 @@ class RunFolder:
     def open(path: Path | str | None, *, resume: bool) -> Iterator[RunFolder]:
         """Hold the folder of a run as long as the block lasts. It is made if absent, unless the run is to be resumed.
 
-        The system frees the lock when its process ends, however that ends; the file `.lock` stays and means nothing by itself.
+        The system frees the lock when its process ends, however that ends; the file `.lock` stays and has no meaning.
         Worker processes do not inherit the lock. A fresh run deletes nothing that was there before.
 
         Args:
@@ -360,7 +360,7 @@ class RunFolder:
             self._size, self._written = len(written), hashlib.sha256(written)
             if self._written.hexdigest() != saved["records_sha256"]:
                 raise ResumeError(
-                    f"{self._records} is damaged: its checksum is not that of round {state.round}; restore a copy of the"
+                    f"{self._records} is damaged: its checksum does not match round {state.round}; restore a copy of the"
                     " folder, or start in another"
                 )
             file.truncate(self._size)
@@ -397,6 +397,6 @@ class RunFolder:
             write_atomically(self._checkpoint, dumps({**saved, "state": {**vars(state)}}))
 
     def clean(self) -> None:
-        """Remove memories that the checkpoint does not name, as those of a round that was cut off."""
+        """Remove memories that the checkpoint does not name, such as memories of a round that was cut off."""
         self.memories.keep(self._state.versions)
         self.remembered.keep(self._state.remembered)

@@ -48,7 +48,7 @@ _FIRST = ("personal accuracy", "FLOPs", "simulated time", "uplink", "downlink")
 
 
 def unlike(result: Mapping[str, Any]) -> list[str]:
-    """Return in what a run differs from one that went as planned: it stopped early, or some clients did not train or count."""
+    """Return how a run differs from its plan: it stopped early, or some clients did not train or count."""
     done, planned = len(result["rounds"]), result["config"]["rounds"]
     reason = f": {result['stopped']}" if result.get("stopped") else ""
     found = [f"ended after {done} of {planned} rounds{reason}"] if done < planned else []
@@ -59,7 +59,7 @@ def unlike(result: Mapping[str, Any]) -> list[str]:
         asked = len({id for one in result["rounds"] for id in one["cohort"]})
         found.append(f"{failed} of {asked} clients that were asked could never train")
     if (scored := result["final"]["count"]) < result["clients"]:
-        found.append(f"final scores are those of {scored} of {result['clients']} clients")
+        found.append(f"final scores are means over {scored} of {result['clients']} clients")
     return found
 
 
@@ -67,7 +67,7 @@ def columns_of(results: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
     """Return the columns of a table: accuracies, costs, and other metrics."""
     names = dict.fromkeys(name for one in results for name in one["final"].get("personal", {}) if name != "accuracy")
     found = (*_SCORES, *_COSTS, *(Column(f"final.personal.{name}", name, "number") for name in names))
-    # A narrow terminal shows what a choice depends on most: accuracy, FLOPs, time and bytes.
+    # A narrow terminal shows the most important numbers: accuracy, FLOPs, time and bytes.
     return tuple(sorted(found, key=lambda column: column.title not in _FIRST))
 
 
@@ -231,7 +231,7 @@ def read_results(*folders: Path | str) -> list[dict[str, Any]]:
 
 
 def _protocol(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what runs of one table have in common; an option that was not used is as one that is not there."""
+    """Return the common settings of the runs of one table, without options that were not used."""
     return _without({name: value for name, value in result["config"].items() if value is not None}, _FREE)
 
 

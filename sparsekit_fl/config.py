@@ -22,19 +22,19 @@ HETEROGENEITY: Mapping[str, tuple[float, ...]] = {
     "median": (1.0, 1 / 2, 1 / 4),
     "high": (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16),
 }
-"""Levels of system heterogeneity, from which capabilities of clients are drawn uniformly.
+"""Levels of system heterogeneity; capabilities of clients are drawn uniformly from one of them.
 
-Source: Xue et al., ICDE 2025 (arXiv 2412.07216), Effect of Heterogeneity (Q3); "high" is also that of its Table I.
+Source: Xue et al., ICDE 2025 (arXiv 2412.07216), Effect of Heterogeneity (Q3); "high" is also used in its Table I.
 """
 
 Upload = Literal["float32", "bfloat16"]
-"""Data type in which changes are sent to the server."""
+"""Data type of the changes that clients send to the server."""
 
 Amp = Literal["off", "bfloat16"]
-"""Data type in which forward passes are computed."""
+"""Data type of forward passes."""
 
 CapabilityOf = Literal["flops", "units"]
-"""What a capability, and every ratio, is a share of."""
+"""Unit of capabilities and ratios: shares of FLOPs, or of units."""
 
 Factor = Annotated[float, Field(gt=0, le=1)]
 """A number in (0, 1]."""
@@ -112,7 +112,7 @@ class TrainingConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Checked):
-    """Set how many rounds are run, with whom, and how clients train and are scored.
+    """Set the number of rounds, the clients of each round, their training and their scores.
 
     Pass it to `fl.run(method, problem, clients, config)`. Method, model, data and configuration
     decide every number of a result; the engine and the number of workers change the speed only.
@@ -164,7 +164,7 @@ class RunConfig(Checked):
     )
     capability_of: CapabilityOf = option(
         "flops",
-        "What the capabilities of clients, and all ratios, are shares of. flops: the FLOPs of a step of the whole model; "
+        "Unit of capabilities and ratios. flops: shares of the FLOPs of a step of the whole model; "
         "every layer keeps the largest equal share of its units that fits, so that a device of capability 1/4, at a "
         "quarter of the speed, needs as long as a full one. units: the units of each layer, as HeteroFL, FedRolex and "
         "FjORD define it. A quarter of the units costs about a sixteenth of the FLOPs. Default: flops.",
@@ -243,5 +243,5 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         raise InvalidValueError(f"optimizer {name!r} must be a class that inherits torch.optim.Optimizer, got {found!r}")
     closure = inspect.signature(found.step).parameters.get("closure")
     if closure is not None and closure.default is not None:
-        raise InvalidValueError(f"optimizer {name!r} needs a closure that computes the loss again; choose one that does not")
+        raise InvalidValueError(f"optimizer {name!r} needs a closure that computes the loss again; choose another")
     return found

@@ -1,6 +1,6 @@
 """Engines map requests to replies, in order. `Processes` runs clients in this process, or in worker processes.
 
-Also what an engine that is written elsewhere needs: `answer`, which runs a client, and `registry`.
+For engines in other packages: `answer`, which runs a client, and `registry`.
 """
 
 import contextlib
@@ -140,7 +140,7 @@ def _map(pool: ProcessPoolExecutor, spec: RunSpec, state: StateDict, requests: S
 
 
 _worker: tuple[RunSpec, Mapping[int, Client], Memories, StateDict]
-"""Of a worker process: what it works with."""
+"""Arguments of this worker process."""
 
 
 def _begin(spec: RunSpec, clients: Mapping[int, Client], memories: Memories, state: StateDict, numbers: Any, ids: Any) -> None:

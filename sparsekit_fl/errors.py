@@ -1,4 +1,4 @@
-"""Errors of a federated run: what failed, for whom, in which round, and how to continue."""
+"""Errors of a federated run: they name the client, the round, and how to continue."""
 
 from sparsekit.errors import SparsekitError
 

@@ -1,4 +1,4 @@
-"""Options: fields of dataclasses. The annotation says what a field may hold, and its description what it means.
+"""Options: fields of dataclasses, with an annotation for the allowed values and a description of their meaning.
 
     @dataclass(frozen=True, kw_only=True)
     class FedProx(Method):  # a Method is Checked
@@ -7,7 +7,7 @@
     FedProx(mu=-1)  # InvalidValueError: mu must be greater than or equal to 0, got -1; mu: Weight of the proximal term; …
 
 pydantic checks every value, and converts text only. Flags of commands, TOML files, Flower's run configuration and
-`--set PATH=VALUE` all follow from `options_of`; there is no second list of options.
+`--set PATH=VALUE` all follow from `options_of`; no other list of options exists.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Option:
             name: Replaces the name in the message.
 
         Raises:
-            InvalidValueError: says which value was given, what is allowed, and what the option means.
+            InvalidValueError: names the value, the allowed values, and the meaning of the option.
         """
         if value is self.default:
             return
@@ -174,7 +174,7 @@ def options_of(owner: Callable[..., Any]) -> dict[str, Option]:
     """Return the options of a dataclass, of a pydantic model or of a function, by name and in their order.
 
     The options of a function are its keyword-only arguments; without an annotation, they are of the type of their default. A
-    description is that of the field, else that in the annotation: `Annotated[int, Field(ge=1, description="…")]`.
+    description comes from the field, or else from the annotation: `Annotated[int, Field(ge=1, description="…")]`.
     """
     if isinstance(owner, type) and issubclass(owner, BaseModel):
         fields = owner.model_fields.items()
@@ -211,7 +211,7 @@ def read_keywords(
     """Check keywords for a function or a dataclass; text is read by the annotation.
 
     Args:
-        owner: What is to be called with them.
+        owner: The function or class.
         given: Keyword → value or text.
         name: Names the owner in messages, as in "partition 'dirichlet'".
         prefix: Comes before a keyword in messages, as in "partition.".

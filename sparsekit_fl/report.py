@@ -35,7 +35,7 @@ def write_report(comparisons: Sequence[Comparison], out: Path | str, *, command:
     """Write `report.html` into a folder, a section for each comparison; return the file.
 
     Args:
-        comparisons: What is shown.
+        comparisons: The sections of the page.
         out: The folder.
         command: The command that made the runs, or the page.
         failed: A line for each run that failed.
@@ -146,7 +146,7 @@ def _metric(comparison: Comparison) -> tuple[str, str]:
 
 
 def _scores(result: Mapping[str, Any], metric: str) -> list[dict[str, float]]:
-    """Return costs and score of each round in which clients were scored."""
+    """Return costs and score of each round with scores."""
     return [
         {"round": record["round"], **record["cost"], "y": record["evaluation"]["personal"][metric]}
         for record in result["rounds"]
@@ -211,12 +211,12 @@ def _differences(comparison: Comparison, metric: str, unit: str) -> list[str]:
             mean, half = statistics.fmean(gaps), _T[min(n - 2, len(_T) - 1)] * statistics.stdev(gaps) / math.sqrt(n)
             each = ", ".join(f"{gap:+.2f}" for gap in gaps)
             rows.append((other, f"{mean:+.2f}{sign}", f"{mean - half:+.2f} to {mean + half:+.2f}", each))
-    title = f"{metric.capitalize()} minus that of {first}, seed by seed"
+    title = f"{metric.capitalize()} minus {first}, seed by seed"
     return [heading(title, 3), table(("method", "mean difference", "95 % interval", "each seed"), rows)] if rows else []
 
 
 def _ratios(comparison: Comparison) -> list[str]:
-    """Draw the ratio of each client over the rounds in which it trained, for methods whose ratios vary."""
+    """Draw the ratio of each client over the rounds, for methods with ratios that vary."""
     charts = []
     for method in comparison.methods:
         result = next(one for one in comparison.results if one["method"] == method)
@@ -227,5 +227,5 @@ def _ratios(comparison: Comparison) -> list[str]:
         if len({point[1] for line in lines.values() for point in line}) > 1:
             title = f"{method}, seed {result['seed']}: ratio of each client"
             charts.append(chart(lines, x="round", y=title, y_text=_writer("share"), legend=False))
-    about = "A line for each client joins the rounds in which it trained."
+    about = "Each line joins the rounds that a client trained in."
     return [heading("Ratios", 3), paragraph(about, "soft"), row(*charts[:_MOST_RATIO_CHARTS])] if charts else []

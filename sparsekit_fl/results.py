@@ -43,8 +43,8 @@ def _means(clients: Sequence[Means], *, worst: Collection[str] | None = None) ->
 
     Args:
         clients: The values of each.
-        worst: None for all clients. Else only the worst tenth counts, rounded up, and these are the metrics of which small
-            values are good. A value that is not a number is worse than every number.
+        worst: None for all clients. Else only the worst tenth counts, rounded up, and these are the metrics with small
+            values for good models. A value that is not a number is worse than every number.
     """
     found = {}
     for name in dict.fromkeys(name for values in clients for name in values):
@@ -124,7 +124,7 @@ class RoundScores(Scores):
 
         Args:
             clients: The scores of each.
-            lower: Metrics of which small values are good.
+            lower: Metrics with small values for good models.
             more: Further fields of a class that inherits this one.
         """
         parts = {part: [own for one in clients if (own := one.part(part))] for part in PARTS}
@@ -227,9 +227,9 @@ class RunResult:
         clients: Number of clients of the run.
         cost: Cost of the whole run.
         environment: Versions, threads, workers, device.
-        experiment: What the caller said about the run, such as data set and model; in files, a part of `config`.
+        experiment: The caller's description of the run, such as data set and model; in files, a part of `config`.
         state: The final global state; not part of the file.
-        note: What the method's line in tables says.
+        note: Footnote of the method in tables.
         stopped: The reason why a callback ended the run before its last round; empty for none.
     """
 

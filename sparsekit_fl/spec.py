@@ -44,9 +44,9 @@ class RunSpec:
         costs: The FLOPs of the model.
         config: The options, as `method.check` returned them.
         initial: The global state of round 0, dense, on the CPU.
-        parameters: State-dict keys of what trains; the rest are buffers, and what is frozen.
-        frozen: Those of parameters that need no gradient: they neither travel nor are kept for each client.
-        private: Those of the entries that stay on each client.
+        parameters: State-dict keys of parameters that train; the others are buffers or frozen parameters.
+        frozen: State-dict keys of parameters without gradient. They are neither sent nor kept for each client.
+        private: State-dict keys of the entries that stay on each client.
         trained: Whether the global state of round 0 was trained before: it was given, or shows signs of it.
     """
 
@@ -69,7 +69,7 @@ class RunSpec:
             method: The recipe.
             problem: Model, loss and metrics, as the user gave them.
             config: The options.
-            init: Weights to start from; see `read_initial`. None: those of the fresh model.
+            init: Weights to start from; see `read_initial`. None keeps the weights of the fresh model.
         """
         check_training(config.training)
         model, graph = _traced(problem, config)

@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from sparsekit.errors import DataError
 
 SCHEMA_NUMBER: Final = 6
-"""It goes up when a reader of the former schema would misread a file; what is only added leaves it as it is."""
+"""It goes up when a reader of the former schema would misread a file; new keys alone leave it unchanged."""
 
 _STEPS = {
     "share": ((0.01, "%"),),
@@ -35,7 +35,9 @@ def read_result(path: Path | str) -> dict[str, Any]:
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path} is not a result: {error!r}; pass the --out folder of a finished run") from error
     if schema != SCHEMA_NUMBER:
-        raise DataError(f"{path} has schema {schema}, and this version reads {SCHEMA_NUMBER}; install the one that wrote it")
+        raise DataError(
+            f"{path} has schema {schema}, and this version reads {SCHEMA_NUMBER}; install the version that wrote it"
+        )
     return dict(raw)
 
 
@@ -53,7 +55,7 @@ def flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def scale(unit: str, largest: float) -> tuple[float, str]:
-    """Return the size and the sign of the step by which numbers up to `largest` are written: `(1e12, "T")` from 1e11 on.
+    """Return the size and the sign of the step for numbers up to `largest`: `(1e12, "T")` from 1e11 on.
 
     Args:
         unit: "share", "flops", "bytes" or "seconds"; others have no steps.
@@ -66,7 +68,7 @@ def scale(unit: str, largest: float) -> tuple[float, str]:
 
 
 def texts(unit: str, means: Sequence[float | None], deviations: Sequence[float | None] = ()) -> list[str]:
-    """Write the numbers of one column, all with one prefix: that of the largest.
+    """Write the numbers of one column, all with the prefix of the largest.
 
     Args:
         unit: As of `scale`, or "number".

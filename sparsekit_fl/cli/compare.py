@@ -55,7 +55,7 @@ def _compare(
     made = _distinct(methods)
     if options.settings():
         raise InvalidValueError(
-            f"--set {next(iter(options.settings()))}: no option of a run; those of a method stand behind its name, as in"
+            f"--set {next(iter(options.settings()))}: not an option of a run; write an option of a method after its name, as in"
             " 'fedprox mu=0.1'"
         )
     first, finished, failed = options.seed or 0, list[Mapping[str, Any]](), list[dict[str, Any]]()
@@ -101,7 +101,7 @@ def _compare(
 
 
 def _distinct(texts: Sequence[str]) -> dict[str, Method]:
-    """Make each method, by its name; `all` adds those of the registry that are not named."""
+    """Make each method, by its name; `all` adds the other methods of the registry."""
     from sparsekit_fl.methods import make_method, registry
     from sparsekit_fl.paper.published import in_published_order
 
@@ -122,12 +122,12 @@ def _experiment(options: RunOptions) -> Experiment:
 
 
 def _result(method: Method, options: RunOptions, home: Path | None, label: str) -> Mapping[str, Any]:
-    """Return the result of a run: one that was finished before, or of a run from its last checkpoint on.
+    """Return the result of a run that has finished, or run it from its last checkpoint.
 
     Args:
         method: The method.
         options: With the seed of the run.
-        home: The folder of the comparison, in which a run has a folder such as `fedavg-low-seed0`; None keeps nothing.
+        home: Folder of the comparison. Each run gets a folder there, such as `fedavg-low-seed0`. None keeps nothing.
         label: Begins the lines of progress.
     """
     from sparsekit_fl.callbacks import LiveProgress

@@ -1,4 +1,4 @@
-"""Experiment: what a command runs, from its options and a preset."""
+"""Experiment: the arguments of a run, from the options of a command and a preset."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Experiment:
-    """All that `sparsekit_fl.run` wants, besides the method.
+    """The arguments of `sparsekit_fl.run`, except the method.
 
     Args:
         engine: Runs the clients; None for Flower, which runs the experiment in an app.
-        described: Names of what was run, for the result.
+        described: Names of model, data set and partition, for the result.
     """
 
     problem: Problem
@@ -39,7 +39,7 @@ class Experiment:
     described: Mapping[str, Any]
 
     def run(self, method: Method, options: RunOptions, callbacks: Sequence[Callback], *, resume: bool) -> RunResult:
-        """Run a method in the folder that the options name; with `resume`, continue with what is there."""
+        """Run a method in the folder that the options name; with `resume`, continue the run there."""
         from sparsekit_fl.rounds import run
 
         return run(
@@ -49,11 +49,11 @@ class Experiment:
 
     @staticmethod
     def of(options: RunOptions, *, ids: Collection[int] | None = None) -> Experiment:
-        """Load and deal the data, and fill in what was not said.
+        """Load and partition the data, and complete the options from the preset.
 
         Args:
-            options: What the user gave.
-            ids: The clients that are wanted: those of a device, or none on a server without data; None: all.
+            options: The user's options.
+            ids: The clients to load, such as the clients of one device; empty on a server without data. None loads all.
 
         Raises:
             SparsekitError: an option that is not allowed, or data that are missing or do not fit.
@@ -94,7 +94,7 @@ class Experiment:
 
 
 def _config(options: RunOptions, clients: Sequence[Client], count: int) -> RunConfig:
-    """Return the options of a run of `count` clients, those of the preset where none were given."""
+    """Return the options of a run of `count` clients; the preset decides options that were not given."""
     from sparsekit_fl.problem.data import Capability  # here: help texts need no torch
 
     given = options.given_of(TrainingConfig, RunConfig)

@@ -35,7 +35,7 @@ def _list(
     kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}; or options, for every PATH of --set.")],
     as_json: AsJson = False,
 ) -> None:
-    """List the names that an option takes, ours and those of installed packages, or every option of a run."""
+    """List the names that an option takes, built-in or from installed packages, or every option of a run."""
     if kind == "options":
         _show_options(_run_options(), as_json=as_json)
         return
@@ -96,7 +96,7 @@ def _show_options(rows: Mapping[str, str], *, as_json: bool) -> None:
 
 
 def _line(registry: Mapping[str, Any], name: str) -> str:
-    """Return the first sentence of the documentation of an entry; a preset says what it runs."""
+    """Return the first sentence of the documentation of an entry; of a preset, its model, data set and size."""
     try:
         found = registry[name]
         if type(found).__name__ == "Preset":

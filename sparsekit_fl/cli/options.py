@@ -60,7 +60,7 @@ _RunFields: Any = create_model("_RunFields", __config__=ConfigDict(**STRICT, fro
 
 
 class RunOptions(_RunFields):  # type: ignore[misc]
-    """What the user gave, of the options of a run and of these. `model_fields_set` tells what has its default.
+    """The options of a run and of a command that the user gave; `model_fields_set` has their names.
 
     Raises:
         UnknownNameError: no such option.
@@ -69,7 +69,7 @@ class RunOptions(_RunFields):  # type: ignore[misc]
 
     preset: str | None = Field(
         None,
-        description="Experiment of the paper, by name (`sparsekit list presets`). Default: that of the data set, or digits.",
+        description="Experiment of the paper, by name (`sparsekit list presets`). Default: by the data set, or digits.",
     )
     dataset: str | None = Field(None, description="A data set by name, or package.module:factory.")
     model: str | None = Field(None, description="A model by name, or package.module:factory.")
@@ -180,7 +180,7 @@ class RunOptions(_RunFields):  # type: ignore[misc]
 
 
 def path_of(name: str) -> str:
-    """Return the path by which --set and files reach an option: `training.momentum` for momentum."""
+    """Return the path of an option for --set and files: `training.momentum` for momentum."""
     return f"training.{name}" if name in options_of(TrainingConfig) else name
 
 

@@ -1,4 +1,4 @@
-"""`sparsekit run METHOD` and `sparsekit fedlps`: a run, and what is printed at its end."""
+"""`sparsekit run METHOD` and `sparsekit fedlps`: run a method, and print its result."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _keeping_options(method: str, options: RunOptions) -> Callback:
 
 
 def _show(result: RunResult, options: RunOptions) -> None:
-    """Print a result: JSON alone where that was asked for, else a table and what a reader should know."""
+    """Print a result: JSON only with --json, else a table and remarks."""
     from sparsekit_fl.comparison import columns_of, unlike
     from sparsekit_fl.stored import flat, number_text
 

@@ -36,7 +36,7 @@ QUIET = {
     # Ray would start its actors at niceness 15, and next to other work they would hardly run.
     "RAY_worker_niceness": "0",
 }
-"""No telemetry, usage reports or update checks; set by default, never over what the user set."""
+"""No telemetry, usage reports or update checks; set by default; the user's own values win."""
 
 _MAX_NODES = 100
 _START_SECONDS, _STOP_SECONDS, _POLL_SECONDS = 300.0, 20.0, 0.2
@@ -83,7 +83,7 @@ def simulate(method: str, options: RunOptions, on_round: Callable[[RoundRecord],
                         break
                     time.sleep(_POLL_SECONDS)
         except KeyboardInterrupt:
-            raise errors.RunInterrupted("stopped by the user; what was saved in --out continues with --resume") from None
+            raise errors.RunInterrupted("stopped by the user; a run that was saved in --out continues with --resume") from None
         if failed.exists():
             told = json.loads(failed.read_text())
             raise getattr(errors, told["kind"], errors.WorkerDiedError)(told["text"])

@@ -1,6 +1,6 @@
 """Submodels for a Flower app that exists already: `train_submodel` on the client, `SubmodelStrategy` on the server.
 
-`app` is the app in which `sparsekit run --engine flower` and `sparsekit flower-app` run all methods; `engine` is its engine.
+`app` is the app that `sparsekit run --engine flower` and `sparsekit flower-app` use for all methods; `engine` is its engine.
 """
 
 # ruff: noqa: I001 - one line for each home

@@ -39,11 +39,11 @@ _log = logging.getLogger("flwr")  # what Flower shows of an app
 
 @dataclass(eq=False)
 class Node:
-    """What a node works with.
+    """The state of a node.
 
     Args:
         spec: The fixed parts of the run.
-        clients: Client id → client, at least those that will be asked for.
+        clients: Client id → client, of all clients in the requests.
         memories: The memories of its clients. Next to their folder, the models of its clients stay after the last round.
         device: Whether it is a device, whose failures are answers, and which keeps the global model too, for `load_model`; not
             a process of the simulation, whose failures end the run.
@@ -76,9 +76,9 @@ class Node:
         return reply
 
     def _remove_older(self, request: Request) -> None:
-        """Keep two memories of a client: the newest, and the one that it began with.
+        """Keep two memories of a client: the newest, and the memory before the request.
 
-        The server may never get the reply to which the newest belongs, and then asks for the other one again.
+        If the reply is lost on its way to the server, the next request names the older memory.
         """
         self.memories.sync()
         needed = {f"{request.client_id}-{round}" for round in (request.round, request.memory_round)}
@@ -98,7 +98,7 @@ def make_app(node: Callable[[Context, str], Node]) -> ClientApp:
     """Make a Flower client.
 
     A message holds the shared state, or nothing, and the request of each client; the answer holds their replies. A query is
-    answered by what the clients of the node are.
+    answered with a description of the clients of the node.
 
     Args:
         node: (context, id of the run) → the node, made or found in this process; called for each message.
@@ -126,7 +126,7 @@ def make_app(node: Callable[[Context, str], Node]) -> ClientApp:
     return app
 
 
-@lru_cache(maxsize=1)  # a process of the simulation answers for all clients; that of a device answers one message
+@lru_cache(maxsize=1)  # a process of the simulation answers for all clients; on a device, a process answers one message
 def _load(method: str, options: RunOptions, ids: tuple[int, ...] | None, device: str) -> tuple[RunSpec, dict[int, Client]]:
     check_device(device)
     experiment = Experiment.of(options, ids=ids)
@@ -158,7 +158,7 @@ def _node(context: Context, run: str) -> Node:
 
 
 def serve(grid: Grid, context: Context) -> None:
-    """Run all rounds of what the run configuration says, on the clients of the nodes."""
+    """Run all rounds of the run configuration on the clients of the nodes."""
     # Here: a SuperNode imports this file for every message, and what takes part in rounds is not needed there.
     from sparsekit_fl.callbacks import LiveProgress
 

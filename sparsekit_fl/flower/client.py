@@ -80,12 +80,12 @@ def train_submodel(
         message: From the server.
         context: Keeps the importance of a learned mask between rounds, a few numbers per unit.
         model: A fresh model, as your app makes it.
-        example_inputs: A tensor, or a tuple of positional inputs, with which the model is called once to find its units.
+        example_inputs: A tensor, or a tuple of positional inputs. The model is called with them once, to find its units.
         capability: Largest ratio that this device can train, in (0, 1]. If a learned mask's ratio would be larger, it is cut.
 
     Raises:
         InvalidValueError: the message is not from a `SubmodelStrategy`, or `capability` is outside (0, 1].
-        DataError: mask or state in the message are not those of this model.
+        DataError: mask or state in the message do not belong to this model.
     """
     if KEY not in message.content:
         raise InvalidValueError("the message has no ratio; wrap the server's strategy in sparsekit_fl.flower.SubmodelStrategy")
@@ -96,7 +96,7 @@ def train_submodel(
     if "mask" not in asked:
         model.load_state_dict(_state(message))
         ratio = min(ratio, capability)
-        learning = sk.GradientImportance(regularizer=ImportanceRegularizer(target="standardized"))  # that of `fedlps`
+        learning = sk.GradientImportance(regularizer=ImportanceRegularizer(target="standardized"))  # as in `fedlps`
         trained = sk.LearnableMask(model, graph=graph, ratio=ratio, learning=learning)
         if _IMPORTANCE in context.state:
             trained.load_importance(context.state.array_records[_IMPORTANCE].to_torch_state_dict())
@@ -168,7 +168,7 @@ def unpacked(arrays: ArrayRecord, shapes: Mapping[str, tuple[int, ...]]) -> dict
     """Undo `packed`, for the arrays of any client.
 
     Args:
-        arrays: What it sent.
+        arrays: The arrays of the reply.
         shapes: State-dict key → expected shape, which are compared before a tensor is made.
 
     Raises:

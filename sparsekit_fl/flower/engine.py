@@ -41,7 +41,7 @@ _ROWS = TypeAdapter(list[_Row])
 class GridEngine:
     """Runs clients on the nodes of a Flower grid; for `run(engine=GridEngine(grid))` in the main function of a ServerApp.
 
-    The results have the same bits as those of `Processes`. A client that does not answer, or whose answer cannot be used, is
+    The results are bit-identical to `Processes`. A client that does not answer, or whose answer cannot be used, is
     dropped from the round. All clients of a node are asked in one message, since Flower starts a process for each.
 
     Args:
@@ -117,7 +117,7 @@ class GridEngine:
     def open(
         self, spec: RunSpec, clients: Mapping[int, Client], memories: Memories
     ) -> Iterator[Callable[[Sequence[Request]], Iterator[Reply]]]:
-        """Run clients on nodes; of devices, those that `introduce` found."""
+        """Run clients on nodes; on devices, the clients that `introduce` found."""
         del clients
         if self._simulated:
             self._await_nodes()
@@ -195,7 +195,7 @@ def _failed(request: Request, reason: str) -> Reply:
 def content(*parts: bytes, run: str = "") -> RecordDict:
     """Return the content of a message: payloads, one after the other in one array, with their lengths, and the id of the run.
 
-    In one array, because each costs Flower several requests; as bytes of our own, because their number is what a run reports,
+    In one array, because each costs Flower several requests; as bytes of our own, because a run reports their number,
     and because Flower's arrays know no bfloat16. Nothing is ever unpickled.
     """
     body = b"".join(parts)

@@ -44,7 +44,7 @@ class SubmodelStrategy(Strategy):
     Args:
         strategy: Samples and averages; one of `flwr.serverapp.strategy` whose messages have one ArrayRecord.
         model: The model, for its shapes and units; its weights do not matter.
-        example_inputs: A tensor, or a tuple of positional inputs, with which the model is called once to find its units.
+        example_inputs: A tensor, or a tuple of positional inputs. The model is called with them once, to find its units.
         ratio: Share of units that a client trains, in (0, 1]: a number, a function of the node's id, or `BanditRatios`.
         learned: False: each client trains the first units of each group, and an entry becomes the mean over the clients that
             trained it, weighted by examples; an entry that nobody trained stays. True: each client learns its own mask, and the
@@ -123,14 +123,14 @@ class SubmodelStrategy(Strategy):
         """Return the update in a reply, and its metrics.
 
         Raises:
-            DataError: its mask is not the one that was asked for, its entries have other shapes, or a metric is missing.
+            DataError: its mask differs from the requested mask, its entries have other shapes, or a metric is missing.
             UpdateError: it is not an update of the submodel under its mask.
         """
         (arrays,), (metrics,) = content.array_records.values(), content.metric_records.values()
         record, weight = content.config_records[KEY], float(metrics[self._examples])  # type: ignore[arg-type]
         mask = read_mask(record, self._graph)
         if request.mask not in (None, mask):
-            raise DataError("its mask is not the one that it was to train")
+            raise DataError("its mask differs from the requested mask")
         if not 0 < weight < _MOST_EXAMPLES:
             raise DataError(f"{self._examples} must be a finite number > 0, got {weight}")
         if isinstance(self._ratio, BanditRatios):
@@ -140,7 +140,7 @@ class SubmodelStrategy(Strategy):
         cost = Cost(simulated_seconds=float(record["seconds"]))  # type: ignore[arg-type]
         update = Update(round=request.round, client_id=request.client_id, examples=1, delta=state, mask=mask, cost=cost)
         check_update(update, request, self._graph, self._state, examples=1)
-        # A state of the right shapes is checked as if it were a change; what is added up is the change.
+        # Shapes and values of a state are checked like those of a change; the change is added up.
         sent = kept.gather_all(self._state)
         change = {name: tensor.double() - sent[name].double() for name, tensor in state.items()}
         return replace(update, delta=change), metrics
@@ -168,7 +168,7 @@ class SubmodelStrategy(Strategy):
 
 @contextmanager
 def _left_out(node: int, round: int) -> Iterator[None]:
-    """Log what is wrong with the reply of a node, of whatever kind, and continue without it."""
+    """Log any error in the reply of a node, and continue without the reply."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - a stranger may send anything
@@ -185,7 +185,7 @@ def _alike(found: Mapping[int, MetricRecord], round: int) -> set[int]:
     for node, kind in kinds.items():
         with _left_out(node, round):
             if kind != usual[0][0]:
-                raise DataError("its metrics have other names or lengths than those of most nodes")
+                raise DataError("its metrics have other names or lengths than most nodes have")
     return {node for node, kind in kinds.items() if kind == usual[0][0]}
 
 

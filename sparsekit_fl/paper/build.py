@@ -23,7 +23,7 @@ from sparsekit_fl.streams import Streams
 
 
 class Task(NamedTuple):
-    """A problem and its clients, with their data; `described` names what was built, for the result."""
+    """A problem and its clients, with their data; `described` names model, data set and partition, for the result."""
 
     problem: Problem
     clients: list[Client]
@@ -49,17 +49,17 @@ def build_task(
     """Load the data, divide them among clients, and fit the model to them.
 
     Args:
-        preset: The settings. Its `dataset` is a name, or `package.module:factory`: a function that gets those of the keywords
-            `root` (`data_dir`), `seed` and `ids` that it accepts, and returns a DataSource, (Problem, DataSource), or
+        preset: The settings. Its `dataset` is a name, or `package.module:factory`: a function that takes any of the keywords
+            `root` (`data_dir`), `seed` and `ids`, and returns a DataSource, (Problem, DataSource), or
             (Problem, clients).
         model: Model in place of the preset's: a name, or `package.module:factory`.
         clients: Number of clients in place of the preset's; shards shrink, with a warning, where the data have too few.
         partition: Partition in place of the preset's, whose options are then not used: a name, or `package.module:function` of
             the form of `Partition`.
-        options: Keywords for the partition, over those of the preset; text is read by the annotation.
+        options: Keywords for the partition, in addition to the preset; text is read by the annotation.
         data_dir: Folder of the data sets; None downloads what can be downloaded.
         seed: Seed of the run; the partition draws from its `Streams(seed).data()`.
-        ids: The clients that are wanted here: those of one device, or none on a server without data. None: all.
+        ids: The clients to load, such as the clients of one device; empty on a server without data. None loads all.
 
     Returns:
         The problem and its clients; clients of a DataSource have the ids 0, 1, …, and a full capability each.

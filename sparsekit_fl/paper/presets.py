@@ -17,7 +17,7 @@ DEFAULT = "digits"
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """The settings of one experiment; the levels of devices are those of high heterogeneity, drawn again in every round.
+    """The settings of one experiment; devices have high heterogeneity, drawn again in every round.
 
     Args:
         name: The value of `--preset`.
@@ -26,7 +26,7 @@ class Preset:
         clients: Number of clients, K.
         cohort: Size of the cohort, C.
         rounds: Number of rounds, R.
-        capability_of: What a capability is a share of. "units", as in the authors' released code, gives the FLOPs of Table I by
+        capability_of: The unit of capabilities. "units", as in the authors' released code, gives the FLOPs of Table I by
             the paper's count, `flops_paper`.
         training: Options of a client's training.
         partition: Name in the registry of partitions; None takes natural for data with owners, else pathological.

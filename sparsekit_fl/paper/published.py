@@ -62,7 +62,7 @@ def published_numbers(run: str, dataset: str) -> list[tuple[str, str, float, flo
 
 
 def protocol_difference(comparison: Comparison) -> str:
-    """Say in what the runs are not those of the paper; empty where they are."""
+    """Say how the runs differ from the paper's protocol; empty if they do not."""
     dataset = comparison.dataset
     if dataset not in _data("published.json")["datasets"]:
         return f"The paper has no {dataset or 'such'} data."
@@ -80,7 +80,7 @@ def protocol_difference(comparison: Comparison) -> str:
         for name, value in wanted.items()
         if name not in free and name in ours and ours[name] != value
     ]
-    # What the partition leaves out is as unlike the paper's as another value.
+    # An option that the partition lacks is a difference like another value.
     changed += [f"no {name.replace('_', ' ')}" for name in preset.options if name not in ours]
     return f"Another protocol than the paper's: {', '.join(changed)}." if changed else ""
 

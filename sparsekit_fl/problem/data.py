@@ -111,7 +111,7 @@ def read(split: Any, positions: list[int]) -> Batch:
     """Return `(inputs, targets)` of some examples of a client.
 
     Args:
-        split: TensorData, or any map-style data set of `(input, …, target)`, of which no other item is read.
+        split: TensorData, or any map-style data set of `(input, …, target)`; no other item is read.
         positions: Which ones, in [0, len(split)).
 
     Raises:
@@ -160,7 +160,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Capability(Checked):
-    """What a device can do.
+    """Speed and size of a device.
 
     Args:
         ratio: The largest ratio that the device can train, in (0, 1]; the paper's z. By default it is a share of the FLOPs of a
@@ -177,7 +177,7 @@ class Capability(Checked):
     """
 
     ratio: Annotated[float, Field(gt=0, le=1, description="1 is a device that can train the whole model")] = 1.0
-    flops_per_second: Positive = math.nan  # the default stands for what the ratio gives
+    flops_per_second: Positive = math.nan  # replaced by 727e9 · ratio
     uplink_bytes_per_second: Positive = 14.0 * _MIB
     downlink_bytes_per_second: Positive = 110.6 * _MIB
 
@@ -196,11 +196,11 @@ class ClientData:
     """The examples of one client.
 
     Args:
-        train: What it learns from: TensorData, or any map-style data set of `(input, …, target)`, which is read batch by
+        train: Training examples: TensorData, or any map-style data set of `(input, …, target)`, which is read batch by
             batch, again in every epoch.
-        val: What it selects models by; never trained on. None, or empty, where the client has none: what would be decided by it
-            is decided by its training data.
-        test: What it is scored with, and nothing else.
+        val: Examples that models are selected with; never trained on. None or empty if the client has none; its training
+            data are used instead.
+        test: Examples for scores only.
 
     Raises:
         DataError: a split has no length. That train or test is empty is told by the client, which has an id to be named by.

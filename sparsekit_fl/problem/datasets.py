@@ -30,7 +30,7 @@ datasets = Registry(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DataSource:
-    """Examples, and what is known about them, before they are divided among clients.
+    """Examples and their properties, before they are divided among clients.
 
     Args:
         name: Used in messages and results.

@@ -78,7 +78,7 @@ def cached_tensors(name: str, files: Sequence[Path], decode: Callable[[], dict[s
 
     Args:
         name: The beginning of the entry's name.
-        files: What the tensors are decoded from; their names, sizes and times of change are the key.
+        files: The encoded files; their names, sizes and times of change are the key.
         decode: Makes the tensors; called only if the cache has none.
 
     Returns:
@@ -99,7 +99,7 @@ def cached_tensors(name: str, files: Sequence[Path], decode: Callable[[], dict[s
         staging.replace(entry)
         return dict(load_file(entry))
     except (OSError, SafetensorError) as error:
-        _log.info("what was decoded is not kept: %s; set SPARSEKIT_CACHE to a writable directory", error)
+        _log.info("the decoded data are not cached: %s; set SPARSEKIT_CACHE to a writable directory", error)
         with contextlib.suppress(OSError):
             staging.unlink()
         return tensors

@@ -37,7 +37,7 @@ class ImageTransform:
     as they are; any other is resized bilinearly. One grey channel is repeated where three are asked for.
 
     Args:
-        channels: Number of channels of the result: those of the raw image, unless that is grey.
+        channels: Number of channels of the result; differs from the raw image only if that is grey.
         size: Height and width of the result.
         mean: Per channel of the raw image, in [0, 1].
         std: Likewise.
@@ -86,7 +86,7 @@ def _load(
     test: str = "test",
     **known: Any,
 ) -> DataSource:
-    """Read `<root>/<name>/**/*.parquet`, or the hub's copy, which is fetched once; `shape` is that of every image."""
+    """Read `<root>/<name>/**/*.parquet`, or the hub's copy, which is fetched once; every image has `shape`."""
     layout, patterns = f"{name}/train.parquet and {name}/{test}.parquet", ("train*.parquet", f"{test}*.parquet")
     files = find_files(name, root, *patterns, layout=layout, repo=repo, aliases=aliases)
     pools = (

@@ -82,7 +82,7 @@ def loss_weight(loss: Any, targets: Tensor) -> Any:
 def lower_is_better(name: str, metric: Metric | None = None) -> bool:
     """Return whether small values of a metric are the good ones.
 
-    Its attribute `lower_is_better` decides, or else its name: one that ends with `loss`, `error` or `perplexity`.
+    Its attribute `lower_is_better` decides; without it, names that end with `loss`, `error` or `perplexity` are losses.
     """
     told = getattr(metric, "lower_is_better", None)
     return name.endswith(("loss", "error", "perplexity")) if told is None else bool(told)

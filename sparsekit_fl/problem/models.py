@@ -16,7 +16,7 @@ from sparsekit.registry import Registry
 from sparsekit.rng import torch_generator
 
 Kind = Literal["image", "tokens", "other"]
-"""What the examples of a data set are: see `DataSource`."""
+"""Kind of the examples of a data set; see `DataSource`."""
 
 models = Registry(
     "model",
@@ -31,10 +31,10 @@ class ModelSpec:
 
     Args:
         name: Its name in the registry.
-        build: Builds it. Of the keywords `classes`, `shape` (of one example), `channels` and `size` (images: height and width)
-            and `vocabulary` (tokens), it gets those that it accepts.
+        build: Builds it. It may accept any of the keywords `classes`, `shape` (of one example), `channels` and `size` (images:
+            height and width) and `vocabulary` (tokens).
         kind: The only kind of data that it takes; None takes any.
-        channels: The only number of image channels that it takes; None takes those of the data.
+        channels: The only number of image channels that it takes; None takes any number.
         multiple: Height and width must be a positive multiple of this.
         minimum: The smallest height and width.
         example: Input shape when no data set is named.
@@ -77,7 +77,7 @@ class ModelSpec:
     def factory(self, kind: Kind, shape: tuple[int, ...], classes: int) -> "Network":
         """Return a function without arguments that builds a network, with weights from torch's global generator.
 
-        `shape` is that of one example, from `input_shape`: (C, H, W) of images, (T,) of tokens. `classes` is the number of
+        `shape` is the shape of one example, from `input_shape`: (C, H, W) of images, (T,) of tokens. `classes` is the number of
         outputs; for tokens the size of the vocabulary.
         """
         return Network(self, kind, shape, classes)

@@ -40,7 +40,7 @@ partitions = Registry(
 
 
 class Partition(Protocol):
-    """Deals a data set to this number of clients; what it draws, it draws from `rng` alone. More keywords are its options."""
+    """Divides a data set among clients, with `rng` as its only source of random numbers. More keywords are its options."""
 
     def __call__(self, source: DataSource, *, clients: int, rng: np.random.Generator) -> list[ClientData]:
         """Return one ClientData per client, all views into the tensors of the source."""
@@ -109,7 +109,8 @@ def pathological(
     examples, drawn again for each client, of each class it owns, or on all there are if the class has fewer.
 
     With `lack_classes`, the `classes_per_client` · `images_per_class` examples of a client are cut into shards of all classes
-    that it does not lack. So the level changes what a client sees and not how much, which the paper leaves open.
+    that it does not lack. So the level changes the classes of a client but not its number of examples, which the paper leaves
+    open.
 
     Raises:
         InvalidValueError: more classes per client than there are, or no class left.
@@ -155,7 +156,7 @@ def _draw_classes(left: list[int], count: int, rng: np.random.Generator, *, dist
 
 
 def _shard_size(name: str, rows: list[Indices], clients: int, per_client: int, size: int) -> int:
-    """Return the largest size, at most the one given, of which there are enough shards."""
+    """Return the largest size, at most `size`, with enough shards."""
     needed = clients * per_client
     fitting = next((one for one in range(size, 1, -1) if sum(len(members) // one for members in rows) >= needed), None)
     if fitting is None:
@@ -222,7 +223,7 @@ def _deal(
 def natural(source: DataSource, *, clients: int, rng: np.random.Generator) -> list[ClientData]:  # noqa: ARG001 - draws nothing
     """Make clients of the users or speakers with most examples; each splits its own 80/10/10, the latest for testing.
 
-    Clients are in the order of the source, whose test set is not used. Of equal ones, those that are listed first take part.
+    Clients are in the order of the source, whose test set is not used. Among equal clients, the first in the list take part.
 
     Raises:
         DataError: the source has no owners, or too few with ten examples.

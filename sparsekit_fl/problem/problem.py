@@ -31,7 +31,7 @@ class Problem:
         metrics: Name → metric, each giving (sum, weight) of a batch; methods and reports look for `accuracy`. The loss is
             always reported, as `loss`.
         channels_last: Feed inputs of four dimensions in torch.channels_last memory layout; the numbers are the same. On a CPU,
-            convolutions of few channels take half the time then, those of many hundred a little more; a model that calls
+            convolutions of few channels then take half the time, with hundreds of channels a little more; a model that calls
             `view` on feature maps needs `flatten` or `reshape` instead.
 
     Raises:
@@ -66,7 +66,7 @@ class Problem:
 
     @property
     def lower(self) -> frozenset[str]:
-        """The metrics of which small values are good, the loss included."""
+        """The metrics with small values for good models, the loss included."""
         return frozenset(name for name in (*self.metrics, "loss") if lower_is_better(name, self.metrics.get(name)))
 
     def require_accuracy(self, who: str) -> None:

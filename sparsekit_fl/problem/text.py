@@ -28,7 +28,7 @@ _WORD = re.compile(r"[a-z]+(?:'[a-z]+)*|[^\sa-z']")
 def token_source(name: str, users: Mapping[str, Sequence[Sequence[str]]], *, vocabulary: int, chunk: int = 10) -> DataSource:
     """Return a next-word source from the texts of natural clients.
 
-    The ids are those of the most frequent words, after padding (0) and unknown (1); ties go to the word that sorts first. Each
+    Ids go to the most frequent words, after padding (0) and unknown (1); ties go to the word that sorts first. Each
     text is cut into chunks of `chunk` words; inputs are all words but the last, targets all but the first.
     A last chunk of two words or more is padded; a single word predicts nothing and is left out.
 

@@ -83,7 +83,7 @@ UNLIKE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda one: one.update(failed_clients={"0": "no battery"}),
         "a, seed 5: 1 of 1 clients that were asked could never train",
     ),
-    "not scored": (lambda one: one["final"].update(count=5), "a, seed 5: final scores are those of 5 of 100 clients"),
+    "not scored": (lambda one: one["final"].update(count=5), "a, seed 5: final scores are means over 5 of 100 clients"),
 }  # fmt: skip
 
 
