@@ -50,7 +50,7 @@ def _is_range(distribution: BaseDistribution) -> TypeGuard[_Range]:
     return isinstance(distribution, (FloatDistribution, IntDistribution)) and not distribution.single()
 
 
-class _Search:
+class _Bandits:
     """The bandits of one search space, and the trials that they know."""
 
     def __init__(self, make: Any, axes: Mapping[str, _Range], times: int) -> None:
@@ -211,7 +211,7 @@ class BanditSampler(BaseSampler):
         self._study: str | None = None
         self._space = None if space is None else dict(space)
         self._intersection = IntersectionSearchSpace()
-        self._search: _Search | None = None
+        self._search: _Bandits | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_lock"}
@@ -271,11 +271,11 @@ class BanditSampler(BaseSampler):
         self._rngs.append(rng)
         return made
 
-    def _caught_up(self, study: Study, axes: Mapping[str, _Range]) -> _Search:
+    def _caught_up(self, study: Study, axes: Mapping[str, _Range]) -> _Bandits:
         """Return the bandits of a space, told about all finished trials in the order of their numbers."""
         if self._search is None or self._search.axes != axes:
             self._rngs = []
-            self._search = _Search(self._make, axes, self._times)
+            self._search = _Bandits(self._make, axes, self._times)
         finished = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
         sign = 1.0 if study.direction == StudyDirection.MAXIMIZE else -1.0
         for trial in study.get_trials(deepcopy=False, states=finished):

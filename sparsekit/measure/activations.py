@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from sparsekit.errors import TraceError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.measure.flops import Call, Recorder, record_pass
-from sparsekit.measure.volumes import Axes
+from sparsekit.measure.flops import Product, Recorder, record_pass
+from sparsekit.measure.volumes import Extents
 from sparsekit.surgery.rebuild import narrow_module
 
 
@@ -34,7 +34,7 @@ class Lengths:
     """
 
     factor: Fraction
-    axes: Axes
+    axes: Extents
 
     def at(self, counts: Mapping[str, int]) -> Fraction:
         lengths: list[int] = [_length(axis, counts) for axis in self.axes]
@@ -60,7 +60,7 @@ def measure_shrinkage(
         return {}
 
     def changes(of_weights: bool) -> dict[int, Lengths]:
-        def calls(recorder: Recorder) -> dict[int, Call]:
+        def calls(recorder: Recorder) -> dict[int, Product]:
             return {place: call for place, call in enumerate(recorder.calls) if (call.key is not None) == of_weights}
 
         own, halves = calls(dense), calls(narrow)
@@ -88,7 +88,7 @@ def measure_shrinkage(
     return changes(of_weights=False) | changes(of_weights=True)
 
 
-def _lengths(dense: Fraction, axes: Axes, graph: UnitGraph) -> Lengths | None:
+def _lengths(dense: Fraction, axes: Extents, graph: UnitGraph) -> Lengths | None:
     """Return the lengths of a shape, with whole positions for each unit; None if there are others."""
     own = [(size, spans) for size, spans in axes if spans]
     if any(each != int(each) for size, spans in own for each in (size, *spans.values())):
@@ -102,7 +102,9 @@ def _length(axis: tuple[Any, Mapping[str, Any]], counts: Mapping[str, int]) -> A
     return axis[0] + sum(each * counts[group] for group, each in axis[1].items())
 
 
-def probe_shapes(model: nn.Module, graph: UnitGraph, run: Callable[[nn.Module], Sequence[tuple[int, ...]]]) -> tuple[Axes, ...]:
+def probe_shapes(
+    model: nn.Module, graph: UnitGraph, run: Callable[[nn.Module], Sequence[tuple[int, ...]]]
+) -> tuple[Extents, ...]:
     """Let `run` list shapes of the dense model and of models with one width halved; returns how shapes follow the widths.
 
     If the list has other shapes or ranks with a width halved, that width is assumed to change no shape: costs are then

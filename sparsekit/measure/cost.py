@@ -22,7 +22,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.measure.activations import Lengths, measure_shrinkage
 from sparsekit.measure.flops import UncountedFlopsWarning, entry_keys, record_pass, told_failure
-from sparsekit.measure.volumes import Axes, CostTracker, Prices, Volumes
+from sparsekit.measure.volumes import CostTracker, Extents, Prices, Volumes
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.blocks import is_large, is_meta
 from sparsekit.tracing.inputs import find_tensors, map_tensors
@@ -171,10 +171,10 @@ class CostModel:
         return CostTracker(volumes, {name: prices[name] for name in (prices if metrics is None else metrics)}, counts)
 
     @cached_property
-    def _parts(self) -> list[tuple[str | None, Axes, Fraction]]:
+    def _parts(self) -> list[tuple[str | None, Extents, Fraction]]:
         """Return the terms of costs: the weight, axes and FLOPs of an entry in a pass. Every entry of `widths` comes first."""
         flops = dict.fromkeys(self.widths, Fraction(0))
-        moving: list[tuple[str | None, Axes, Fraction]] = []
+        moving: list[tuple[str | None, Extents, Fraction]] = []
         for term in self.terms:
             if term.moves is None:
                 flops[term.weight] += 2 * term.positions
@@ -197,7 +197,7 @@ class CostModel:
             prices[metric] = np.array([*factors, *[0.0] * (len(parts) - len(factors))]), 1
         return volumes, prices
 
-    def _axes(self, name: str) -> Axes:
+    def _axes(self, name: str) -> Extents:
         axes: list[tuple[int, dict[str, float]]] = [(size, {}) for size in self.graph.shapes[name]]
         for group, piece in self.graph.slices_of.get(name, ()):
             whole, spans = axes[piece.dim]

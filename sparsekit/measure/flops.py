@@ -30,7 +30,7 @@ _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"  # a kernel that 
 
 
 @dataclass(frozen=True)
-class Call:
+class Product:
     """A convolution or a product.
 
     Args:
@@ -53,11 +53,11 @@ class Recorder(DispatchMode):
         self.keys = dict(keys)  # what tells the memory of an entry → its key
         self._casts: list[Tensor] = []  # kept, so that no other tensor gets their memory
         self.numbers = numbers  # key → numbers in the entry
-        self.calls: list[Call] = []
+        self.calls: list[Product] = []
         self.unknown: dict[tuple[str, str], None] = {}  # operators that read an entry and are in no table, with its key
         self.inside = 0
 
-    def amount(self, call: Call) -> Fraction:
+    def amount(self, call: Product) -> Fraction:
         """Return the FLOPs of a product, or the number of positions at which all of a weight is used."""
         # A third of the positions where a call uses one of three projections that the weight holds.
         return Fraction(call.flops) if call.key is None else Fraction(call.flops, 2 * self.numbers[call.key])
@@ -75,10 +75,10 @@ class Recorder(DispatchMode):
             self._note(*found)
         elif operator_packet(func) in flop_registry:
             flops = int(flop_registry[operator_packet(func)](*args, **(kwargs or {}), out_val=result))
-            self.calls.append(Call(next(iter(self._read(args, kwargs)), None), flops, ()))
+            self.calls.append(Product(next(iter(self._read(args, kwargs)), None), flops, ()))
         elif name == _CPU_ATTENTION:
             query, key, value = (x.shape for x in args[:3])
-            self.calls.append(Call(None, sdpa_flop_count(query, key, value), ()))
+            self.calls.append(Product(None, sdpa_flop_count(query, key, value), ()))
         elif find_handler(func, name) is None:
             self.unknown |= dict.fromkeys((str(operator_packet(func)), key) for key in self._read(args, kwargs))
         return result
@@ -92,7 +92,7 @@ class Recorder(DispatchMode):
         """Note a call of so many multiply-adds, with each factor that may be a weight and the positions of the others."""
         uses = ((self.keys.get(storage_id(factor)), positions) for factor, positions in factors)
         key, own = next(((key, positions) for key, positions in uses if key is not None), (None, lengths))
-        self.calls.append(Call(key, 2 * math.prod(lengths), tuple(own)))
+        self.calls.append(Product(key, 2 * math.prod(lengths), tuple(own)))
 
 
 _Factors: TypeAlias = tuple[Sequence[int], Sequence[tuple[Tensor, Sequence[int]]]]
@@ -136,20 +136,20 @@ def _product(left: Tensor, right: Tensor) -> _Factors:
     return (*left.shape, *columns), factors
 
 
-def _recurrent_calls(module: nn.Module, x: Any, keys: Mapping[int, str]) -> Iterator[Call]:
+def _recurrent_calls(module: nn.Module, x: Any, keys: Mapping[int, str]) -> Iterator[Product]:
     """Yield a use of each weight matrix of a recurrent layer, once per example and time step."""
     x = x.data if isinstance(x, nn.utils.rnn.PackedSequence) else x
     for name, weight in module.named_parameters(recurse=False):
         if name.startswith("weight"):
             flops = 2 * weight.numel() * math.prod(x.shape[:-1])
-            yield Call(keys[storage_id(weight)], flops, tuple(x.shape[:-1]))
+            yield Product(keys[storage_id(weight)], flops, tuple(x.shape[:-1]))
 
 
-def _expert_calls(module: nn.Module, index: Tensor) -> Iterator[Call]:
+def _expert_calls(module: nn.Module, index: Tensor) -> Iterator[Product]:
     """Yield the products of a mixture of experts, of one expert for each entry of `index`, however many experts there are."""
     for weight in module.parameters(recurse=False):
         lengths = (index.numel(), *weight.shape[1:])
-        yield Call(None, 2 * math.prod(lengths), lengths)
+        yield Product(None, 2 * math.prod(lengths), lengths)
 
 
 class UncountedFlopsWarning(UserWarning):

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
-Axes: TypeAlias = tuple[tuple[float, Mapping[str, float]], ...]
+Extents: TypeAlias = tuple[tuple[float, Mapping[str, float]], ...]
 """A shape that follows the widths: of each axis its constant part, and group name → positions per unit that is kept."""
 
 Prices: TypeAlias = Mapping[str, tuple[Array, int]]
@@ -18,7 +18,7 @@ Prices: TypeAlias = Mapping[str, tuple[Array, int]]
 class Volumes:
     """The numbers of entries of many tensors at given widths, by arithmetic on all of them at once."""
 
-    def __init__(self, shapes: Sequence[Axes], groups: Sequence[str]) -> None:
+    def __init__(self, shapes: Sequence[Extents], groups: Sequence[str]) -> None:
         rank = max([1, *map(len, shapes)])
         self._groups = tuple(groups)
         self._fixed: Array = np.ones((len(shapes), rank))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from sparsekit.errors import InvalidValueError
 from sparsekit.tracing.inputs import find_tensors
 
-Kind = Literal["logits", "values"]
+Comparison = Literal["logits", "values"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class Distillation:
     teacher: nn.Module
     temperature: float = 2.0
     share: float = 0.5
-    kind: Kind = "logits"
+    kind: Comparison = "logits"
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:

@@ -21,6 +21,7 @@ from sparsekit.layers import LayerRule
 from sparsekit.measure.budget import Budget
 from sparsekit.measure.clock import measured
 from sparsekit.pruning.cutting import Decision, decide, execute
+from sparsekit.pruning.finetune import Metric
 from sparsekit.pruning.reconstruction import Reconstruct
 from sparsekit.pruning.report import PruneReport, describe
 from sparsekit.pruning.result import Pruned, PrunePlan
@@ -31,7 +32,6 @@ from sparsekit.registry import calling
 AfterCut: TypeAlias = Callable[[nn.Module, int], object]
 """Called with the narrow model and the number of the step, from 1; trains it in place, or returns the model to continue
 with."""
-Metric: TypeAlias = Callable[[nn.Module], float]
 
 
 @overload
@@ -43,7 +43,7 @@ def prune(
     batches: Iterable[Batch] | None = ...,
     loss: Loss | None = ...,
     reconstruct: Reconstruct = ...,
-    metric: Callable[[nn.Module], float] | None = ...,
+    metric: Metric | None = ...,
     criterion: Criteria | None = ...,
     allocation: Allocations | None = ...,
     exclude: Iterable[Selector] = ...,
@@ -68,7 +68,7 @@ def prune(  # type: ignore[misc]  # of a dry run, the options are checked when i
     batches: Iterable[Batch] | None = None,
     loss: Loss | None = None,
     reconstruct: Reconstruct = True,
-    metric: Callable[[nn.Module], float] | None = None,
+    metric: Metric | None = None,
     criterion: Criteria | None = None,
     allocation: Allocations | None = None,
     exclude: Iterable[Selector] = (),
