@@ -29,8 +29,7 @@ def vgg(classes: int, *widths: int) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], classes))
 
 
-VGG19 = (64, 64, 0, 128, 128, 0, 256, 256, 256, 256, 0, 512, 512, 512, 512, 0, 512, 512, 512, 512)
-# Half the channels of VGG-11: what one core trains in minutes.
+# Half the channels of VGG-11, which one core trains in minutes.
 VGG11 = (32, 0, 64, 0, 128, 128, 0, 256, 256, 0, 256, 256)
 
 
@@ -41,130 +40,106 @@ class Task:
     Args:
         dataset: Name in the registry of data sets.
         make: Builds the dense model.
-        decay: Weight decay of every training.
         augment: Whether training images are cropped and flipped.
     """
 
     dataset: str
     make: Callable[[], nn.Module]
-    decay: float = 5e-4
     augment: bool = True
 
 
 TASKS = {
     "resnet20-cifar10": Task("cifar10", lambda: small_resnet(3, 10)),
-    "vgg19-cifar100": Task("cifar100", lambda: vgg(100, *VGG19)),
     "vgg11-cifar100": Task("cifar100", lambda: vgg(100, *VGG11)),
-    # For checks of the benchmark itself.
     "tiny-digits": Task("digits", lambda: small_resnet(2, 10, 8, channels=1), augment=False),
 }
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long everything is trained.
+    """How long everything is trained, with batches of 64.
 
     Args:
         pretrain, finetune, sparse: Epochs of the dense model, after the cut, and with a regularizer before it.
-        rates: Largest learning rates of the three.
-        train: Training images used; None uses all.
-        score_batches: Batches for criteria, recalibration and compensation.
-        longest: A network from scratch gets as many training FLOPs as pretraining and fine-tuning together took, but at
-            most so many times their epochs.
-        batch: Examples per batch.
-        test: Test images used, the first ones; None uses all.
-        channels_last: Whether weights of convolutions lie so, which one core trains faster.
+        train: Training images used.
+        score_batches: Batches for criteria, recalibration and reconstruction.
+        test: Test images used, the first ones.
         pooled: Images are averaged over squares of this side first: 2 makes 16 pixels of 32, at a quarter of the FLOPs.
     """
 
     pretrain: int
     finetune: int
     sparse: int
-    rates: tuple[float, float, float]
-    train: int | None
+    train: int
     score_batches: int
-    longest: float
-    batch: int = 128
-    test: int | None = None
-    channels_last: bool = False
+    test: int
     pooled: int = 1
 
 
 SCHEDULES = {
-    "tiny": Schedule(2, 1, 1, (0.1, 0.02, 0.02), 400, 2, 2.0, 64),
-    # For one core that is shared, about a quarter of an hour of it for a task: images of half the size, and networks from
-    # scratch get equal epochs, not equal FLOPs.
-    "cpu-short": Schedule(6, 1, 1, (0.1, 0.03, 0.03), 5_000, 16, 1.0, 64, 2_000, True, 2),
-    "cpu-medium": Schedule(15, 5, 3, (0.1, 0.03, 0.03), 10_000, 16, 1.0, 64, 4_000, True, 2),
-    "short": Schedule(12, 4, 4, (0.1, 0.03, 0.03), 10_000, 40, 2.0),
-    "published": Schedule(200, 100, 100, (0.1, 0.01, 0.01), None, 80, 4.0),
+    "tiny": Schedule(2, 1, 1, 400, 2, 300),
+    "cpu-short": Schedule(6, 1, 1, 5_000, 16, 2_000, 2),
+    "cpu-medium": Schedule(15, 5, 3, 10_000, 16, 4_000, 2),
 }
+BATCH = 64
+PRETRAIN_RATE, RATE = 0.1, 0.03
 
 
 class Images:
-    """Batches on a device, shuffled and augmented by a generator of their own, which a checkpoint saves and restores."""
+    """Batches, shuffled and augmented by a generator of their own, which a checkpoint saves and restores."""
 
-    def __init__(self, images: Tensor, labels: Tensor, batch: int, *, seed: int | None, augment: bool = False) -> None:
-        self.images, self.labels, self.batch, self.augment = images, labels, batch, augment
+    def __init__(self, images: Tensor, labels: Tensor, *, seed: int | None, augment: bool = False) -> None:
+        self.images, self.labels, self.augment = images, labels, augment
         self.generator = None if seed is None else torch.Generator().manual_seed(seed)
 
     def __len__(self) -> int:
-        return -(-self.labels.numel() // self.batch)
+        return -(-self.labels.numel() // BATCH)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         count = self.labels.numel()
         order = torch.arange(count) if self.generator is None else torch.randperm(count, generator=self.generator)
-        for rows in order.split(self.batch):
-            if self.generator is not None and rows.numel() < 2:
-                continue  # a batch norm refuses a single example
-            rows = rows.to(self.labels.device)
-            images = self.images[rows]
-            yield (self._augmented(images) if self.augment else images), self.labels[rows]
+        for rows in order.split(BATCH):
+            if self.generator is None or rows.numel() > 1:  # a batch norm refuses a single example
+                yield (self._augmented(self.images[rows]) if self.augment else self.images[rows]), self.labels[rows]
 
     def _augmented(self, images: Tensor) -> Tensor:
-        """Cropped out of a border of an eighth of the width (four pixels of 32), and flipped."""
+        """Crop images out of a border of an eighth of their width, and flip half of them."""
         count, _, height, width = images.shape
         border = width // 8
-        shift = torch.randint(0, 2 * border + 1, (2, count), generator=self.generator).to(images.device)
-        flip = (torch.rand(count, generator=self.generator) < 0.5).to(images.device)
+        shift = torch.randint(0, 2 * border + 1, (2, count), generator=self.generator)
+        flip = torch.rand(count, generator=self.generator) < 0.5
         padded = F.pad(images, (border, border, border, border))
-        rows = shift[0][:, None] + torch.arange(height, device=images.device)
-        columns = torch.arange(width, device=images.device).expand(count, width)
+        rows = shift[0][:, None] + torch.arange(height)
+        columns = torch.arange(width).expand(count, width)
         columns = torch.where(flip[:, None], width - 1 - columns, columns) + shift[1][:, None]
-        first = torch.arange(count, device=images.device)[:, None, None]
+        first = torch.arange(count)[:, None, None]
         return padded[first, :, rows[:, :, None], columns[:, None, :]].movedim(-1, 1).contiguous()
 
 
 @dataclass(frozen=True)
 class Splits:
-    """The data of a task: a tenth of the training images is for choices."""
+    """Training and test data of a task."""
 
     images: dict[str, Tensor]
     labels: dict[str, Tensor]
 
-    def loader(self, split: str, batch: int, *, seed: int | None = None, augment: bool = False) -> Images:
-        """Batches of "train", "validation" or "test"."""
-        return Images(self.images[split], self.labels[split], batch, seed=seed, augment=augment)
+    def loader(self, split: str, *, seed: int | None = None, augment: bool = False) -> Images:
+        """Batches of "train" or "test"."""
+        return Images(self.images[split], self.labels[split], seed=seed, augment=augment)
 
 
-def load(task: Task, schedule: Schedule, root: Path | None, device: torch.device) -> Splits:
-    """Read the data of a task, normalized, on the device."""
+def load(task: Task, schedule: Schedule, root: Path | None) -> Splits:
+    """Read the data of a task, normalized; a tenth of the training images is left out, for choices."""
     source = datasets[task.dataset](root)
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (source.mean, source.std))
-    order = torch.randperm(len(source.train), generator=torch.Generator().manual_seed(0))
-    if schedule.train is not None:
-        order = order[: schedule.train * 10 // 9]
-    held = max(1, order.numel() // 10)
-    parts = {
-        "train": (source.train, order[held:]),
-        "validation": (source.train, order[:held]),
-        "test": (source.test, torch.arange(len(source.test) if schedule.test is None else schedule.test)),
-    }
+    order = torch.randperm(len(source.train), generator=torch.Generator().manual_seed(0))[: schedule.train * 10 // 9]
+    test = torch.arange(min(len(source.test), schedule.test))
+    parts = {"train": (source.train, order[max(1, order.numel() // 10) :]), "test": (source.test, test)}
     images = {
-        name: F.avg_pool2d(((data.inputs[0][rows].float() / 255) - mean) / std, schedule.pooled).to(device)
+        name: F.avg_pool2d(((data.inputs[0][rows].float() / 255) - mean) / std, schedule.pooled)
         for name, (data, rows) in parts.items()
     }
-    return Splits(images, {name: data.labels()[rows].to(device) for name, (data, rows) in parts.items()})
+    return Splits(images, {name: data.labels()[rows] for name, (data, rows) in parts.items()})
 
 
 @dataclass
@@ -209,8 +184,8 @@ class Cell:
         return torch.zeros_like(self.data.images["train"][:1])
 
     def scoring(self) -> list[tuple[Tensor, Tensor]]:
-        """Batches of training data for criteria, recalibration and compensation; the same for every arm."""
-        loader = self.data.loader("train", self.schedule.batch, seed=1000 + self.seed)
+        """Batches of training data for criteria, recalibration and reconstruction; the same for every arm."""
+        loader = self.data.loader("train", seed=1000 + self.seed)
         return [batch for _, batch in zip(range(self.schedule.score_batches), loader)]
 
 
@@ -220,7 +195,7 @@ class Cut:
 
     Args:
         model: The small model, before any recalibration.
-        compensated: The same, compensated, where the arm does so.
+        reconstructed: The same, reconstructed, where the arm does so.
         teacher: Whether the dense model teaches while fine-tuning.
         scratch: Whether it starts from random weights.
         sparse_flops: Training FLOPs that were spent before the cut, without pretraining.
@@ -228,7 +203,7 @@ class Cut:
     """
 
     model: nn.Module
-    compensated: nn.Module | None = None
+    reconstructed: nn.Module | None = None
     teacher: bool = False
     scratch: bool = False
     sparse_flops: float = 0.0
@@ -259,14 +234,14 @@ def train(
     teacher: nn.Module | None = None,
 ) -> float:
     """Train in place, resumable; returns the training FLOPs (a backward pass is two forward passes)."""
-    loader = cell.data.loader("train", cell.schedule.batch, seed=cell.seed, augment=cell.task.augment)
+    loader = cell.data.loader("train", seed=cell.seed, augment=cell.task.augment)
     steps = epochs * len(loader)
     sk.finetune(
         model,
         loader,
         F.cross_entropy,
         epochs=epochs,
-        optimizer=lambda p: torch.optim.SGD(p, lr=rate, momentum=0.9, nesterov=True, weight_decay=cell.task.decay),
+        optimizer=lambda p: torch.optim.SGD(p, lr=rate, momentum=0.9, nesterov=True, weight_decay=5e-4),
         scheduler=lambda o: torch.optim.lr_scheduler.OneCycleLR(o, rate, total_steps=steps + 1, pct_start=0.2),
         scheduler_step="batch",
         regularizer=regularizer,

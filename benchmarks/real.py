@@ -2,7 +2,7 @@
 
     python benchmarks/real.py scores smollm2 --out real            scores by every criterion, once for all budgets
     python benchmarks/real.py cut smollm2 --out real               what is not in real/smollm2.jsonl yet, one shot
-    python benchmarks/real.py train efficientnet-lite0 --out real  100 steps with fixed and learned masks, three seeds
+    python benchmarks/real.py train efficientnet-lite0 --out real  the reconstructed cut trained, three orders of the batches
     python benchmarks/real.py time efficientnet-lite0 --out real   milliseconds of passes, eager and in ONNX Runtime
     python benchmarks/real.py table --out real
 
@@ -12,16 +12,16 @@ fifth judges, as in `prune`, whose default is the candidate of least loss there.
 
 import argparse
 import copy
-import json
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from real_arms import MASKS, Gates, Scores, by_threshold, fluctuation, shortgpt, torch_pruning, with_bias
+from common import add, read
+from real_arms import MASKS, Scores, fluctuation, shortgpt, torch_pruning, with_bias
 from real_nets import NETWORKS, Network, cycle
 from torch import Tensor, nn
 
@@ -36,7 +36,6 @@ from sparsekit.measure.cost import measure_costs
 from sparsekit.measure.paired import measure_turns
 from sparsekit.pruning.reconstruction import statistics_prior
 from sparsekit.pruning.settings import CANDIDATES
-from sparsekit.training import GradientImportance, ImportanceRegularizer
 
 CRITERIA = ("fisher", "position_fisher", "wanda", "taylor", "magnitude", "random")
 SHARES = {"smollm2": (0.8, 0.65, 0.5), "efficientnet-lite0": (0.75, 0.5, 0.35)}
@@ -98,10 +97,6 @@ class Bench:
         )
         return sk.mask_from_scores(self.graph, scores, counts)
 
-    def budget_share(self, share: float) -> float:
-        """A budget as a share of all FLOPs."""
-        return float(self.budget(share).limits({"flops": 1.0})["flops"]) / self.costs.dense_costs()["flops"]
-
     def pruned(self, share: float) -> sk.Pruned:
         """The reconstructed cut by the best candidate, made once."""
         if share not in self._pruned:
@@ -162,68 +157,25 @@ def cells(name: str) -> list[tuple[str, float, str]]:
     return found
 
 
-STEPS = {"smollm2": 50, "efficientnet-lite0": 100}
-RULES = ("fixed", "gradient rule", "gates", "gradient rule from ranks")
-
-
-def learning_of(rule: str) -> GradientImportance | None:
-    """How a mask changes in a training that begins with the reconstructed cut; gates learn otherwise."""
-    # Steps of importance suit ranks; a target that follows magnitudes would undo the cut.
-    term = ImportanceRegularizer(strength=float("ranks" not in rule))
-    return GradientImportance(lr=0.02, regularizer=term) if "gradient" in rule else None
-
-
-def train(bench: Bench, share: float, rule: str, seed: int, rate: float = 0.0) -> tuple[nn.Module, dict[str, Any]]:
-    """Equal training of each rule, from the same cut, on the same batches, with the dense model as teacher."""
-    network, steps, pruned = bench.network, STEPS[bench.name], bench.pruned(share)
-    rate = rate or (1e-4 if network.loss is None else 0.004)
+def train(bench: Bench, share: float, seed: int) -> tuple[nn.Module, dict[str, Any]]:
+    """Train the reconstructed cut, with the dense model as teacher."""
+    network, steps, pruned = bench.network, 50 if bench.network.loss is None else 100, bench.pruned(share)
     batches = list(network.training)
     np.random.default_rng(seed).shuffle(batches)
-    stream = iter(cycle(batches))
     torch.manual_seed(seed)
-
-    def learn(student: Callable[..., Any], weights: Iterable[nn.Parameter], steps: int, gates: Gates | None = None) -> None:
-        weights = list(weights)
-        optimizers: list[torch.optim.Optimizer] = (
-            [torch.optim.AdamW(weights, lr=rate)] if network.loss is None else [torch.optim.SGD(weights, lr=rate)]
-        )
-        if gates is not None:
-            optimizers.append(torch.optim.Adam(gates.logits.values(), lr=15 / steps, betas=(0.5, 0.95)))
-        for _ in range(steps):
-            batch = next(stream)
-            outputs = student(**batch) if network.loss is None else student(batch[0])
-            loss = outputs.loss if network.loss is None else network.loss(outputs, batch[1])
-            loss = bench.teacher.combine(loss, outputs, bench.taught(batch))
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            (loss if gates is None else loss + gates.penalty()).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-
     began = time.process_time()
-    told: dict[str, Any] = {}
-    if rule == "gates":
-        dense = copy.deepcopy(network.model).train()
-        gates = Gates(dense, bench.costs, bench.budget_share(share), pruned.mask, steps // 2)
-        learn(gates, dense.parameters(), steps // 2, gates)
-        told["expected"] = gates.expected
-        scores = {name: each.detach() for name, each in gates.open().items()}
-        mask = by_threshold(bench.graph, bench.costs, scores, bench.budget(share))
-        small = sk.compact(dense.eval(), bench.graph, mask)
-        reconstruct(dense, small, bench.graph, mask, bench.fit)
-        learn(small.train(), small.parameters(), steps - steps // 2)
-    else:
-        masked = sk.LearnableMask.from_pruned(pruned, network.model, learning=learning_of(rule))
-        if rule.endswith("ranks"):  # of units in their group, in (0, 1], so that steps of one size suit all groups
-            masked.load_importance({
-                name: (each.argsort().argsort() + 1.0) / len(each) for name, each in masked.importance().items()
-            })  # fmt: skip
-        learn(masked.train(), masked.parameters(), steps)
-        mask, small = masked.unit_mask(), masked.compact()
-    told |= {"seconds": time.process_time() - began, "rate": rate, "steps": steps, "kept": sum(mask.counts().values())}
-    told["swapped"] = sum(int((keep & ~pruned.mask[name]).sum()) for name, keep in mask.items())
+    small = copy.deepcopy(pruned.model).train()
+    weights = small.parameters()
+    optimizer = torch.optim.AdamW(weights, lr=1e-4) if network.loss is None else torch.optim.SGD(weights, lr=0.004)
+    for _, batch in zip(range(steps), cycle(batches)):
+        outputs = small(**batch) if network.loss is None else small(batch[0])
+        loss = outputs.loss if network.loss is None else network.loss(outputs, batch[1])
+        optimizer.zero_grad()
+        bench.teacher.combine(loss, outputs, bench.taught(batch)).backward()
+        optimizer.step()
+    told = {"seconds": time.process_time() - began, "steps": steps}
     dense_flops, kept = bench.costs.dense_costs()["flops"], network.kept_flops
-    told["flops"] = (bench.costs.costs(mask.counts())["flops"] - kept) / (dense_flops - kept)
+    told["flops"] = (bench.costs.costs(pruned.mask.counts())["flops"] - kept) / (dense_flops - kept)
     if network.loss is not None:
         recalibrate_batchnorm(small, network.training)
     return small.eval(), told
@@ -238,10 +190,6 @@ def milliseconds(bench: Bench, small: nn.Module) -> dict[str, float]:
             pair = measure_turns(bench.network.model, small, x, {}, batch=batch, threads=1, runtime=runtime)
             found[f"{runtime} {batch}: ms"], found[f"{runtime} {batch}: faster"] = pair.after_ms, pair.faster
     return found
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def table(rows: list[dict[str, Any]], metric: str) -> None:
@@ -270,7 +218,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("real"))
     parser.add_argument("--arms", default=".*", help="regular expression over `arm, how`")
     parser.add_argument("--shares", type=float, nargs="*")
-    parser.add_argument("--rates", type=float, nargs="*", default=(), help="learning rates in place of the chosen ones")
     options = parser.parse_args()
     options.out.mkdir(exist_ok=True)
     if options.what == "table":
@@ -285,11 +232,9 @@ def main() -> None:
     if options.what == "scores":
         bench.score()
         return
-    todo, rates = cells(options.network), [f", lr {rate:g}" for rate in options.rates] or [""]
+    todo = cells(options.network)
     if options.what == "train":
-        todo = [
-            (rule, SHARES[options.network][1], f"seed {seed}{rate}") for seed in range(3) for rule in RULES for rate in rates
-        ]
+        todo = [("fixed", SHARES[options.network][1], f"seed {seed}") for seed in range(3)]
     for arm, share, how in [("dense", 1.0, "as it is"), *todo]:
         key = {"what": options.what, "arm": arm, "share": share, "how": how}
         known = any(key == {name: row[name] for name in key} for row in read(path))
@@ -302,17 +247,13 @@ def main() -> None:
         if arm == "dense":
             small, flops = bench.network.model, 1.0
         elif options.what == "train":
-            seed, _, rate = how.removeprefix("seed ").partition(", lr ")
-            small, told = train(bench, share, arm, int(seed), float(rate or 0))
+            small, told = train(bench, share, int(how.removeprefix("seed ")))
             flops, judge = share, bench.network.validation if bench.network.loss is None else judge
         else:
             small, flops = bench.cut(arm, share, how)
         seconds = time.process_time() - began
         found = milliseconds(bench, small) if options.what == "time" else bench.measure(small, judge)
-        row = {**key, **found, "flops": flops, "seconds": seconds, **told}
-        with path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(json.dumps(row), flush=True)
+        add(path, {**key, **found, "flops": flops, "seconds": seconds, **told})
 
 
 if __name__ == "__main__":

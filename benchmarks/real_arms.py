@@ -4,7 +4,6 @@ What could be chosen (whether heads stay, which layers are spared) was chosen on
 """
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -169,53 +168,3 @@ def torch_pruning(
     while sk.count_cost(small, network.example[0]).flops > share * dense:
         pruner.step()
     return mask_of(graph, network.model, small)
-
-
-class Gates:
-    """Hard-concrete gates (Louizos et al., ICLR 2018) on the units of a dense model; a Lagrangian lowers its FLOPs to a budget,
-    as in CoFi (Xia et al., ACL 2022) and Sheared-LLaMA (Xia et al., ICLR 2024).
-
-    Args:
-        model: Trained in place; statistics of batch norms stay.
-        mask: Where gates begin: all open, those of its units by more.
-        steps: Number of steps; expected FLOPs are asked to fall linearly in the first three quarters.
-    """
-
-    temperature, low, high = 2 / 3, -0.1, 1.1
-
-    def __init__(self, model: nn.Module, costs: CostModel, share: float, mask: sk.UnitMask, steps: int) -> None:
-        self.model, self.graph, self.costs, self.share, self.steps = model, costs.graph, costs, share, steps
-        self.logits = {name: nn.Parameter(1.0 + 4.0 * keep.float()) for name, keep in mask.items()}
-        self.dense, self.step, self.multiplier, self.expected = costs.dense_costs()["flops"], 0, 0.0, 1.0
-        self.first: float | None = None
-
-    def open(self) -> Scores:
-        """Probability of each unit that its gate is not 0."""
-        shift = self.temperature * math.log(-self.low / self.high)
-        return {name: torch.sigmoid(logit - shift) for name, logit in self.logits.items()}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model with gates that are drawn."""
-        drawn = {}
-        for name, logit in self.logits.items():
-            u = torch.rand_like(logit).clamp(1e-6, 1 - 1e-6)
-            stretched = torch.sigmoid((u.logit() + logit) / self.temperature) * (self.high - self.low) + self.low
-            drawn[name] = stretched.clamp(0, 1)
-        state = {name: value.clone() for name, value in self.model.named_buffers()} | dict(self.model.named_parameters())
-        return torch.func.functional_call(self.model, self.graph.gate(state, drawn), args, kwargs)
-
-    def penalty(self) -> Tensor:
-        """The Lagrangian: excess FLOPs, as a share of the dense ones, times a multiplier that rises with them, and squared.
-
-        Factors suit the gates' learning rate, and make the sum over units as strong as the loss.
-        """
-        expected = {name: each.sum() for name, each in self.open().items()}
-        counts = {name: round(float(each)) for name, each in expected.items()}
-        flops = self.costs.costs(counts)["flops"]
-        slopes = {name: flops - self.costs.costs(counts | {name: counts[name] - 1})["flops"] for name in counts}
-        self.expected = now = flops / self.dense
-        self.first = self.first or now
-        target = max(self.share, self.first - (self.first - self.share) * self.step / (0.75 * self.steps))
-        moved = sum(slope / self.dense * (expected[name] - expected[name].detach()) for name, slope in slopes.items())
-        self.step, self.multiplier = self.step + 1, self.multiplier + 0.02 * (now - target)
-        return self.graph.units * max(0.0, self.multiplier + 0.25 * (now - target)) * moved

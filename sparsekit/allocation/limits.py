@@ -23,21 +23,22 @@ Free: TypeAlias = Mapping[tuple[str, ...], tuple[int, ...]]
 class PreferredMultiple:
     """A multiple for widths that kernels run fast, as long as it costs nothing else.
 
-    Kernels compute 8 or 16 channels at a time. ONNX Runtime has blocked kernels for multiples of 4 only, and may run other
-    widths more slowly than the dense model. Groups narrower than `8 * step` take half the step. Groups narrower than `2 *
-    step`, and groups whose limits hold no multiple, take any number. Within a budget, `allocate` tries 8, then 4, then any
-    number. It stops when at most 2 % of the budget is unused, and groups at their minimum contain at most a third of the
-    removable cost.
+    Eager PyTorch computes 16 channels at a time with AVX-512. ONNX Runtime has blocked kernels for multiples of 4 only, and may
+    run other widths more slowly than the dense model. A group of `8 * step` units or more takes `step`. A narrower group takes
+    the half, down to 4, and a group of fewer than 16 units takes any number, as does one whose limits hold no multiple. Within
+    a budget, `allocate` tries 16, then 8, then 4, then any number. It stops when at most 2 % of the budget is unused, and groups
+    at their minimum contain at most a third of what could be removed.
 
     Args:
         step: Width of the layers, a power of two.
     """
 
-    step: int = 8
+    step: int = 16
 
     @property
     def steps(self) -> tuple[int, ...]:
-        return tuple(step for step in (self.step, self.step // 2) if step > 2)
+        """This step and its halves, down to 4."""
+        return tuple(self.step >> shift for shift in range(self.step.bit_length()) if self.step >> shift >= 4)
 
 
 Multiples = int | Mapping[str, int] | PreferredMultiple
@@ -87,8 +88,8 @@ def step_of(group: UnitGroup, multiple_of: Multiples) -> int:
         return 1  # no kernel is faster for it
     if isinstance(multiple_of, PreferredMultiple):
         width = group.size * _span(group)
-        step = multiple_of.step if width >= 8 * multiple_of.step else multiple_of.step // 2
-        return step_of(group, step) if width >= 2 * multiple_of.step else 1
+        narrow = min(4, multiple_of.step) if width >= 16 else 1
+        return step_of(group, next((step for step in multiple_of.steps if width >= 8 * step), narrow))
     if group.kind != "head":
         return multiple_of
     return multiple_of // math.gcd(multiple_of, _span(group))
