@@ -18,6 +18,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,7 @@ def examine(build: Callable[[], Any]) -> dict[str, Any]:
         "units": sum(group.size for group in units.groups.values()),
         "share": round(share, 4),
         "floor": round(floor, 4),
+        "kinds": sorted({group.kind for group in units.groups.values()}),
         "refused": sum(reasons.values()),
         "reasons": reasons.most_common(3),
         "difference": difference(model, inputs, units),
@@ -345,7 +347,7 @@ HEAD = """# Supported models
 
 Public implementations with random weights, traced without any option, cut to half of their units at random, and compared with
 the masked model. Written by `python benchmarks/models.py --before OLD.json --page` with the dependency group `models`. Most
-models are small configurations of their class, so seconds compare versions, not models.
+models are small configurations of their class, so seconds compare versions, not models. {versions}
 
 - **Seconds**: processor time of `sk.trace_units` on one thread.
 - **Groups** of units, and **parameters**: the share that is in tensors with units.
@@ -358,16 +360,54 @@ Where a cell has an arrow, the first value is that of version {before}.
 | Model | Package | Seconds | Groups | Parameters | Least FLOPs | Error | Not prunable |
 |---|---|---|---|---|---|---|---|
 """
+SECONDS = {"res2net50_26w_4s": 2.5, "YOLO11n": 4, "Stable Diffusion UNet, ¼ width": 15, "UNETR": 10, "levit_128s": 5}
+SECONDS |= {"crossvit_9_240": 5}
+NO_NUMBER = ("YOLO11n", "UNet2DCondition", "AutoencoderKL", "GAT", "res2net50_26w_4s", "levit_128s")
+KINDS = {"Deformable DETR": "head", "RT-DETR": "head", "Phi-3": "head", "GPT-OSS": "expert"}
+HALF = ("SAM", "TimeSformer")
+
+
+def goals(rows: dict[str, Any]) -> list[str]:
+    """Return a line for each goal: what was to be reached, and whether it is."""
+
+    def told(name: str, wanted: str, value: str, met: bool) -> str:
+        return f"| {name} | {wanted} | {value} | {'met' if met else '**not met**'} |"
+
+    lines = ["| Model | Goal | Measured | |", "|---|---|---|---|"]
+    for name, most in SECONDS.items():
+        took = rows.get(name, {}).get("seconds", float("inf"))
+        lines.append(told(name, f"at most {most} s", f"{took:.1f} s", took <= most))
+    for name in HALF:
+        floor = rows.get(name, {}).get("floor", 1.0)
+        lines.append(told(name, "at most 50% of the FLOPs", f"{floor:.0%}", floor <= 0.5))
+    for name, kind in KINDS.items():
+        kinds = rows.get(name, {}).get("kinds", [])
+        lines.append(told(name, f"{kind}s are units", ", ".join(kinds) or "no units", kind in kinds))
+    for name in NO_NUMBER:
+        row = rows.get(name, {})
+        lost = sum(units for reason, units in row.get("reasons", []) if "the compacted model fails" in reason)
+        value = f"{lost} units" if row.get("groups") else "no units"
+        lines.append(told(name, "no unit lost to a number in the code", value, bool(row.get("groups")) and not lost))
+    return lines
+
+
+def versions() -> str:
+    """Name the packages whose models are in the table, with their versions."""
+    found = [
+        f"{name} {metadata.version(name)}" for name in sorted({"torch", "torchvision", *(name for name, _ in MODELS.values())})
+    ]
+    extension: Any = importlib.import_module("torchvision.extension")
+    without = (
+        "" if extension._has_ops() else " The compiled operators of torchvision were missing, and no model here calls one."
+    )
+    return f"Versions: {', '.join(found)}.{without}"
 
 
 def write_page(rows: dict[str, Any], before: dict[str, Any], version: str) -> None:
     """Write the page of the site."""
     lines = [line(name, rows[name], before.get(name, {})) for name in MODELS if name in rows]
-    old = [name for name in MODELS if name in before and name not in rows]
-    if old:
-        lines += ["", f"At version {version} alone:", "", *HEAD.strip().split("\n")[-2:]]
-        lines += [line(name, before[name], {}) for name in old]
-    PAGE.write_text(HEAD.format(before=version) + "\n".join(lines) + "\n", encoding="utf-8")
+    lines += ["", "## Goals", "", *goals(rows)]
+    PAGE.write_text(HEAD.format(before=version, versions=rows["versions"]) + "\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -390,7 +430,7 @@ def main() -> None:
     for name in wanted:
         rows[name] = measured(name)
         print(line(name, rows[name], before.get(name, {})), flush=True)
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+        options.out.write_text(json.dumps(rows | {"versions": versions()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

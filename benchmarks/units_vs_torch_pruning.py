@@ -2,7 +2,6 @@
 
     python benchmarks/units_vs_torch_pruning.py --out zoo.jsonl      measures missing cells, then prints a table
     python benchmarks/units_vs_torch_pruning.py --out zoo.jsonl --only lstm gpt
-    python benchmarks/units_vs_torch_pruning.py --json               one line per architecture, for machines
 
 How torch-pruning is measured, independent of layer types: fill every parameter and buffer with its own flat index, let it
 prune a random half of the units of one group, and read the surviving indices. The compact model is the pruned module with
@@ -27,12 +26,13 @@ from typing import Any
 
 import torch
 from common import add, read, show
+from laws import run_gated
+from models import randomized
 from torch import Tensor, nn
 from zoo import ZOO, build
 
 from sparsekit import UnitGraph, UnitGroup, UnitMask, compact, trace_units
 from sparsekit.errors import NoUnitsError
-from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.inputs import ModelInputs, find_tensors, map_tensors
 
 MOST_GROUPS = 10
@@ -44,15 +44,8 @@ SIDES = ("torch-pruning", "sparsekit")
 def prepared(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """An architecture in float64, eval mode, with live statistics, scales and biases."""
     model, args, kwargs = build(name)
-    generator = torch.Generator().manual_seed(0)
-    model = model.double().eval()
-    with torch.no_grad():
-        for key, entry in model.state_dict().items():
-            if entry.is_floating_point() and entry.dim() <= 1:
-                noise = torch.rand(entry.shape, generator=generator, dtype=torch.float64)
-                entry.copy_(noise + 0.5 if key.endswith("running_var") else entry + 0.3 * (noise - 0.5))
     args, kwargs = map_tensors(lambda t: t.double() if t.is_floating_point() else t, (args, kwargs))
-    return model, args, kwargs
+    return randomized(model.double().eval()), args, kwargs
 
 
 def run(model: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
@@ -96,8 +89,7 @@ def cut_ours(model: nn.Module, args: Any, kwargs: Any, graph: UnitGraph, group: 
         keep[each] = torch.zeros(size, dtype=torch.bool)
         keep[each][torch.randperm(size, generator=generator)[: max(1, size // 2)]] = True
     mask = UnitMask(keep)
-    gated = copy_with(model, graph.gate(named_entries(model), {key: k.double() for key, k in mask.items()}))
-    return verdict(run(gated, args, kwargs), run(compact(model, graph, mask), args, kwargs))
+    return verdict(run_gated(model, graph, mask, args, kwargs), run(compact(model, graph, mask), args, kwargs))
 
 
 def theirs(name: str) -> Counter[str]:
@@ -258,13 +250,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="names of architectures (default: all of the zoo)")
     parser.add_argument("--out", type=Path, help="file of results, one line each; what is in it is not measured again")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds per side and architecture (default 60)")
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()
     rows, shown = tee(measure(options.only or list(ZOO), options.limit, options.out))
-    show((row if options.json else row | {side: told(row[side]) for side in SIDES} for row in shown), options.json)
-    if not options.json:
-        measured = list(rows)
-        print("\n".join(totals(measured, side) for side in SIDES))
+    show((row | {side: told(row[side]) for side in SIDES} for row in shown), as_json=False)
+    measured = list(rows)
+    print("\n".join(totals(measured, side) for side in SIDES))
 
 
 if __name__ == "__main__":

@@ -127,6 +127,8 @@ def test_a_preferred_multiple_gives_way_to_the_budget_to_limits_and_to_narrow_gr
     assert free["0",] == (4, 8, 12, 16, 20, 24, 28, 32, 36, 40), "narrower than 64: multiples of 4"
     assert free["2",] == tuple(range(1, 9)), "narrower than 16: any number"
     assert free["4",] == (4, 8, 12, 16, 20, 24, 28, 30)
+    assert [PreferredMultiple(16).step_of_width(width) for width in (15, 16, 63, 64, 127, 128, 512)] == [1, 4, 4, 8, 8, 16, 16]
+    assert [PreferredMultiple(2).step_of_width(width) for width in (15, 16, 512)] == [1, 2, 2]
     limited = free_counts(graph, {"0": (0.45, 0.49)}, PreferredMultiple(8))
     assert limited["0",] == (18, 19), "no multiple is within the limits"
     with pytest.raises(sk.BudgetError):
