@@ -145,8 +145,7 @@ class PruneOptions(ModelOptions):
         _where(
             metavar="N",
             min=1,
-            help="Round widths to multiples of this number. Default: 8; 4 or 1 if a layer is narrow or the budget would be"
-            " missed.",
+            help="Round widths to multiples of this number. Default: 16; 8, 4 or 1 if the budget would be missed.",
         ),
     ] = None
     schedule: Annotated[

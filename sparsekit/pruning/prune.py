@@ -136,9 +136,9 @@ def prune(  # type: ignore[misc]  # of a dry run, the options are checked when i
             "channel".
         limits: Layers, named in the same way → (smallest, largest) share of their units that stays, each in [0, 1].
         multiple_of: The width of each layer is a multiple of this number; or kind of unit → number. A layer that loses no unit
-            keeps its width. None prefers multiples of 8, for which runtimes have fast kernels. Layers narrower than 64 take
-            multiples of 4. If more than 2 % of the budget would be left unused, all layers take 4 or 1. Pass 1 to allow any
-            width.
+            keeps its width. None prefers multiples of 16, for which runtimes have fast kernels, in layers of 16 channels or
+            more. If more than 2 % of the budget would be left unused, all layers take multiples of 8 or 4, or any width. Pass 1
+            to allow any width.
         schedule: Steps towards the budget, such as `Schedule("cubic", 4)`. Units are scored again before each step.
         finetune: Called after every step with the narrow model and the number of the step, from 1. It trains the model in
             place, or returns the model to continue with, of the same shapes.

@@ -162,7 +162,7 @@ def test_a_global_ranking_that_starves_a_layer_warns() -> None:
     )
     criterion = sk.criteria.Scored({"0": torch.arange(300.0) + 1, "2": torch.full((200,), 1e-3)}, comparable=True)
     with pytest.warns(StarvedGroupsWarning, match=r"next to nothing of 2 \("):
-        sk.prune(model, x, budget="flops=20%", criterion=criterion, allocation="global")
+        sk.prune(model, x, budget="flops=20%", criterion=criterion, allocation="global", multiple_of=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error", StarvedGroupsWarning)
         sk.prune(model, x, budget="flops=20%", criterion=criterion, allocation="by_cost")
