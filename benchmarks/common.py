@@ -2,17 +2,21 @@
 
 import json
 import math
+import multiprocessing
+import signal
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-__all__ = ["add", "in_turns", "mask_of", "over", "processor_seconds", "read", "round_seconds", "show", "spread"]
+__all__ = ["add", "in_process", "in_turns", "mask_of", "over", "processor_seconds", "read", "round_seconds", "show", "spread"]
 
 ROOT = Path(__file__).resolve().parent.parent
 # Some benchmarks use modules of the tests, which they import after this one.
@@ -57,6 +61,35 @@ def in_turns(
         for name in order.permutation(list(cases)):
             times[name].append(seconds(cases[name]))
     return {name: values[warm:] for name, values in times.items()}
+
+
+def in_process(call: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any]:
+    """Run a call in a process of its own, on one thread.
+
+    Returns:
+        What it returns, or {"failed": a reason} if it raises or takes more seconds of processor time.
+    """
+
+    def child(pipe: Any) -> None:
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
+        torch.set_num_threads(1)
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        try:
+            pipe.send(call())
+        except Exception as error:  # noqa: BLE001 - a package that is not installed or has changed is a result, too
+            pipe.send({"failed": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]})
+
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=child, args=(theirs,))
+    process.start()
+    theirs.close()
+    try:
+        found: dict[str, Any] = ours.recv()
+    except EOFError:
+        found = {"failed": f"more than {seconds:.0f} s"}
+    process.join()
+    return found
 
 
 def over(times: Mapping[str, list[float]], case: str, base: str) -> tuple[float, float, float]:
@@ -116,8 +149,6 @@ def mask_of(graph: Any, dense: Any, small: Any) -> Any:
 
     Vectors of batch norms lose the entries of their own units alone, so that their statistics say which are left.
     """
-    import torch
-
     import sparsekit as sk
 
     left, whole, keep = small.state_dict(), dense.state_dict(), {}

@@ -12,18 +12,15 @@ import argparse
 import contextlib
 import importlib
 import json
-import multiprocessing
-import signal
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import common  # noqa: F401 - finds the package
 import torch
+from common import in_process
 from laws import run_gated
 from torch import Tensor, nn
 
@@ -261,7 +258,6 @@ def difference(model: nn.Module, inputs: ModelInputs, units: sk.UnitGraph) -> fl
 
 def examine(build: Callable[[], Any]) -> dict[str, Any]:
     """Return what the table says of one model, as JSON data."""
-    torch.manual_seed(0)
     made, given = build()
     model, inputs = randomized(made).eval(), ModelInputs.of(given)
     parameters = sum(p.numel() for p in model.parameters())
@@ -292,30 +288,6 @@ def examine(build: Callable[[], Any]) -> dict[str, Any]:
         "reasons": reasons.most_common(3),
         "difference": difference(model, inputs, units),
     }
-
-
-def _child(name: str, pipe: Any) -> None:
-    signal.setitimer(signal.ITIMER_PROF, LIMIT)  # its signal ends the process
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    try:
-        pipe.send(examine(MODELS[name][1]))
-    except Exception as error:  # noqa: BLE001 - a package that is not installed or has changed is a row, too
-        pipe.send({"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"})
-
-
-def measured(name: str) -> dict[str, Any]:
-    """Examine a model in a process of its own."""
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=_child, args=(name, theirs))
-    process.start()
-    theirs.close()
-    try:
-        row: dict[str, Any] = ours.recv()
-    except EOFError:
-        row = {"failed": f"more than {LIMIT} s"}
-    process.join()
-    return row
 
 
 def line(name: str, row: dict[str, Any], before: dict[str, Any]) -> str:
@@ -428,7 +400,7 @@ def main() -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
     for name in wanted:
-        rows[name] = measured(name)
+        rows[name] = in_process(lambda build=MODELS[name][1]: examine(build), LIMIT)  # type: ignore[misc]
         print(line(name, rows[name], before.get(name, {})), flush=True)
         options.out.write_text(json.dumps(rows | {"versions": versions()}, indent=1) + "\n")
 

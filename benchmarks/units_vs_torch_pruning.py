@@ -15,8 +15,6 @@ returns on some.
 
 import argparse
 import copy
-import multiprocessing
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -25,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import add, read, show
+from common import add, in_process, read, show
 from laws import run_gated
 from models import randomized
 from torch import Tensor, nn
@@ -179,48 +177,23 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
-def work(side: str, name: str) -> dict[str, Any]:
-    """The counts of one side on one architecture, or the error that stopped it."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    try:
-        return {"status": "ran", **(theirs if side == "torch-pruning" else ours)(name)}
-    except Exception as error:  # noqa: BLE001
-        return {"status": f"{type(error).__name__}: {error}"[:200]}
-
-
-def _start() -> Any:
-    """A pool of one process with all imports done."""
-    pool = multiprocessing.get_context("spawn").Pool(1)
-    pool.apply(int)
-    return pool
-
-
 def measure(names: Iterable[str], limit_seconds: float, out: Path | None) -> Iterator[dict[str, Any]]:
-    """A row for each architecture, from the file where it is there; the process is replaced when it takes too long, or died."""
+    """A row for each architecture, from the file where it is there."""
     known = {row["architecture"]: row for row in read(out)} if out else {}
-    pool = _start()
     for name in names:
         if name not in known:
             known[name] = {"architecture": name}
-            for side in SIDES:
-                try:
-                    known[name][side] = pool.apply_async(work, (side, name)).get(limit_seconds)
-                except multiprocessing.TimeoutError:
-                    known[name][side] = {"status": f"no answer within {limit_seconds:.0f} s"}
-                    pool.terminate()
-                    pool = _start()
+            for side, count in (("torch-pruning", theirs), ("sparsekit", ours)):
+                known[name][side] = in_process(lambda name=name, count=count: dict(count(name)), limit_seconds)  # type: ignore[misc]
             if out:
                 add(out, known[name], quiet=True)
         yield known[name]
-    pool.terminate()
 
 
 def told(result: dict[str, Any]) -> str:
     """A cell of the table."""
-    if result["status"] != "ran":
-        return result["status"].partition(":")[0]
+    if "failed" in result:
+        return str(result["failed"]).partition(":")[0]
     parts = [f"{result[key]} {key}" for key in ("ok", "silent", "error") if result.get(key)]
     return ", ".join(parts) or "nothing to cut"
 
@@ -229,7 +202,7 @@ def outcome(result: dict[str, Any]) -> str:
     """What an architecture counts as."""
     if result.get("silent"):
         return "silent"
-    if result["status"] != "ran" or result.get("error"):
+    if "failed" in result or result.get("error"):
         return "error"
     return "ok" if result.get("ok") else "empty"
 

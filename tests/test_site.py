@@ -103,7 +103,7 @@ COMMANDS = {
     "tune": f"tune '{sys.executable} train.py {{lr}}' --space lr=1e-4:10:log --metric 'accuracy: (\\S+)' --trials 3 --quiet",
 }
 """Short forms of commands of tutorials, run where their Python has run."""
-OF_OTHERS = {"flwr", "torch_pruning", "torchao", "transformers"}
+OF_OTHERS = {"flwr", "torch_pruning", "torchao", "transformers", "ultralytics"}
 """Libraries of which a page may show code; where one is missing, the page ends before it."""
 
 

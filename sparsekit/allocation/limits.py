@@ -24,9 +24,10 @@ class PreferredMultiple:
     """A multiple for widths that kernels run fast, as long as it costs nothing else.
 
     With AVX-512, kernels of PyTorch and ONNX Runtime compute 16 channels at a time. In MobileNetV2, eight channels in place of
-    16 in one early layer make the whole network a third slower. Groups narrower than the step, and groups whose limits hold no
-    multiple, take any number. Within a budget, `allocate` tries the step, its halves down to 4, and then any number. It stops
-    when at most 2 % of the budget is unused, and groups at their minimum contain at most a third of what could be removed.
+    16 in one early layer make the whole network a seventh slower in eager PyTorch. Groups narrower than the step, and groups
+    whose limits hold no multiple, take any number. Within a budget, `allocate` tries the step, its halves down to 4, and then
+    any number. It stops when at most 2 % of the budget is unused, and groups at their minimum contain at most a third of the
+    removable cost.
 
     Args:
         step: Width of the layers, a power of two.
