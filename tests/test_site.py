@@ -110,7 +110,7 @@ OF_OTHERS = {"flwr", "torch_pruning", "torchao", "transformers", "ultralytics"}
 def _needs(code: str) -> set[str]:
     """Libraries of others that a block imports, or exports with, and that are not installed."""
     imported = {name.split(".")[0] for name in re.findall(r"^(?:import|from) ([\w.]+)", code, re.M)}
-    wanted = imported & OF_OTHERS | ({"onnx", "onnxscript"} if "export_onnx(" in code else set())
+    wanted = imported & OF_OTHERS | ({"onnx", "onnxscript"} if "export_onnx(" in code or ".export(" in code else set())
     return {name for name in wanted if importlib.util.find_spec(name) is None}
 
 
