@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +11,7 @@ import typer
 from sparsekit.cli.model_options import ModelOptions, takes
 from sparsekit.cli.model_source import load_with_inputs
 from sparsekit.cli.output import AsJson, command_app, print_json, print_table, print_wrapped
+from sparsekit.graph.refusals import by_cause, folded, pattern_of
 from sparsekit.measure.budget import format_cost
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def _units(options: UnitsOptions) -> None:
     if options.as_json:
         print_json(report)
     else:
-        _print(report)
+        _print(report, by_cause(graph.unprunable))
 
 
 def _describe(name: str, graph: UnitGraph, costs: CostModel) -> dict[str, Any]:
@@ -79,37 +78,11 @@ def _describe(name: str, graph: UnitGraph, costs: CostModel) -> dict[str, Any]:
         "prunable_parameters": 1.0 - least["params"] / max(1.0, dense["params"]),
         "prunable_flops": 1.0 - least["flops"] / max(1.0, dense["flops"]),
         "groups": groups,
-        "unprunable": [{"module": item.module, "size": item.size, "reason": item.reason} for item in graph.unprunable],
+        "unprunable": [{"module": item.module, "size": item.size, "reason": item.text} for item in graph.unprunable],
     }
 
 
-def folded(names: Sequence[str]) -> str:
-    """Return names of modules in one line; names that differ in numbers alone are one: `encoder.layer.{0–11}.output`."""
-    patterns: dict[str, list[tuple[str, ...]]] = {}
-    for name in names:
-        patterns.setdefault(_pattern(name), []).append(tuple(filter(str.isdecimal, name.split("."))))
-    texts = []
-    for pattern, found in patterns.items():
-        axes = [sorted(set(values), key=int) for values in zip(*found, strict=True)]
-        whole = math.prod(map(len, axes)) == len(found)
-        for numbers in [[_numbers(values) for values in axes]] if whole else found:
-            places = iter(numbers)
-            texts.append(".".join(next(places) if part == "#" else part for part in pattern.split(".")))
-    return ", ".join(texts)
-
-
-def _pattern(name: str) -> str:
-    return ".".join("#" if part.isdecimal() else part for part in name.split("."))
-
-
-def _numbers(values: Sequence[str]) -> str:
-    first, last = values[0], values[-1]
-    if len(values) == 1:
-        return first
-    return f"{{{first}–{last}}}" if int(last) - int(first) == len(values) - 1 else f"{{{','.join(values)}}}"
-
-
-def _print(report: dict[str, Any]) -> None:
+def _print(report: dict[str, Any], unprunable: list[tuple[str, str, str]]) -> None:
     groups = report["groups"]
     typer.echo(
         f"{report['model']}: {report['units']:,} units in {len(groups)} group{'' if len(groups) == 1 else 's'},"
@@ -121,7 +94,7 @@ def _print(report: dict[str, Any]) -> None:
     )
     alike: dict[tuple[object, ...], list[dict[str, Any]]] = {}
     for group in groups:
-        alike.setdefault((_pattern(group["name"]), group["kind"], group["size"]), []).append(group)
+        alike.setdefault((pattern_of(group["name"]), group["kind"], group["size"]), []).append(group)
     rows = [
         [
             folded([group["name"] for group in some]),
@@ -136,10 +109,9 @@ def _print(report: dict[str, Any]) -> None:
     coupled = "coupled layers"
     print_table(("group", "units", "FLOPs of affected layers", "share", "parameters", coupled), rows, texts=[coupled])
     print_wrapped("A layer between two groups counts for both, so shares may add up to more than 100 %.")
-    if report["unprunable"]:
+    if unprunable:
         typer.echo("\nCannot be pruned:")
-        rows = [[item["module"], str(item["size"]), item["reason"]] for item in report["unprunable"]]
-        print_table(("module", "size", "reason"), rows, texts=["reason"])
+        print_table(("module", "size", "reason"), unprunable, texts=["reason"])
 
 
 units = command_app(

@@ -86,17 +86,35 @@ class Unprunable:
     Args:
         module: Qualified name of the module that makes them.
         size: Number of units.
-        reason: One sentence.
+        reason: One phrase, with the line of the user's code.
         kind: "output" for units that the model returns; "expected" for others that need no warning, such as a vocabulary;
             "average" for a norm or a mean over the units, which `prune_hidden_size=True` takes over the kept ones; "outside"
             for values that belong to no unit; "number" for a number in the code; "inexact" if the comparison of the masked
             with the compact model failed; "choice" if the user left them out; else "operator".
+        inside: Qualified name of the module in which it happens, if it is another one.
+        remedy: What to write instead, if that is known.
     """
 
     module: str
     size: int
     reason: str
     kind: Refusal = "operator"
+    inside: str = ""
+    remedy: str = ""
+
+    @property
+    def is_expected(self) -> bool:
+        """True for what needs no warning."""
+        return self.kind in ("output", "expected", "choice")
+
+    @property
+    def text(self) -> str:
+        """All of it in one sentence."""
+        return self.told(self.inside)
+
+    def told(self, inside: str) -> str:
+        """Return the sentence with other names of modules in place of `inside`."""
+        return f"{self.reason}{f' in {inside!r}' if inside else ''}{f'; {self.remedy}' if self.remedy else ''}"
 
 
 @dataclass(frozen=True)

@@ -322,6 +322,8 @@ class Tracer:
         """Return why units stay whole, with the user's own source line."""
         if kind == "expected":
             return Cause(self.module, reason, kind)
+        if kind == "average" and not self.kept_norms:
+            remedy = "prune_hidden_size=True averages over the kept units instead"
         frames: list[tuple[str, int]] = []
         frame = sys._getframe(1)
         while frame is not None and frame.f_code.co_name != "run_traced":

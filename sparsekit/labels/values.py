@@ -22,7 +22,7 @@ from sparsekit.graph.groups import Constant, Refusal
 from sparsekit.labels.numbers import Held
 from sparsekit.labels.numbers import IntArray as IntArray
 
-_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).resolve().parents[1]) + os.sep)
+LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).resolve().parents[1]) + os.sep)
 """Folders of torch and of this package."""
 
 
@@ -44,16 +44,6 @@ class Cause:
     where: str = ""
     remedy: str = ""
 
-    @property
-    def quiet(self) -> bool:
-        """True for what needs no warning."""
-        return self.kind in ("output", "expected")
-
-    @property
-    def text(self) -> str:
-        """All of it in one sentence."""
-        return f"{self.reason}{self.where}" + (f"; {self.remedy}" if self.remedy else "")
-
 
 OUTPUT = Cause("", "model output", "output")
 """Outranks all others: it is normal that the units of the last layer stay, whatever they pass through on the way out."""
@@ -65,7 +55,7 @@ def user_line(frames: Sequence[tuple[str, int]]) -> str:
     `frames` are pairs of file name and line number, innermost first.
     """
     for filename, line in frames:
-        if not filename.startswith(_LIBRARIES) and not filename.startswith("<"):
+        if not filename.startswith(LIBRARIES) and not filename.startswith("<"):
             code = textwrap.shorten(linecache.getline(filename, line), 80, placeholder=" …")
             return f" at {os.path.basename(filename)}:{line}" + (f" ({code})" if code else "")
     return ""

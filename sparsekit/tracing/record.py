@@ -5,21 +5,25 @@ values. Verification therefore compares every value on which the outputs depend 
 """
 
 import functools
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import DispatchMode, storage_id
-from sparsekit.tracing.inputs import find_tensors
+from sparsekit.labels.values import LIBRARIES, user_line
+from sparsekit.tracing.inputs import ModelInputs, find_tensors
 from sparsekit.tracing.ops.call import tensors_of
 from sparsekit.tracing.passes import ReadOnly, arguments_of
 
 _WHOLE = 8_192  # a value of more numbers is sampled at once, so that a record takes little memory
 _SAMPLE = 4_096  # numbers of a value that are compared
+_CALL = ModelInputs.call.__code__  # the frames outside of it are not of the model
 _ITEM = torch.ops.aten._local_scalar_dense.default
 # Uninitialized memory differs from pass to pass. Circular padding, for example, allocates its result with new_empty.
 _UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
@@ -51,13 +55,20 @@ class _Value:
 
 @dataclass(slots=True)
 class _Op:
-    """An operator: its name, the memory that it reads and writes, and the floating-point values that it makes."""
+    """An operator: its name, the line that called it, the memory that it reads and writes, and the floating-point values that
+    it makes.
+    """
 
     name: str
+    line: tuple[str, int]
     frame: tuple[str, int]
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     values: list[_Value]
+
+    def __str__(self) -> str:
+        """Return its name and its line: `'div' at model.py:12 (return h / n)`."""
+        return f"{self.name.split('::')[-1].partition('.')[0].rstrip('_')!r}{user_line([self.line])}"
 
 
 class PassRecord(DispatchMode):
@@ -114,7 +125,7 @@ class PassRecord(DispatchMode):
     def _leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
         found = () if self._unseen else find_tensors(output)
         values = [self._value(tensor) for tensor in found if _is_compared(tensor)]
-        self._ops.append(_Op("return", self._frames[-1], (), (), values))
+        self._ops.append(_Op("return", ("<", 0), self._frames[-1], (), (), values))
         if len(self._frames) > 1:
             self._frames.pop()
 
@@ -145,7 +156,7 @@ class PassRecord(DispatchMode):
             made = not func.is_view and func.overloadpacket.__name__ not in _UNINITIALISED
             if made and not self._unseen and _is_compared(tensor):
                 values.append(self._value(tensor))
-        self._ops.append(_Op(func.name(), self._frames[-1], reads, tuple(writes), values))
+        self._ops.append(_Op(func.name(), _line(), self._frames[-1], reads, tuple(writes), values))
         return result
 
     def _number(self, storage: int) -> int:
@@ -181,12 +192,27 @@ class PassRecord(DispatchMode):
             others: Passes of the same code. Values of another shape have no counterpart.
             loosely: Where the operators of a module differ, compare those before and after the difference.
         """
+        for _, tensors in self.located_pairs(*others, loosely=loosely):
+            yield tensors
+
+    def located_pairs(self, *others: "PassRecord", loosely: bool = False) -> Iterator[tuple[_Op, tuple[Tensor, ...]]]:
+        """Yield the same pairs, each with the operator of this pass that has made its first."""
         live = self._live()
         for ops in _aligned([self._ops, *(other._ops for other in others)], loosely):
             for values in zip(*(op.values for op in ops), strict=False):
                 first = values[0]
                 if first.memory in live and all(value.shape == first.shape for value in values):
-                    yield tuple(v.tensor if v.tensor.shape != v.shape else sample(v.tensor) for v in values)
+                    yield ops[0], tuple(v.tensor if v.tensor.shape != v.shape else sample(v.tensor) for v in values)
+
+
+def _line() -> tuple[str, int]:
+    """Return file and line of the innermost code outside of torch and this package that runs now."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not _CALL:
+        if not frame.f_code.co_filename.startswith(LIBRARIES):
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return "<", 0
 
 
 def _is_compared(tensor: Tensor) -> bool:

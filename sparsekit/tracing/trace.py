@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sparsekit.errors import NoUnitsError, TraceError, UnsupportedModelError, level_of_user
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import Unprunable
+from sparsekit.graph.refusals import by_cause
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import OUTPUT, Cause
 from sparsekit.layers import LayerRule, find_rule
@@ -28,6 +28,11 @@ from sparsekit.tracing.inputs import ModelInputs, find_tensors, refuse_inference
 from sparsekit.tracing.norms import NormRecorder
 from sparsekit.tracing.passes import ReadOnly, lent_copy, private_passes, train_without_dropout
 from sparsekit.tracing.verify import Verifier
+
+_REMEDY = (
+    "sizes must follow the tensors (x.shape[1], -1, an attribute of the module), and numbers that scale values must not"
+    " depend on them"
+)
 
 
 class UnprunableWarning(UserWarning):
@@ -102,8 +107,7 @@ def trace_units(
             built = _verified(verifier(model, calls, rules, training), tracer, built)
     if is_large(model):
         gc.collect()  # copies that lend the parameters would keep them alive after a cut in place
-    hint = "" if prune_hidden_size else "; prune_hidden_size=True averages over the kept units instead"
-    _warn(built, hint)
+    _warn(built)
     unread = [entry.names[0] for entry in tracer.entries if entry.is_parameter and entry.number not in tracer.used]
     if unread:
         shown = ", ".join(map(repr, unread[:5])) + (f" and {len(unread) - 5} more" if len(unread) > 5 else "")
@@ -124,10 +128,9 @@ def trace_units(
         )
     if not built.graph.groups:
         found = built.graph.unprunable
-        listed = "; ".join(f"{item.module} ({item.size}): {item.reason}" for item in found) or "no layer makes units"
+        listed = "; ".join(f"{names} ({sizes}): {reason}" for names, sizes, reason in by_cause(found)) or "no layer makes units"
         raise NoUnitsError(
-            f"nothing in {type(model).__name__} can be removed exactly. Found: {listed}"
-            f"{hint if any(cause.kind == 'average' for _, cause in built.loud) else ''}."
+            f"nothing in {type(model).__name__} can be removed exactly. Found: {listed}."
             " A hidden layer of its own (Linear, convolution, LSTM, …) between input and output has units",
             found,
         )
@@ -310,20 +313,15 @@ def _verified(verifier: Verifier | BlockVerifier, tracer: Tracer, built: Built) 
             units = built.nodes[name]
             why = first.setdefault(int(units[0]), reason)
             if not try_other_sizes(tracer, built.sizes, name):
-                tracer.fix(units, literal_cause(tracer, built.root, units) or Cause("", why, "inexact"))
+                tracer.fix(units, literal_cause(tracer, built.root, units) or Cause("", why, "inexact", remedy=_REMEDY))
         built = build(tracer, built.graph.shapes)
     return built
 
 
-def _warn(built: Built, hint: str) -> None:
-    causes: dict[Cause, list[Unprunable]] = {}
-    for item, cause in built.loud:
-        causes.setdefault(cause, []).append(item)
-    for cause, items in causes.items():
-        modules = ", ".join(f"{item.module!r} ({item.size} units)" for item in items)
-        where = f" in {cause.module!r}" if cause.module and cause.module != items[0].module else ""
+def _warn(built: Built) -> None:
+    for names, sizes, reason in by_cause(built.loud):
         warnings.warn(
-            f"{modules} cannot be pruned: {cause.text}{where}{hint if cause.kind == 'average' else ''}",
+            f"{names!r} ({sizes} units) cannot be pruned: {reason}",
             UnprunableWarning,
             stacklevel=level_of_user(),
         )

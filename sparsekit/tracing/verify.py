@@ -289,16 +289,18 @@ class Verifier:
             whole = expected  # train mode refuses the inputs, as a batch norm may one example
         if [t.shape for t in whole.outputs] != [t.shape for t in expected.outputs]:
             whole = expected
+        triples = list(expected.located_pairs(found, whole, loosely=loosely))
+        if len(triples) != len(inside):
+            triples = [(op, (a, b, a)) for op, (a, b) in expected.located_pairs(found, loosely=loosely)]
+        compared = ((op, compare_tensors(before, a, b, floor)) for op, (a, b, before) in triples)
+        differing = [(op, reason) for op, reason in compared if reason is not None][:1]
+        first = "".join(f": the first values that differ are those of {op}" for op, _ in differing)
         outputs = [output for output, counts in zip(whole.outputs, defined, strict=True) if counts]
         for before, (a, b) in zip(outputs, outside, strict=True):
             if (reason := compare_tensors(before, a, b, is_output=True)) is not None:
-                return reason, False
-        triples = list(expected.pairs(found, whole, loosely=loosely))
-        if len(triples) != len(inside):
-            triples = [(a, b, a) for a, b in inside]
-        for a, b, before in triples:
-            if (reason := compare_tensors(before, a, b, floor)) is not None:
-                return f"{reason}, inside the model", False
+                return f"{reason}{first}", False
+        for _, reason in differing:
+            return f"{reason}, inside the model{first}", False
         return None, False
 
     def _noise(

@@ -10,13 +10,14 @@ import numpy.typing as npt
 import torch
 
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import Kind, NormSite, UnitGroup, UnitSlice, Unprunable
+from sparsekit.graph.groups import Kind, NormSite, Refusal, UnitGroup, UnitSlice, Unprunable
 from sparsekit.labels.tracer import Tracer
-from sparsekit.labels.values import NOT_ZERO, OUTPUT, Cause, Entry, IntArray
+from sparsekit.labels.values import NOT_ZERO, Cause, Entry, IntArray
 from sparsekit.tracing.grouping.sizes import Candidate, chosen_sizes, counted_parts, find_sizes, tie_splits
 
 _UNREAD = Cause("", "nothing reads its units", "expected")
 _AVERAGED = Cause("", "nothing but an average over its units reads them")
+_RANKS: Mapping[Refusal, int] = {"output": 2, "expected": 0}  # of several causes the one of the highest rank is told
 _TIED = Cause("", "the other layers of the same recurrent module stay whole", "expected")
 
 
@@ -34,7 +35,7 @@ class Built:
 
     graph: UnitGraph
     nodes: Mapping[str, IntArray]
-    loud: tuple[tuple[Unprunable, Cause], ...]
+    loud: tuple[Unprunable, ...]
     sizes: tuple[Candidate, ...]
     root: IntArray
 
@@ -74,8 +75,7 @@ class _Builder:
         return found
 
     def _mark(self, nodes: IntArray, cause: Cause) -> None:
-        """Fix units; of several causes the one of the highest rank is told."""
-        rank = 2 if cause is OUTPUT else 0 if cause.quiet else 1
+        rank = _RANKS.get(cause.kind, 1)
         roots = self.root[nodes]
         roots = roots[self.rank[roots] < rank]
         self.cause[roots], self.rank[roots] = self.causes.setdefault(cause, len(self.causes)), rank
@@ -194,7 +194,7 @@ class _Builder:
         slices = tuple(piece for _, piece in pieces)
         return UnitGroup(name, len(roots), kind, slices, max([1, *least]), tuple(constants))
 
-    def fixed(self) -> tuple[tuple[Unprunable, Cause], ...]:
+    def fixed(self) -> tuple[Unprunable, ...]:
         """Return what stays whole, by producing module and cause."""
         counts: dict[tuple[str, int], int] = {}
         left = self.cause != -1  # fixed roots that no record has made yet
@@ -208,8 +208,8 @@ class _Builder:
         found, causes = [], list(self.causes)
         for (module, number), size in counts.items():
             cause = causes[number]
-            where = f" in {cause.module!r}" if cause.module and cause.module != module else ""
-            found.append((Unprunable(module, size, f"{cause.text}{where}", cause.kind), cause))
+            inside = cause.module if cause.module != module else ""
+            found.append(Unprunable(module, size, f"{cause.reason}{cause.where}", cause.kind, inside, cause.remedy))
         return tuple(found)
 
 
@@ -270,10 +270,9 @@ def build(tracer: Tracer, shapes: Mapping[str, torch.Size]) -> Built:
         norms = find_sites(tracer, builder.root, nodes)
         if not broken and norms is not None:
             break
-    fixed = builder.fixed()
+    whole = builder.fixed()
     candidates = find_sizes(tracer, builder.root, group_of, groups)
     sizes, shared = chosen_sizes(tracer, candidates)
-    whole = tuple(item for item, _ in fixed)
     held = {piece.name for group in groups.values() for piece in group.constants}
     graph = UnitGraph(
         groups,
@@ -287,7 +286,7 @@ def build(tracer: Tracer, shapes: Mapping[str, torch.Size]) -> Built:
             constant.name: constant for entry in tracer.entries for constant in entry.constants if constant.name in held
         },
     )
-    return Built(graph, nodes, tuple((item, cause) for item, cause in fixed if not cause.quiet), candidates, builder.root)
+    return Built(graph, nodes, tuple(item for item in whole if not item.is_expected), candidates, builder.root)
 
 
 def find_sites(tracer: Tracer, root: IntArray, nodes: Mapping[str, IntArray]) -> tuple[NormSite, ...] | None:

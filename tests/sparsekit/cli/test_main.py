@@ -13,7 +13,7 @@ from torch import nn
 from sparsekit import registry
 from sparsekit.cli import main as cli
 from sparsekit.cli.table import COMMANDS
-from sparsekit.cli.units import folded
+from sparsekit.graph.refusals import folded
 
 
 def test_units_of_a_built_in_model_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
