@@ -36,7 +36,7 @@ def refuse_inference(model: nn.Module) -> None:
         UnsupportedModelError: a parameter or buffer was made inside `torch.inference_mode`.
     """
     for name, entry in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if entry.is_inference():
+        if not nn.parameter.is_lazy(entry) and entry.is_inference():
             raise UnsupportedModelError(
                 f"{name!r} of this {type(model).__name__} was made inside torch.inference_mode, where torch allows neither"
                 " gradients nor changes; build or load the model outside of it, or pass copy.deepcopy(model), made outside"
