@@ -32,7 +32,7 @@ def test_returned_averages_keep_the_heads_and_returned_maps_are_an_output() -> N
     ):
         trace_units(model, torch.randn(2, 4, 6))
     model = zoo.Lambda(lambda m, x: m.attn(x, x, x, average_attn_weights=False), attn=nn.MultiheadAttention(6, 3))
-    with pytest.raises(NoUnitsError, match=r"attn \(3\): model output"):
+    with pytest.raises(NoUnitsError, match=r"attn, attn.out_proj \(3, 6\): model output"):
         trace_units(model, torch.randn(2, 4, 6))
 
 
