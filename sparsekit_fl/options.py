@@ -21,7 +21,7 @@ from dataclasses import MISSING, dataclass
 from functools import cache, cached_property
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
@@ -66,7 +66,7 @@ def option(default: T, description: str) -> T:
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """One option: a field of a dataclass or of a pydantic model, or a keyword of a function.
+    """One option: a field of a dataclass, or a keyword of a function.
 
     Args:
         name: Name of the field.
@@ -171,17 +171,11 @@ def _limited_options(owner: type) -> list[Option]:
 
 @cache
 def options_of(owner: Callable[..., Any]) -> dict[str, Option]:
-    """Return the options of a dataclass, of a pydantic model or of a function, by name and in their order.
+    """Return the options of a dataclass or of a function, by name and in their order.
 
     The options of a function are its keyword-only arguments; without an annotation, they are of the type of their default. A
     description comes from the field, or else from the annotation: `Annotated[int, Field(ge=1, description="…")]`.
     """
-    if isinstance(owner, type) and issubclass(owner, BaseModel):
-        fields = owner.model_fields.items()
-        return {
-            name: Option(name, Annotated[one.annotation, *one.metadata, Field()], one.default, one.description or "")
-            for name, one in fields
-        }
     hints, texts = get_type_hints(owner, include_extras=True), dict[str, str]()
     if isinstance(owner, type):
         assert dataclasses.is_dataclass(owner)

@@ -8,17 +8,17 @@ import re
 import shlex
 import tomllib
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args, get_origin
 
 import typer
-from pydantic import ConfigDict, Field, create_model
 
 from sparsekit.cli import with_options
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit_fl.config import RunConfig, TrainingConfig
-from sparsekit_fl.options import STRICT, Count, options_of, read_settings
+from sparsekit_fl.options import Count, Option, option, options_of, read_settings
 from sparsekit_fl.paper.presets import Preset
 from sparsekit_fl.stored import flat
 
@@ -50,86 +50,88 @@ PARTITION = "partition."
 _FRONT = tuple(name for names in FLAGS.values() for name in names)
 _FROM_PRESET = {*options_of(Preset), *options_of(TrainingConfig), "heterogeneity"}
 
-# Each option of a run and of training, None where it was not given.
-_FIELDS: dict[str, Any] = {
-    name: (option.hint, Field(None, description=option.about))
-    for name, option in (options_of(TrainingConfig) | options_of(RunConfig)).items()
-    if name not in ("training", "capability_levels")
-}
-_RunFields: Any = create_model("_RunFields", __config__=ConfigDict(**STRICT, frozen=True), **_FIELDS)
 
-
-class RunOptions(_RunFields):  # type: ignore[misc]
-    """The options of a run and of a command that the user gave; `model_fields_set` has their names.
+@dataclass(init=False, eq=False)
+class RunOptions:
+    """The options of a run and of a command that the user gave, by name in `given`; any other has its default, or None.
 
     Raises:
         UnknownNameError: no such option.
         InvalidValueError: a value that is not allowed.
     """
 
-    preset: str | None = Field(
+    preset: str | None = option(
         None,
-        description="Experiment of the paper, by name (`sparsekit list presets`). Default: by the data set, or digits.",
+        "Experiment of the paper, by name (`sparsekit list presets`). Default: by the data set, or digits.",
     )
-    dataset: str | None = Field(None, description="A data set by name, or package.module:factory.")
-    model: str | None = Field(None, description="A model by name, or package.module:factory.")
-    data_dir: Path | None = Field(None, description="Folder that contains DATASET/. Default: download the data once.")
-    clients: Count | None = Field(None, description="Number of clients.")
-    partition: str | None = Field(
+    dataset: str | None = option(None, "A data set by name, or package.module:factory.")
+    model: str | None = option(None, "A model by name, or package.module:factory.")
+    data_dir: Path | None = option(None, "Folder that contains DATASET/. Default: download the data once.")
+    clients: Count | None = option(None, "Number of clients.")
+    partition: str | None = option(
         None,
-        description="How examples are split over clients: pathological, dirichlet, natural, or package.module:function. "
+        "How examples are split over clients: pathological, dirichlet, natural, or package.module:function. "
         "Its own options are --set partition.NAME=VALUE.",
     )
-    heterogeneity: Literal["low", "median", "high", "own"] | None = Field(
+    heterogeneity: Literal["low", "median", "high", "own"] | None = option(
         None,
-        description="Draw capabilities from 1 and 1/2 (low), from 1 to 1/4 (median) or from 1 to 1/16 (high), or keep "
+        "Draw capabilities from 1 and 1/2 (low), from 1 to 1/4 (median) or from 1 to 1/16 (high), or keep "
         "those of the clients (own).",
     )
-    set: tuple[str, ...] | None = Field(
+    set: tuple[str, ...] | None = option(
         None,
-        description="PATH=VALUE for any option of the run, its partition or its method, such as training.momentum=0.5, "
+        "PATH=VALUE for any option of the run, its partition or its method, such as training.momentum=0.5, "
         "partition.alpha=0.3 or mu=0.1. Repeat it for several. `sparsekit list options` and `sparsekit "
         "describe METHOD` list them.",
     )
-    config: Path | None = Field(
+    config: Path | None = option(
         None,
-        description="TOML file of options, such as the run.toml that --out writes. Options on the command line override it.",
+        "TOML file of options, such as the run.toml that --out writes. Options on the command line override it.",
     )
-    init: Path | None = Field(
+    init: Path | None = option(
         None,
-        description="Start from these weights: a .safetensors or .pt file of a state dict, or the folder of an earlier "
+        "Start from these weights: a .safetensors or .pt file of a state dict, or the folder of an earlier "
         "run. Default: random weights.",
     )
-    engine: str | None = Field(None, description="Execution engine: processes or flower. Default: processes.")
-    supernodes: int | None = Field(
-        None, description="Number of virtual nodes in Flower's simulation. Default: one per client, at most 100."
+    engine: str | None = option(None, "Execution engine: processes or flower. Default: processes.")
+    supernodes: int | None = option(
+        None, "Number of virtual nodes in Flower's simulation. Default: one per client, at most 100."
     )
-    ray_address: str | None = Field(None, description="HOST:PORT of a running Ray cluster, for --engine flower.")
-    workers: Count | None = Field(
-        None, description="Number of worker processes. Results do not depend on it. Default: the number of cores, at most 8."
+    ray_address: str | None = option(None, "HOST:PORT of a running Ray cluster, for --engine flower.")
+    workers: Count | None = option(
+        None, "Number of worker processes. Results do not depend on it. Default: the number of cores, at most 8."
     )
-    out: Path | None = Field(None, description="Folder for the result, the rounds, the checkpoint and the models.")
-    resume: bool = Field(False, description="Continue the run in --out with its options, to the same bits.")
-    callback: tuple[str, ...] | None = Field(
+    out: Path | None = option(None, "Folder for the result, the rounds, the checkpoint and the models.")
+    resume: bool = option(False, "Continue the run in --out with its options, to the same bits.")
+    callback: tuple[str, ...] | None = option(
         None,
-        description="A callback: tensorboard, best (keep the best model), early-stopping, or package.module:Class. Repeat "
-        "it for several.",
+        "A callback: tensorboard, best (keep the best model), early-stopping, or package.module:Class. Repeat it for several.",
     )
-    quiet: bool = Field(False, description="Show no progress on stderr.")
-    as_json: bool = Field(False, description="Print the result as JSON on stdout and nothing else.")
+    quiet: bool = option(False, "Show no progress on stderr.")
+    as_json: bool = option(False, "Print the result as JSON on stdout and nothing else.")
 
     def __init__(self, **given: Any) -> None:
-        kind: Any = type(self)  # which the cache does not take for hashable
-        known = options_of(kind)
         for name, value in given.items():
-            if name not in known:
-                raise UnknownNameError(f"no option {name!r}; {nearest(name, known)}")
-            known[name].check(value, name=path_of(name))
-        super().__init__(**given)
+            if name not in OPTIONS:
+                raise UnknownNameError(f"no option {name!r}; {nearest(name, OPTIONS)}")
+            OPTIONS[name].check(value, name=path_of(name))
+        self.given = {name: given[name] for name in OPTIONS if name in given}
+        vars(self).update(self.given)
         if self.resume and self.out is None:
             raise InvalidValueError("--resume needs --out DIR, the folder of the run to continue")
         if self.data_dir is not None and not self.data_dir.is_dir():
             raise InvalidValueError(f"--data-dir {self.data_dir} is not a folder; pass the folder that contains DATASET/")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OPTIONS:
+            return None
+        raise AttributeError(f"no option {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RunOptions) and self.given == other.given
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.given.items()))
 
     @classmethod
     def read(cls, values: Mapping[str, object], **typed: Any) -> Self:
@@ -138,21 +140,15 @@ class RunOptions(_RunFields):  # type: ignore[misc]
         A path that is not an option of the run is one of its method or of its partition.
         """
         known, given, rest = paths(), dict[str, Any](), list[str]()
-        own: Any = cls  # which the cache does not take for hashable
         for path, value in values.items():
             if path in known:
                 plain = tuple(value) if isinstance(value, list) else value
-                given[known[path]] = options_of(own)[known[path]].read(plain, name=path)
+                given[known[path]] = OPTIONS[known[path]].read(plain, name=path)
             elif path.startswith("training."):
                 raise UnknownNameError(f"no option {path!r}; {nearest(path, [one for one in known if '.' in one])}")
             else:
                 rest.append(f"{path}={text_of(value)}")
         return cls(**given | typed, **({"set": tuple(rest)} if rest else {}))
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """The options that were given, by name."""
-        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
     def given_of(self, *kinds: type) -> dict[str, Any]:
         """Return the given options of some classes, by name."""
@@ -179,6 +175,17 @@ class RunOptions(_RunFields):  # type: ignore[misc]
         return [loggers.find(name)() for name in self.callback or ()]
 
 
+OPTIONS: Mapping[str, Option] = {
+    **{
+        name: replace(one, default=None)
+        for name, one in (options_of(TrainingConfig) | options_of(RunConfig)).items()
+        if name not in ("training", "capability_levels")
+    },
+    **options_of(RunOptions),
+}
+"""The options that commands take, by name."""
+
+
 def path_of(name: str) -> str:
     """Return the path of an option for --set and files: `training.momentum` for momentum."""
     return f"training.{name}" if name in options_of(TrainingConfig) else name
@@ -187,7 +194,7 @@ def path_of(name: str) -> str:
 @cache
 def paths() -> dict[str, str]:
     """Return the option of each path that `--set` and files may give. For an option with a flag, its name is a path too."""
-    names = [name for name in RunOptions.model_fields if name not in (*MOMENTARY, "set")]
+    names = [name for name in OPTIONS if name not in (*MOMENTARY, "set")]
     return {path_of(name): name for name in names} | {name: name for name in names if name in _FRONT}
 
 
@@ -295,7 +302,7 @@ def _refuse_code(file: Path, words: list[str | None], filed: Mapping[str, tuple[
 
 def _parameter(name: str, panel: str) -> inspect.Parameter:
     """Return what Typer reads as an option; RunOptions checks its range."""
-    option = options_of(RunOptions)[name]
+    option = OPTIONS[name]
     flag = "--" + {"local_epochs": "epochs", "as_json": "json"}.get(name, name.replace("_", "-"))
     asked = typer.Option(flag, *(["-q"] if name == "quiet" else []), help=about_of(name), rich_help_panel=panel)
     annotation: Any = Annotated[bool if option.default is False else _plain(option.hint) | None, asked]
@@ -313,5 +320,5 @@ def _plain(hint: Any) -> Any:
 
 def about_of(name: str) -> str:
     """Return the meaning of an option on the command line, where the preset decides many defaults."""
-    about = options_of(RunOptions)[name].about
+    about = OPTIONS[name].about
     return re.sub(r" Default: .*", "", about) + " Default: that of the preset." if name in _FROM_PRESET else about
