@@ -52,11 +52,8 @@ def sync_folder(folder: Path, *, files: bool = False) -> None:
 def write_atomically(path: Path, payload: bytes, *, durable: bool = True, sync: bool = True) -> None:
     """Write a file so that a crash leaves the old one or the new one.
 
-    Args:
-        path: The file; its folder must exist.
-        payload: The content.
-        durable: Wait until the bytes are on the disk, so that a power cut cannot lose them either.
-        sync: Wait for the name too; False where many files are written and `sync_folder` is called once.
+    With `durable`, wait until the bytes are on the disk, and with `sync` until the name is too; without it, `sync_folder` is
+    called once for many files.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -75,13 +72,10 @@ def write_atomically(path: Path, payload: bytes, *, durable: bool = True, sync: 
 
 
 def dumps(value: Any) -> bytes:
-    """Return a value as safetensors, whose metadata are JSON, after the SHA-256 of it.
-
-    Args:
-        value: Tensors, numbers, strings, None, and lists, tuples and dicts of these.
+    """Return tensors, numbers, strings, None, and lists, tuples and dicts of these as safetensors, after their SHA-256.
 
     Raises:
-        InvalidValueError: it holds something else.
+        InvalidValueError: the value holds something else.
     """
     from sparsekit_fl.packed import pack
 
@@ -283,12 +277,8 @@ class RunFolder:
     def open(path: Path | str | None, *, resume: bool) -> Iterator[RunFolder]:
         """Hold the folder of a run as long as the block lasts. It is made if absent, unless the run is to be resumed.
 
-        The system frees the lock when its process ends, however that ends; the file `.lock` stays and has no meaning.
-        Worker processes do not inherit the lock. A fresh run deletes nothing that was there before.
-
-        Args:
-            path: The folder; None: a temporary folder, which is not kept.
-            resume: Whether the run continues.
+        The system frees the lock when its process ends, however that ends; the file `.lock` stays and has no meaning. Worker
+        processes do not inherit the lock. A fresh run deletes nothing. Without a path, the folder is temporary.
 
         Raises:
             ResumeError: there is nothing to resume; or it holds files of a run, and `resume` is False; or another run, of this
@@ -321,14 +311,10 @@ class RunFolder:
             lock.release()
 
     def load(self, described: Mapping[str, Any], fresh: State) -> tuple[State, list[dict[str, Any]]]:
-        """Return the state and the records of the last saved round.
-
-        Args:
-            described: All that must be equal for a run to be resumed, as plain JSON values.
-            fresh: The state of a run that begins; it is saved, so that the first round can be resumed too.
+        """Return the state and the records of the last saved round; of a run that begins, `fresh`, which is saved too.
 
         Raises:
-            ResumeError: an option, the model or the data changed, or a file is damaged.
+            ResumeError: something in `described` changed, or a file is damaged.
         """
         self._run = {"sparsekit": __version__, **described}
         for folder in (self.path, *(self.path / name for name in ("clients", "server", "models"))):

@@ -179,14 +179,9 @@ class Comparison:
 
 
 def comparisons_of(results: Iterable[Mapping[str, Any]], *, order: Sequence[str] = ()) -> list[Comparison]:
-    """Make a comparison of the runs that have everything in common that must be equal in one table.
+    """Group results, as in `result.json`, into comparisons of runs with equal settings.
 
-    Args:
-        results: As in `result.json`.
-        order: Methods in the order of tables; others follow as they appear.
-
-    Returns:
-        The comparisons; titles that would be equal name the settings that differ.
+    Methods in `order` come first, others as they appear. Titles that would be equal name the settings that differ.
     """
     groups: list[tuple[dict[str, Any], list[Mapping[str, Any]]]] = []
     # What decides an option itself joins a group of the others.
@@ -209,9 +204,6 @@ def comparisons_of(results: Iterable[Mapping[str, Any]], *, order: Sequence[str]
 
 def read_results(*folders: Path | str) -> list[dict[str, Any]]:
     """Read all results in folders and their subfolders. A run that is there twice counts once.
-
-    Args:
-        folders: Folders of runs or of comparisons.
 
     Raises:
         DataError: a folder without a result, a damaged file, or different results of one method, seed and setting.

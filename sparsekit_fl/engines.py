@@ -184,15 +184,10 @@ def train_alike() -> None:
 
 
 def start_method(device: str | None) -> str:
-    """Return how processes start.
+    """Return how processes start for a device.
 
-    Args:
-        device: Where models train; None for the default.
-
-    Returns:
-        "fork" on Linux for the CPU, where children share data with this process without copying and nothing must be
-        picklable; "spawn" elsewhere, and where torch has threads of autograd, which exist once a gradient was taken on a
-        machine with a GPU: no child of a fork can take one then.
+    On Linux, for the CPU: "fork", so that children share data without copying, and nothing must be picklable. Elsewhere, and
+    once torch has threads of autograd, which a forked child cannot use: "spawn".
     """
     return "fork" if sys.platform == "linux" and device in (None, "cpu") and not _autograd_threads() else "spawn"
 

@@ -85,15 +85,7 @@ class Option:
         return TypeAdapter(self.hint, config=STRICT)
 
     def check(self, value: object, *, name: str | None = None) -> None:
-        """Raise if a value is not allowed. The default is always allowed.
-
-        Args:
-            value: The value.
-            name: Replaces the name in the message.
-
-        Raises:
-            InvalidValueError: names the value, the allowed values, and the meaning of the option.
-        """
+        """Raise InvalidValueError if a value is not allowed; `name` replaces the name in the message."""
         if value is self.default:
             return
         try:
@@ -104,9 +96,7 @@ class Option:
     def read(self, value: object, *, name: str | None = None) -> Any:
         """Return a value that is allowed, converted if it is text.
 
-        Args:
-            value: The value; as text, "none" is None, and the parts of a tuple are separated by commas.
-            name: Replaces the name in messages.
+        As text, "none" is None, and commas separate the parts of a tuple. `name` replaces the name in messages.
 
         Raises:
             InvalidValueError: see `check`.
@@ -202,15 +192,10 @@ def read_keywords(
     without: Collection[str] = (),
     advice: str = "",
 ) -> dict[str, Any]:
-    """Check keywords for a function or a dataclass; text is read by the annotation.
+    """Check keywords for a function or a dataclass, and return them; text is read by the annotation.
 
-    Args:
-        owner: The function or class.
-        given: Keyword → value or text.
-        name: Names the owner in messages, as in "partition 'dirichlet'".
-        prefix: Comes before a keyword in messages, as in "partition.".
-        without: Its keywords that are not options.
-        advice: Ends the message about an unknown keyword.
+    `name` names the owner in messages, `prefix` comes before a keyword, as in "partition.", and `advice` ends the message about
+    an unknown one. Keywords in `without` are not options.
 
     Raises:
         UnknownNameError: no such keyword; names the nearest.

@@ -34,14 +34,7 @@ _MOST_RATIO_CHARTS = 3
 def write_report(comparisons: Sequence[Comparison], out: Path | str, *, command: str = "", failed: Sequence[str] = ()) -> Path:
     """Write `report.html` into a folder, a section for each comparison; return the file.
 
-    Args:
-        comparisons: The sections of the page.
-        out: The folder.
-        command: The command that made the runs, or the page.
-        failed: A line for each run that failed.
-
-    Raises:
-        MissingDependencyError: pandas is not installed.
+    The page shows the command that made it, and a line for each run that failed.
     """
     parts = [code(command), *(paragraph(line, "failed") for line in failed)]
     published = [published_beside(one) for one in comparisons]

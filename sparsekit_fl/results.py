@@ -41,10 +41,8 @@ def _values(scores: Sums, known: Collection[str]) -> dict[str, float]:
 def _means(clients: Sequence[Means], *, worst: Collection[str] | None = None) -> dict[str, float]:
     """Return the mean of each metric over the clients that have it: the exact sum, whatever the order of the clients.
 
-    Args:
-        clients: The values of each.
-        worst: None for all clients. Else only the worst tenth counts, rounded up, and these are the metrics with small
-            values for good models. A value that is not a number is worse than every number.
+    With `worst`, the metrics with small values for good models, only the worst tenth counts, rounded up. A value that is not a
+    number is worse than every number.
     """
     found = {}
     for name in dict.fromkeys(name for values in clients for name in values):
@@ -120,13 +118,7 @@ class RoundScores(Scores):
 
     @classmethod
     def of(cls, clients: Sequence[Scores], *, lower: Collection[str], **more: Any) -> Self:
-        """Return the means over clients.
-
-        Args:
-            clients: The scores of each.
-            lower: Metrics with small values for good models.
-            more: Further fields of a class that inherits this one.
-        """
+        """Return the means over clients; `lower` has the metrics with small values for good models."""
         parts = {part: [own for one in clients if (own := one.part(part))] for part in PARTS}
         return cls(
             personal=_means(parts["personal"]),

@@ -63,14 +63,7 @@ class RunSpec:
 
     @staticmethod
     def build(method: Method, problem: Problem, config: RunConfig, *, init: Path | str | StateDict | None = None) -> RunSpec:
-        """Make the model from the run's seed, trace its units and its costs.
-
-        Args:
-            method: The recipe.
-            problem: Model, loss and metrics, as the user gave them.
-            config: The options.
-            init: Weights to start from; see `read_initial`. None keeps the weights of the fresh model.
-        """
+        """Make the model from the run's seed or from `init` (see `read_initial`), and trace its units and costs."""
         check_training(config.training)
         model, graph = _traced(problem, config)
         setup = method.check(Setup(problem=problem, graph=graph, config=config))

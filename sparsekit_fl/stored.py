@@ -68,15 +68,10 @@ def scale(unit: str, largest: float) -> tuple[float, str]:
 
 
 def texts(unit: str, means: Sequence[float | None], deviations: Sequence[float | None] = ()) -> list[str]:
-    """Write the numbers of one column, all with the prefix of the largest.
+    """Write the numbers of one column, all with the prefix of the largest; a dash stands for None and for non-finite numbers.
 
-    Args:
-        unit: As of `scale`, or "number".
-        means: Values; None and numbers that are not finite become a dash.
-        deviations: As many as there are values, written behind ±; empty for none.
-
-    Returns:
-        As many texts, with equally many decimals: three digits of the smallest number, but three decimals at most.
+    `unit` is one of `scale`, or "number". All texts have equally many decimals: three digits of the smallest number, but three
+    decimals at most.
     """
     known = [abs(mean) for mean in means if mean is not None and math.isfinite(mean)]
     size, ending = scale(unit, max(known, default=0.0))

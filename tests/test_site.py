@@ -7,7 +7,6 @@ import re
 import runpy
 import shlex
 import sys
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -19,6 +18,7 @@ import torch
 import sparsekit_fl
 from sparsekit.cli.main import execute
 from sparsekit.cli.table import COMMANDS as COMMAND_TABLE
+from sparsekit_fl.options import options_of
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -46,7 +46,7 @@ def test_the_entry_of_a_class_of_options_describes_each() -> None:
     for name in ("RunConfig", "TrainingConfig", "methods.hermes"):
         entry = re.split(r"\n##+ ", text.partition(f" {{ #sparsekit_fl.{name} }}\n")[2])[0]
         kind = operator.attrgetter(name)(sparsekit_fl)
-        assert [field.name for field in fields(kind) if f"\n- `{field.name}`: " not in entry] == []
+        assert [option for option in options_of(kind) if f"\n- `{option}`: " not in entry] == []
 
 
 @cache

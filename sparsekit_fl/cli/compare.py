@@ -122,14 +122,7 @@ def _experiment(options: RunOptions) -> Experiment:
 
 
 def _result(method: Method, options: RunOptions, home: Path | None, label: str) -> Mapping[str, Any]:
-    """Return the result of a run that has finished, or run it from its last checkpoint.
-
-    Args:
-        method: The method.
-        options: With the seed of the run.
-        home: Folder of the comparison. Each run gets a folder there, such as `fedavg-low-seed0`. None keeps nothing.
-        label: Begins the lines of progress.
-    """
+    """Return the result of a run that has finished, or run it from its last checkpoint, in a folder below `home`, if any."""
     from sparsekit_fl.callbacks import LiveProgress
     from sparsekit_fl.checkpoint import holds_run
 

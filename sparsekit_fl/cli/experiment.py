@@ -51,9 +51,7 @@ class Experiment:
     def of(options: RunOptions, *, ids: Collection[int] | None = None) -> Experiment:
         """Load and partition the data, and complete the options from the preset.
 
-        Args:
-            options: The user's options.
-            ids: The clients to load, such as the clients of one device; empty on a server without data. None loads all.
+        With `ids`, only these clients are loaded: the clients of one device, or none on a server without data.
 
         Raises:
             SparsekitError: an option that is not allowed, or data that are missing or do not fit.

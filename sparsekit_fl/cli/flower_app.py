@@ -60,12 +60,7 @@ def client_ids(text: str) -> list[int]:
 
 
 def write_app(folder: Path, config: Mapping[str, Any] | None = None, *, port: int = 8000) -> list[Path]:
-    """Write the app into a folder, which is made if absent, and return its files; Flower is needed only where it runs.
-
-    Args:
-        folder: The folder.
-        config: Options of its run configuration, in place of those in `DEFAULTS`.
-        port: The SuperLink's, on this machine.
+    """Write the app into a folder, with options in place of those in `DEFAULTS`, and return its files.
 
     Raises:
         InvalidValueError: a file is there already; nothing was written.

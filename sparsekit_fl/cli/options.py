@@ -240,14 +240,7 @@ def with_run_options(command: Callable[..., None], *, without: tuple[str, ...] =
     """Give a command a flag for each of `FLAGS`, in place of its keyword-only parameter `options`, which gets a RunOptions.
 
     Flags override `--set`, which overrides `--config FILE`, or the `run.toml` of a run that is resumed. A file may also name
-    the method.
-
-    Args:
-        command: The command.
-        without: Options that it does not take.
-
-    Returns:
-        What Typer reads as a command with all the options.
+    the method. The options in `without` are left out.
     """
     own = inspect.signature(command, eval_str=True).parameters
 
@@ -280,15 +273,9 @@ def _code(options: RunOptions, typed: RunOptions) -> dict[str, tuple[str, ...]]:
 
 
 def _refuse_code(file: Path, words: list[str | None], filed: Mapping[str, tuple[str, ...]]) -> None:
-    """Raise if the file of a folder names code: only the command line may, since whoever wrote the folder may be a stranger.
+    """Raise if the file of a folder names code: only the command line may, since a stranger may have written the folder.
 
-    Args:
-        file: The file.
-        words: The command and its arguments.
-        filed: Option → texts from the file; of the method, the empty name.
-
-    Raises:
-        InvalidValueError: has the line to type.
+    `filed` maps an option to its texts in the file, with the empty name for the method. The error has the line to type.
     """
     code = [(name, text) for name, texts in filed.items() for text in texts if ":" in text]
     if code:

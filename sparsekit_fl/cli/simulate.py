@@ -46,15 +46,10 @@ _LOG_LINES = 15
 def simulate(method: str, options: RunOptions, on_round: Callable[[RoundRecord], object]) -> RunResult:
     """Run a method in Flower's simulation: write an app, start a SuperLink that simulates, and submit the app to it.
 
-    Args:
-        method: As the user wrote it.
-        options: The options.
-        on_round: Is called with each round that is saved.
-
     Raises:
         SparsekitError: the error that ended the run.
         InvalidValueError: a Ray cluster, and no folder that its machines share.
-        WorkerDiedError: Flower ended without a result; says what its log says.
+        WorkerDiedError: Flower ended without a result; has the end of its log.
         RunInterrupted: Ctrl-C, or SIGTERM; says how to continue.
     """
     from sparsekit_fl import errors

@@ -95,13 +95,10 @@ class Node:
 
 
 def make_app(node: Callable[[Context, str], Node]) -> ClientApp:
-    """Make a Flower client.
+    """Make a Flower client; `node` finds the node for a context and the id of a run, and is called for each message.
 
     A message holds the shared state, or nothing, and the request of each client; the answer holds their replies. A query is
     answered with a description of the clients of the node.
-
-    Args:
-        node: (context, id of the run) → the node, made or found in this process; called for each message.
     """
     app = ClientApp()
 

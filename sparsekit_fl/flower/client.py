@@ -165,15 +165,7 @@ def packed(state: Mapping[str, Tensor]) -> ArrayRecord:
 
 
 def unpacked(arrays: ArrayRecord, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Undo `packed`, for the arrays of any client.
-
-    Args:
-        arrays: The arrays of the reply.
-        shapes: State-dict key → expected shape, which are compared before a tensor is made.
-
-    Raises:
-        DataError: it is not a state of these shapes.
-    """
+    """Undo `packed` for the arrays of any client; raise DataError unless their names and shapes are as expected."""
     (array,) = arrays.values()
     return unpack(array.data, shapes=shapes)[0]
 

@@ -74,13 +74,7 @@ class GridEngine:
         self._node_of: dict[int, int] = {}  # client id → the device that has it
 
     def introduce(self, spec: RunSpec) -> dict[int, Client]:
-        """Wait for the devices, and ask each which clients it has.
-
-        Args:
-            spec: The fixed parts of the run, which devices must share; see `identity_of`.
-
-        Returns:
-            Client id → client, with numbers of examples in place of data.
+        """Wait for the devices, and return their clients by id, with numbers of examples in place of data.
 
         Raises:
             WorkerDiedError: too few nodes came, or none of them has a client; says why.
@@ -207,11 +201,8 @@ def content(*parts: bytes, run: str = "") -> RecordDict:
 def read(message: Message | str) -> tuple[str, list[bytes]]:
     """Undo `content`: return the id of the run, and the payloads.
 
-    Args:
-        message: A message, whoever sent it, or the reason why there is none.
-
     Raises:
-        DataError: there is no message, it is an error of Flower, or not a message of this package; says which.
+        DataError: the message is absent (a text says why), is an error of Flower, or is not from this package.
     """
     if isinstance(message, str):
         raise DataError(message)
@@ -251,10 +242,7 @@ def describe_clients(clients: Iterable[Client], identity: str) -> bytes:
 
 
 def read_clients(answer: Message | str, identity: str) -> dict[int, Client]:
-    """Undo `describe_clients`, for the answer of any device.
-
-    Returns:
-        Client id → client, with numbers of examples in place of data; at least one.
+    """Undo `describe_clients`, for the answer of any device: client id → client, with numbers of examples in place of data.
 
     Raises:
         DataError: it names no clients, one twice or more than a million, or has other code or another model; says what to do.

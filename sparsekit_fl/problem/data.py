@@ -108,11 +108,7 @@ class TensorData:
 
 
 def read(split: Any, positions: list[int]) -> Batch:
-    """Return `(inputs, targets)` of some examples of a client.
-
-    Args:
-        split: TensorData, or any map-style data set of `(input, …, target)`; no other item is read.
-        positions: Which ones, in [0, len(split)).
+    """Return `(inputs, targets)` of some examples of a client, from TensorData or any map-style data set.
 
     Raises:
         DataError: the items cannot be read, or cannot be made into tensors.

@@ -22,18 +22,10 @@ _log = logging.getLogger(__name__)
 def find_files(
     name: str, root: Path | str | None, *patterns: str, layout: str, repo: str = "", aliases: Sequence[str] = ()
 ) -> list[list[Path]]:
-    """Find the files of a data set.
+    """Return the files of a data set for each pattern, sorted: from the user's data directory, or from the hub without `root`.
 
-    Args:
-        name: The data set.
-        root: The user's data directory, or the folder of the data set in it; None to fetch the hub's copy.
-        patterns: Of the names of files; each must have some, anywhere in the folder.
-        layout: What should be there, for the message.
-        repo: The data set's id on the hub; empty if it is not there.
-        aliases: Other spellings of the folder.
-
-    Returns:
-        The files of each pattern, sorted.
+    `layout` describes the expected files in errors, `repo` is the id of the data set on the hub, and `aliases` are other names
+    of its folder.
 
     Raises:
         DataError: files are missing, or cannot be fetched; the message says how to provide them.
@@ -73,16 +65,9 @@ _FORMAT = 1
 def cached_tensors(name: str, files: Sequence[Path], decode: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
     """Return tensors decoded from files, from the cache if these files were decoded before.
 
-    The cache is `$SPARSEKIT_CACHE`, or the folder where the system keeps caches. One that cannot be read or written costs
-    time, never the run.
-
-    Args:
-        name: The beginning of the entry's name.
-        files: The encoded files; their names, sizes and times of change are the key.
-        decode: Makes the tensors; called only if the cache has none.
-
-    Returns:
-        Name → tensor. From the cache they are maps of the file, copy-on-write: processes share the pages, files never change.
+    The cache is `$SPARSEKIT_CACHE`, or the system's folder for caches. Names, sizes and times of change of the files are the
+    key. If the cache cannot be read or written, the run continues without it. Cached tensors are copy-on-write maps of the
+    file, so processes share their pages.
     """
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     key = hashlib.sha256(json.dumps([_FORMAT, name, stats]).encode()).hexdigest()[:20]

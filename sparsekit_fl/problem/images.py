@@ -128,12 +128,10 @@ def tiny_imagenet(root: Path | str | None = None) -> DataSource:
 
 
 def read_images(files: Sequence[Path], shape: tuple[int, int, int]) -> dict[str, Tensor]:
-    """Decode all images of some parquet files.
+    """Decode all images of some parquet files; each image has `shape` (C, H, W).
 
-    Args:
-        files: With a column `image` or `img` (a struct of encoded `bytes`, or the bytes themselves) and a column `label`
-            or `fine_label`.
-        shape: `(C, H, W)` of every image.
+    The files have a column `image` or `img` (a struct of encoded `bytes`, or the bytes themselves) and a column `label` or
+    `fine_label`.
 
     Returns:
         `images` uint8 `(rows, C, H, W)` and `labels` int64 `(rows,)`.

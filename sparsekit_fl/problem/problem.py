@@ -82,12 +82,8 @@ class Problem:
 def check_fit(problem: Problem, clients: Sequence[Client]) -> None:
     """Try a fresh model, the loss and the metrics on two training examples of the first client; check the labels of all.
 
-    A run does this before its first round, so that what cannot work fails at once. Clients whose data are elsewhere, on
-    devices, are left out.
-
-    Args:
-        problem: The task.
-        clients: All clients.
+    A run does this before its first round, so that mistakes show at once. Clients with their data elsewhere, on devices, are
+    left out.
 
     Raises:
         DataError: the data do not fit the model, the loss or a metric; the message says which and how.

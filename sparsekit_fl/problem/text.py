@@ -26,21 +26,14 @@ _WORD = re.compile(r"[a-z]+(?:'[a-z]+)*|[^\sa-z']")
 
 
 def token_source(name: str, users: Mapping[str, Sequence[Sequence[str]]], *, vocabulary: int, chunk: int = 10) -> DataSource:
-    """Return a next-word source from the texts of natural clients.
+    """Return a next-word source from the texts of natural clients, each text a sequence of words, in order of time.
 
-    Ids go to the most frequent words, after padding (0) and unknown (1); ties go to the word that sorts first. Each
-    text is cut into chunks of `chunk` words; inputs are all words but the last, targets all but the first.
-    A last chunk of two words or more is padded; a single word predicts nothing and is left out.
-
-    Args:
-        name: The data set.
-        users: Natural client → its texts, in order of time, each a sequence of words.
-        vocabulary: The size of the vocabulary, special tokens included; a smaller corpus leaves ids unused.
-        chunk: Words per chunk, so that inputs have `chunk` − 1 tokens.
+    Ids go to the most frequent words, after padding (0) and unknown (1); ties go to the word that sorts first. Each text is cut
+    into chunks of `chunk` words; inputs are all words but the last, targets all but the first. A last chunk of two words or
+    more is padded; a single word predicts nothing and is left out.
 
     Returns:
-        The source: inputs int64 `(rows, chunk − 1)`, targets int64 of the same shape, owners numbered as the users come, no
-        test pool.
+        The source: inputs and targets int64 `(rows, chunk − 1)`, owners numbered in the order of `users`, no test pool.
     """
     counts = Counter(word for texts in users.values() for text in texts for word in text)
     ranked = sorted(counts.keys() - set(_SPECIAL), key=lambda word: (-counts[word], word))
@@ -67,15 +60,9 @@ def token_source(name: str, users: Mapping[str, Sequence[Sequence[str]]], *, voc
 
 
 def read_leaf(paths: list[Path]) -> dict[str, list[list[str]]]:
-    """Return the texts of every user.
+    """Return user → texts from LEAF's files for Reddit: JSON with `users`, `num_samples` and `user_data → {x, y}`.
 
-    Args:
-        paths: JSON files with `users`, `num_samples` and `user_data → {x, y}`, as LEAF writes them for Reddit: a sample of `x`
-            is a list of chunks, each a list of words. The `target_tokens` of `y` repeat them one place further, and are not
-            read. Padding is dropped.
-
-    Returns:
-        User → texts, in the order of the files.
+    A sample of `x` is a list of chunks, each a list of words. Padding is dropped. `y` repeats the words and is not read.
 
     Raises:
         DataError: a file is not of this layout.
