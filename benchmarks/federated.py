@@ -3,15 +3,18 @@
     python benchmarks/federated.py --out federated [--settings classes domain scratch] [--arms fedlps heterofl] [--seeds 0 1 2]
 
 Ten clients with capabilities from 1 to 1/16 of the FLOPs, two of each, all of them in every round. The settings are fine-tuning
-on clients of three classes, fine-tuning on grey, inverted images of five classes, and training from scratch. Every arm deploys
-the best of the models that a client trained, by its own validation images. A network for fine-tuning is trained first, once. A
-run that was measured is not repeated: its row is in OUT/federated.jsonl. `--show` prints tables and draws the picture.
+on clients of three classes, fine-tuning on grey, inverted images of five classes, each for two networks, and training from
+scratch. Networks for fine-tuning are trained first, once. Settings that begin with the name of a preset run that experiment,
+with capabilities as shares of FLOPs or of units. Every arm deploys the best of the models that a client trained, by its own
+validation images. A run that was measured is not repeated: its row is in OUT/federated.jsonl. `--show` prints tables and draws
+the picture.
 """
 
 import argparse
+import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -26,6 +29,9 @@ from narrow_vgg import vgg11
 from torch import Tensor, nn
 
 import sparsekit_fl as fl
+from sparsekit_fl.methods.fedlps import _sample
+from sparsekit_fl.paper.build import build_problem
+from sparsekit_fl.paper.presets import PRESETS
 from sparsekit_fl.problem.images import cifar10
 
 TRAINED_ON = 20_000  # images of CIFAR-10 that the network for fine-tuning was trained on; clients have the others
@@ -55,13 +61,13 @@ def grey(pixels: Tensor) -> Tensor:
     return -scaled(pixels).mean(1, keepdim=True).expand(-1, 3, -1, -1).contiguous()
 
 
-def trained(out: Path, data: Path, *, epochs: int = 6, batch: int = 128) -> dict[str, Tensor]:
-    """Return the weights of the network for fine-tuning, which are trained once and kept in `out`."""
-    path = out / "network.pt"
+def trained(build: Callable[[], nn.Module], out: Path, data: Path, *, epochs: int = 6, batch: int = 128) -> dict[str, Tensor]:
+    """Return the weights of a network for fine-tuning, which are trained once and kept in `out`."""
+    path = out / f"{build.__name__}.pt"
     if not path.exists():
         torch.manual_seed(0)
         pixels, labels, others, truth = images(data)
-        model, steps = network(), TRAINED_ON // batch
+        model, steps = build(), TRAINED_ON // batch
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.15, total_steps=epochs * steps)
         for _ in range(epochs):
@@ -76,7 +82,7 @@ def trained(out: Path, data: Path, *, epochs: int = 6, batch: int = 128) -> dict
         model.eval()
         with torch.no_grad():
             right = [(model(scaled(x)).argmax(1) == y).float().mean() for x, y in zip(others.split(500), truth.split(500))]
-        print(f"the network for fine-tuning: {float(torch.stack(right).mean()):.4f}", flush=True)
+        print(f"{build.__name__}: {float(torch.stack(right).mean()):.4f}", flush=True)
         torch.save(model.state_dict(), path)
     return torch.load(path)
 
@@ -99,11 +105,20 @@ class Setting:
     seen: Callable[[Tensor], Tensor] = scaled
 
 
-SETTINGS: dict[str, Setting] = {
-    "domain": Setting(classes=5, train=20, validation=20, test=40, rounds=5, lr=0.01, seen=grey),
-    "classes": Setting(classes=3, train=34, validation=34, test=66, rounds=5, lr=0.01),
+_DOMAIN = Setting(classes=5, train=20, validation=20, test=40, rounds=5, lr=0.01, seen=grey)
+_CLASSES = Setting(classes=3, train=34, validation=34, test=66, rounds=5, lr=0.01)
+SETTINGS: dict[str, Setting | fl.RunConfig] = {
+    "domain": _DOMAIN,
+    "classes": _CLASSES,
     "scratch": Setting(classes=3, train=50, validation=34, test=66, rounds=8, lr=0.05, model=vgg11, trained=False),
+    "domain, VGG": replace(_DOMAIN, model=vgg11),
+    "classes, VGG": replace(_CLASSES, model=vgg11),
 }
+for _preset in ("digits", "mnist"):
+    for _share in ("flops", "units"):
+        SETTINGS[f"{_preset}, {_share}"] = PRESETS[_preset].config(
+            {"capability_of": _share, "deploy": "best"}, PRESETS[_preset].clients
+        )
 EPOCHS, CLIENTS = 2, 10
 
 
@@ -114,6 +129,49 @@ class Alone(fl.methods.fedlps):
     def check(self, setup: fl.Setup) -> fl.Setup:
         """Keep every entry private."""
         return replace(super().check(setup), private=setup.graph.shapes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validated(fl.methods.fedlps):
+    """FedLPS whose bandits learn from validation accuracy."""
+
+    def _first(self, client: fl.ClientContext, load: Callable[[], object]) -> dict[str, float]:
+        if "began" in client.memory:
+            return {}
+        client.memory["began"] = True
+        load()
+        return {"initial_accuracy": _accuracy(client)}
+
+    def train(self, client: fl.ClientContext, task: fl.Task) -> fl.Result:
+        """Return what FedLPS returns, with the accuracy on validation data."""
+        result = super().train(client, task)
+        return replace(result, metrics={**result.metrics, "accuracy": _accuracy(client)})
+
+
+def _accuracy(client: fl.ClientContext) -> float:
+    right, count = client.score("val")["accuracy"]
+    return right / count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Narrowed(fl.methods.fedlps):
+    """FedLPS whose weak devices choose their units by learned narrowing, which is counted as scoring."""
+
+    def _importance(self, client: fl.ClientContext, task: fl.Task) -> Mapping[str, Tensor]:
+        if task.ratio > 1 / 8:
+            return super()._importance(client, task)
+        graph, steps = client.graph, 24
+        client.load(task.state, None)
+        model = client.masked.compact()
+        rule = sk.LearnedNarrowing(steps=steps, until=0.7, cuts=3)
+        masked = sk.LearnableMask(model, graph=graph, ratio=client.width(task.ratio), learning=rule)
+        optimizer = torch.optim.SGD(masked.parameters(), lr=client.training.lr, momentum=0.9)
+        for batch in itertools.islice(itertools.cycle(_sample(client, 256)), steps):
+            client.scored.append(3 * len(batch[-1]) * client.costs.forward_flops(masked.unit_mask()))
+            optimizer.zero_grad()
+            client.problem.loss(masked(*batch[:-1]), batch[-1]).backward()
+            optimizer.step()
+        return {name: keep.float() for name, keep in masked.unit_mask().keep.items()}
 
 
 fedlps, plain = fl.methods.fedlps, {"scaler": False, "clip": None}
@@ -135,6 +193,9 @@ ARMS: dict[str, fl.Method] = {
     "half, not filled": fedlps(ratios="half", fill=False),
     "bandit": fedlps(ratios="bandit"),
     "random ratio": fedlps(ratios="random"),
+    "bandit, validation": Validated(ratios="bandit"),
+    "narrowed": Narrowed(),
+    "rcr, redrawn": fl.methods.rcr_dyn(),
     "alone": Alone(),
     "local": fl.methods.local(),
     "fedavg": fl.methods.fedavg(),
@@ -169,24 +230,31 @@ def clients(setting: Setting, data: Path, seed: int) -> list[fl.Client]:
 
 def measure(name: str, arm: str, seed: int, out: Path, data: Path) -> dict[str, Any]:
     """Run one arm, and return its row."""
-    setting = SETTINGS[name]
-    problem = fl.Problem(model=setting.model, example_inputs=(torch.zeros(2, 3, 32, 32),))
-    training = fl.TrainingConfig(local_epochs=EPOCHS, batch_size=32, lr=setting.lr, momentum=0.9)
-    config = fl.RunConfig(
-        rounds=setting.rounds, cohort=CLIENTS, seed=seed, eval_every=setting.rounds, deploy="best", training=training
-    )
-    everyone, began = clients(setting, data, seed), time.process_time()
-    init = trained(out, data) if setting.trained else None
+    setting, init = SETTINGS[name], None
+    if isinstance(setting, fl.RunConfig):
+        problem, everyone = build_problem(PRESETS[name.split(",")[0]], data_dir=data, seed=seed)
+        config = replace(setting, seed=seed, eval_every=setting.rounds)
+    else:
+        problem, everyone = (
+            fl.Problem(model=setting.model, example_inputs=(torch.zeros(2, 3, 32, 32),)),
+            clients(setting, data, seed),
+        )
+        training = fl.TrainingConfig(local_epochs=EPOCHS, batch_size=32, lr=setting.lr, momentum=0.9)
+        config = fl.RunConfig(
+            rounds=setting.rounds, cohort=CLIENTS, seed=seed, eval_every=setting.rounds, deploy="best", training=training
+        )
+        init = trained(setting.model, out, data) if setting.trained else None
+    began = time.process_time()
     result = fl.run(ARMS[arm], problem, everyone, config, init=init)
     levels = {client.id: client.capability.ratio for client in everyone}
-    scores = {level: [] for level in LEVELS}  # type: dict[float, list[float]]
+    scores = {level: [] for level in sorted({*levels.values()}, reverse=True)}  # type: dict[float, list[float]]
     for one in result.final.per_client:
         scores[levels[one.id]].append(one.personal["accuracy"])
     cost = result.cost
     return {
         "setting": name, "arm": arm, "seed": seed,
         "validation": result.final.validation["accuracy"], "test": result.final.personal["accuracy"],
-        "by level": [statistics.mean(scores[level]) for level in LEVELS],
+        "by level": [statistics.mean(each) for each in scores.values()],
         "TFLOPs": cost.flops_training / 1e12, "scoring": cost.flops_scoring / 1e12, "seconds": cost.seconds,
         "processor": time.process_time() - began,
     }  # fmt: skip
@@ -267,7 +335,7 @@ def main() -> None:
             for arm in options.arms:
                 key = {"setting": name, "arm": arm, "seed": seed}
                 known = any(key == {each: row[each] for each in key} for row in read(path))
-                if known or arm in SAME[SETTINGS[name].trained]:
+                if known or arm in SAME[getattr(SETTINGS[name], "trained", False)]:
                     continue
                 row = measure(name, arm, seed, options.out, options.data_dir)
                 add(path, row, quiet=True)

@@ -68,8 +68,8 @@ class Run:
         """Training batches for ever, half of the images flipped."""
         x, y = self.task.train
         while True:
-            chosen = torch.randint(len(x), (self.task.batch,), generator=self.generator)
-            flipped = torch.rand(self.task.batch, generator=self.generator) < 0.5
+            chosen = torch.randint(len(x), (self.task.batch,), generator=self.generator).to(x.device)
+            flipped = (torch.rand(self.task.batch, generator=self.generator) < 0.5).to(x.device)
             images = x[chosen]
             yield torch.where(flipped[:, None, None, None], images.flip(3), images), y[chosen]
 
@@ -81,7 +81,7 @@ class Run:
     def calibrate(self, images: int) -> "Run":
         """Score and refit on so many images."""
         x, y = self.task.train
-        chosen = torch.randperm(len(x), generator=torch.Generator().manual_seed(self.seed))[:images]
+        chosen = torch.randperm(len(x), generator=torch.Generator().manual_seed(self.seed))[:images].to(x.device)
         self.calibration = list(zip(x[chosen].split(32), y[chosen].split(32)))
         return self
 
@@ -204,7 +204,7 @@ ARMS: dict[str, Callable[[Run], nn.Module]] = {
     "scratch": _scratch,
     "paper": _paper,
     "iterative": _iterative,
-    "L3 .5": lambda run: run.learned(0.5, 3),
+    "L3 .5": lambda run: run.learned(0.5, 3),  # the default
     "L2 .5": lambda run: run.learned(0.5, 2),
     "L6 .7": lambda run: run.learned(0.7, 6),
     "L4 .7 from Fisher": lambda run: run.learned(0.7, 4, first=run.fisher()),
@@ -234,7 +234,7 @@ def run_cells(out: Path, options: argparse.Namespace) -> None:
                     for arm in options.arms:
                         if (name, seed, share, budget, arm, options.lr) in done:
                             continue
-                        task = task or tasks(name, seed, out)
+                        task = task or tasks(name, seed, out, options.device)
                         run = Run(task, share, budget, seed, options.lr)
                         model = copy.deepcopy(task.model) if arm == "dense" else ARMS[arm](run)
                         row = {"task": name, "seed": seed, "share": share, "budget": budget, "arm": arm, "lr": options.lr}
@@ -273,13 +273,14 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=list(ARMS)[:12], choices=list(ARMS))
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--epochs", type=int, default=9)
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.command == "pretrain":
         from learning_nets import pretrain
 
-        pretrain(options.out, options.epochs)
+        pretrain(options.out, options.epochs, options.device)
     elif options.command == "run":
         run_cells(options.out, options)
     else:

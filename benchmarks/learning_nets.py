@@ -109,9 +109,9 @@ class Task:
 
 
 @cache
-def _wrapped(build: Callable[..., nn.Module], *options: Any) -> tuple[nn.Module, sk.LearnableMask, CostModel]:
+def _wrapped(build: Callable[..., nn.Module], device: str, *options: Any) -> tuple[nn.Module, sk.LearnableMask, CostModel]:
     model, example = build(*options)
-    model = model.to(memory_format=torch.channels_last).eval()
+    model, example = model.to(device, memory_format=torch.channels_last).eval(), example.to(device)
     rule = sk.LearnedNarrowing(steps=100)
     masked = sk.LearnableMask(model, (example,), budget="flops=50%", learning=rule)
     return model, masked, sk.cost_model(model, example, graph=masked.graph)
@@ -131,12 +131,12 @@ def _of_classes(data: Data, classes: list[int], each: int | None, generator: tor
     return data[0][torch.cat(chosen)], data[1][torch.cat(chosen)]
 
 
-def tasks(name: str, seed: int, out: Path) -> Task:
+def tasks(name: str, seed: int, out: Path, device: str = "cpu") -> Task:
     """A client: names of classes of CIFAR-10, "turned" for all ten with images turned by a quarter, or "tiny" for 20 classes of
     Tiny ImageNet and EfficientNet-Lite0."""
     generator = torch.Generator().manual_seed(seed)
     if name == "tiny":
-        return _tiny(seed)
+        return _tiny(seed, device)
     (x, y), test = cifar10(out)
     pool, held = (x[_PRETRAINED:_CLIENTS], y[_PRETRAINED:_CLIENTS]), (x[_CLIENTS:], y[_CLIENTS:])
     turned = name == "turned"
@@ -145,7 +145,12 @@ def tasks(name: str, seed: int, out: Path) -> Task:
     val, test = (_of_classes(each, classes, 300 if turned else None, generator) for each in (held, test))
     if turned:
         train, val, test = ((images.rot90(1, (2, 3)), labels) for images, labels in (train, val, test))
-    return Task(*_wrapped(_convnet, out)[:1], train, val, test, *_wrapped(_convnet, out)[1:])
+    model, masked, costs = _wrapped(_convnet, device, out)
+    return Task(model, *(_moved(each, device) for each in (train, val, test)), masked, costs)
+
+
+def _moved(data: Data, device: str) -> Data:
+    return data[0].to(device), data[1].to(device)
 
 
 def _lite0(pixels: int) -> tuple[nn.Module, Tensor]:
@@ -155,7 +160,7 @@ def _lite0(pixels: int) -> tuple[nn.Module, Tensor]:
     return network.model, network.example[0]
 
 
-def _tiny(seed: int, pixels: int = 64, classes: int = 20) -> Task:
+def _tiny(seed: int, device: str, pixels: int = 64, classes: int = 20) -> Task:
     import numpy as np
     import pyarrow.parquet as parquet
     from real_nets import DATA, images
@@ -167,12 +172,12 @@ def _tiny(seed: int, pixels: int = 64, classes: int = 20) -> Task:
         places = np.concatenate([np.flatnonzero(labels == each)[first:last] for each in wanted])
         return images(split, sorted(places.tolist()), pixels)
 
-    model, masked, costs = _wrapped(_lite0, pixels)
-    parts = part("train", 0, 80), part("train", 80, 100), part("valid", 0, 25)
+    model, masked, costs = _wrapped(_lite0, device, pixels)
+    parts = (_moved(part(*each), device) for each in (("train", 0, 80), ("train", 80, 100), ("valid", 0, 25)))
     return Task(model, *parts, masked, costs, clip=1.0, frozen=True)
 
 
-def pretrain(out: Path, epochs: int, batch: int = 500, lr: float = 0.15) -> None:
+def pretrain(out: Path, epochs: int, device: str, batch: int = 500, lr: float = 0.15) -> None:
     """Train `ConvNet` on the first 40,000 images, in bfloat16, into OUT/cifar10.pt.
 
     Source: Muon for convolutions, Jordan et al. (2024), and the recipe of airbench.
@@ -187,7 +192,7 @@ def pretrain(out: Path, epochs: int, batch: int = 500, lr: float = 0.15) -> None
         filters = (vectors.T / (values[:, None] + 5e-4).sqrt()).reshape(12, 3, 2, 2)
         model.stem.weight.copy_(torch.cat([filters, -filters]))
         model.stem.bias.zero_()
-    model.to(memory_format=torch.channels_last)
+    model.to(device, memory_format=torch.channels_last)
     model.stem.weight.requires_grad_(False)
     convolutions = [p for p in model.parameters() if p.dim() == 4 and p.requires_grad]
     momenta = [torch.zeros_like(p) for p in convolutions]
@@ -195,7 +200,7 @@ def pretrain(out: Path, epochs: int, batch: int = 500, lr: float = 0.15) -> None
     groups = [{"params": others, "lr": 0.05}, {"params": [model.fc.weight], "lr": 0.3}]
     sgd = torch.optim.SGD(groups, momentum=0.85, nesterov=True, weight_decay=1e-4)
     first = [group["lr"] for group in sgd.param_groups]
-    padded = F.pad(x[:_PRETRAINED], (2, 2, 2, 2), "reflect")
+    padded, y = F.pad(x[:_PRETRAINED], (2, 2, 2, 2), "reflect").to(device), y.to(device)
     steps, flipped, begin = 0, torch.rand(_PRETRAINED, generator=generator) < 0.5, time.time()
     total = epochs * _PRETRAINED // batch
     for epoch in range(epochs):
@@ -203,14 +208,14 @@ def pretrain(out: Path, epochs: int, batch: int = 500, lr: float = 0.15) -> None
         for chosen in torch.randperm(_PRETRAINED, generator=generator).split(batch):
             corners = torch.randint(0, 5, (len(chosen), 2), generator=generator).tolist()
             images = torch.stack([padded[k, :, a : a + 32, b : b + 32] for k, (a, b) in zip(chosen.tolist(), corners)])
-            images = torch.where(flipped[chosen][:, None, None, None], images.flip(3), images)
+            images = torch.where(flipped[chosen][:, None, None, None].to(device), images.flip(3), images)
             left = 1 - steps / total
             for group, rate in zip(sgd.param_groups, first):
                 group["lr"] = rate * min(1.0, (steps + 1) / 50) * left
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(torch.device(device).type, torch.bfloat16):
                 outputs = model(images.contiguous(memory_format=torch.channels_last))
             model.zero_grad()
-            F.cross_entropy(outputs.float(), y[chosen], label_smoothing=0.1).backward()
+            F.cross_entropy(outputs.float(), y[chosen.to(device)], label_smoothing=0.1).backward()
             sgd.step()
             with torch.no_grad():
                 for p, momentum in zip(convolutions, momenta):
