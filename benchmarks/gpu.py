@@ -61,8 +61,9 @@ def exactness(device: torch.device, quick: bool) -> dict[str, Any]:
         small.to(device), truth.eval(), small.eval()
         wide = x.double() if x.is_floating_point() and name != "lstm" else x
         expected = truth(wide)
-        outputs = small(x.to(device))
-        cross_entropy(outputs, y.to(device)).backward()
+        with torch.backends.cudnn.flags(enabled=name != "lstm"):  # it refuses a backward pass of an LSTM in eval mode
+            outputs = small(x.to(device))
+            cross_entropy(outputs, y.to(device)).backward()
         cross_entropy(expected, y).backward()
         pairs = zip(small.parameters(), truth.parameters(), strict=True)
         of_weights = [apart(a.grad, b.grad) for a, b in pairs if a.grad is not None and b.grad is not None]

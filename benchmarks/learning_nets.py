@@ -111,9 +111,10 @@ class Task:
 @cache
 def _wrapped(build: Callable[..., nn.Module], device: str, *options: Any) -> tuple[nn.Module, sk.LearnableMask, CostModel]:
     model, example = build(*options)
+    graph = sk.trace_units(model.eval(), (example,))
     model, example = model.to(device, memory_format=torch.channels_last).eval(), example.to(device)
     rule = sk.LearnedNarrowing(steps=100)
-    masked = sk.LearnableMask(model, (example,), budget="flops=50%", learning=rule)
+    masked = sk.LearnableMask(model, (example,), budget="flops=50%", learning=rule, graph=graph)
     return model, masked, sk.cost_model(model, example, graph=masked.graph)
 
 
