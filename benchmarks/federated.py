@@ -11,6 +11,7 @@ the picture.
 """
 
 import argparse
+import copy
 import itertools
 import statistics
 import time
@@ -162,7 +163,7 @@ class Narrowed(fl.methods.fedlps):
             return super()._importance(client, task)
         graph, steps = client.graph, 24
         client.load(task.state, None)
-        model = client.masked.compact()
+        model = copy.deepcopy(client.masked.compact())
         rule = sk.LearnedNarrowing(steps=steps, until=0.7, cuts=3)
         masked = sk.LearnableMask(model, graph=graph, ratio=client.width(task.ratio), learning=rule)
         optimizer = torch.optim.SGD(masked.parameters(), lr=client.training.lr, momentum=0.9)
@@ -171,7 +172,7 @@ class Narrowed(fl.methods.fedlps):
             optimizer.zero_grad()
             client.problem.loss(masked(*batch[:-1]), batch[-1]).backward()
             optimizer.step()
-        return {name: keep.float() for name, keep in masked.unit_mask().keep.items()}
+        return {name: keep.float() for name, keep in masked.unit_mask().items()}
 
 
 fedlps, plain = fl.methods.fedlps, {"scaler": False, "clip": None}
