@@ -29,6 +29,7 @@ from common import ROOT, add, read, show, spread
 from narrow_vgg import vgg11
 from torch import Tensor, nn
 
+import sparsekit as sk
 import sparsekit_fl as fl
 from sparsekit_fl.methods.fedlps import _sample
 from sparsekit_fl.paper.build import build_problem

@@ -2,12 +2,12 @@
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 import torch
 
-__all__ = ["same_random_state", "torch_generator", "torch_scope"]
+__all__ = ["same_random_state", "seeded", "torch_generator", "torch_scope"]
 
 
 def torch_generator(rng: np.random.Generator) -> torch.Generator:
@@ -34,15 +34,19 @@ def same_random_state() -> Iterator[None]:
 
 
 @contextmanager
-def torch_scope(rng: np.random.Generator) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
     """Seed torch's global generators inside the block, also of GPUs once CUDA is in use, and put their states back.
 
     For what knows no other generator: initializers and dropout. The only place that seeds global random state.
     """
-    seed = int(rng.integers(2**63 - 1))
     with same_random_state():
         # Not torch.manual_seed: its first call imports the compiler, which takes seconds, and each takes a millisecond.
         torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():
-            torch.cuda.manual_seed_all(seed)
+        for generator in torch.cuda.default_generators if torch.cuda.is_initialized() else ():
+            generator.manual_seed(seed)
         yield
+
+
+def torch_scope(rng: np.random.Generator) -> AbstractContextManager[None]:
+    """Return `seeded` with a seed that is drawn from `rng`."""
+    return seeded(int(rng.integers(2**63 - 1)))

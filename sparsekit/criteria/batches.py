@@ -18,6 +18,7 @@ from sparsekit.errors import DataError, InvalidValueError, MissingImportanceErro
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.progress import track
 from sparsekit.registry import calling
+from sparsekit.rng import same_random_state
 from sparsekit.runtime.narrow_attention import NarrowMultiheadAttention
 from sparsekit.tracing.inputs import map_tensors, refuse_inference
 
@@ -204,7 +205,7 @@ def scoring(model: nn.Module, gradients: Iterable[nn.Parameter] = ()) -> Iterato
     with ExitStack() as stack:
         stack.enter_context(without_fast_path())
         stack.enter_context(torch.inference_mode(mode=False))
-        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(same_random_state())
         if recurrent and torch.backends.cudnn.is_available():
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))  # it refuses a backward pass in eval mode
         try:

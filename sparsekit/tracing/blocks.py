@@ -26,6 +26,7 @@ from sparsekit.graph.edit import only
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup
 from sparsekit.layers import LayerRule
+from sparsekit.rng import seeded
 from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
 from sparsekit.tracing.inputs import ModelInputs, find_numbers, find_tensors, with_tokens
 from sparsekit.tracing.passes import lent_copy, train_without_dropout
@@ -167,7 +168,7 @@ class BlockVerifier:
         for inputs in self._drawn if wanted else ():
             noted.clear()
             with ExitStack() as stack:
-                torch.default_generator.manual_seed(0)
+                stack.enter_context(seeded(0))
                 for name in wanted:
                     hook = functools.partial(note, name)
                     stack.callback(self._modules[name].register_forward_pre_hook(hook, with_kwargs=True).remove)

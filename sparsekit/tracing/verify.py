@@ -13,6 +13,7 @@ from sparsekit._torch import buffers_of
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.labels.values import user_line
 from sparsekit.layers import LayerRule, find_rule
+from sparsekit.rng import seeded
 from sparsekit.runtime.kept_norms import kept_norms
 from sparsekit.surgery.rebuild import copy_with, find_constants, named_entries, narrow_module
 from sparsekit.tracing.compare import compare_tensors, is_undefined, rounding_floor
@@ -117,9 +118,8 @@ class Verifier:
         outputs: list[Tensor] = []
         before = held_tensors(model)
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with torch.no_grad(), seeded(seed):
                 self._state.restore_buffers()
-                torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed the accelerators, for good
                 for inputs in calls:
                     # A record guards what is written to itself: two modes take twice the time.
                     returned = replace(inputs, guard=InFloat64() if self._is_lean else nullcontext()).call(model, record)

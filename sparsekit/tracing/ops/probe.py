@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparsekit._torch import operator_schema, tree_map_only
 from sparsekit.labels.values import NO_UNIT, NOT_ZERO, IntArray, Labels, TensorLabels
+from sparsekit.rng import seeded
 from sparsekit.tracing.ops.call import Call, Outputs, tensors_of
 
 _MOST_NUMBERS = 1 << 21
@@ -89,8 +90,7 @@ class _Runner:
             return tree_map_only(Tensor, one, value)
 
         arguments = {name: own(value, name in self._written) for name, value in self._call.arguments.items()}
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)
+        with seeded(0):
             found = list(tensors_of((self._call.func(**arguments),)))
         return [found[k] if k < len(found) else out for k, out in enumerate(self._call.outputs)]
 

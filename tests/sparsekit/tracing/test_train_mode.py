@@ -68,3 +68,23 @@ def test_an_auxiliary_head_of_training_behind_a_batch_norm_is_traced_from_one_ex
     assert {piece.name for piece in graph.groups["a"].slices if piece.gated} == {"c.weight", "d.weight"}
     assert messages == []
     check_masked_equals_compact(model, (torch.randn(4, 3),), {}, graph, random_mask(graph, 0.5, 0), train=True)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_units_are_found_though_training_drops_paths_at_random_on_a_gpu(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu = torch.Generator().manual_seed(seed)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_generators", (on_gpu,))
+
+    class DropsPaths(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.norm, self.b = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.relu(self.norm(self.a(x)))
+            return self.b(hidden * (torch.rand(1, generator=on_gpu) < 0.8) if self.training else hidden)
+
+    before = on_gpu.get_state()
+    assert list(trace(DropsPaths(), torch.rand(2, 4))[0].groups) == ["a"]
+    assert torch.equal(on_gpu.get_state(), before)
