@@ -18,7 +18,9 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import StateDict
 from sparsekit.graph.mask import UnitMask
 from sparsekit.measure.budget import Budget
+from sparsekit.measure.cost import CostModel, measure_costs
 from sparsekit.pruning.result import Pruned, PrunePlan
+from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.training.checkpoint import Checkpoint
 from sparsekit.training.importance import (
     GradientImportance,
@@ -35,12 +37,10 @@ from sparsekit.training.start import (
     UNCOMPILED,
     Learning,
     check_arguments,
-    costs_of,
     dense_start,
     first_cut,
     graph_of,
     importance_of,
-    narrows,
     read_refits,
     refuse_export,
     used_magnitudes,
@@ -123,16 +123,20 @@ class LearnableMask(MovingMask):
         super().__init__(NarrowModel(model, graph, rules=rules), learning)
         self.budget = None if budget is None else Budget.of(budget)
         """Upper limits for the sparse model; None for a mask with a ratio."""
-        self._costs = None if example_inputs is None or not narrows(learning) else costs_of(model, example_inputs, graph)
-        self._widths = 1.0 if narrows(learning) else ratio
+        narrows = isinstance(learning, LearnedNarrowing)
+        self._costs: CostModel | None = None
+        if narrows and example_inputs is not None:
+            call, *_ = ModelInputs.several(example_inputs)
+            self._costs = measure_costs(model, call.args, call.kwargs, graph)
+        self._widths = 1.0 if narrows else ratio
         if graph.groups:
             used = used_magnitudes(model, graph, example_inputs)
             self.scores = self._first_importance(self.vectors.magnitudes() if used is None else used)
-        if narrows(learning):
+        if narrows:
             self._rule = self._steps(ratio, () if batches is None else read_refits(batches, model))
         elif budget is not None or batches is not None:
-            options: Any = {"ratio": ratio, "budget": self.budget, "batches": batches, "loss": loss, "rules": rules}
-            self._begin(first_cut(model, example_inputs, graph, **options), model)
+            options: Any = {"budget": self.budget, "batches": batches, "loss": loss, "graph": graph, "rules": rules}
+            self._begin(first_cut(model, example_inputs, ratio, **options), model)
         else:
             if learning is None and ratio < 1.0:
                 warn_without_data(model)
@@ -171,7 +175,7 @@ class LearnableMask(MovingMask):
         """
         if not isinstance(pruned, Pruned):
             raise InvalidValueError("prune(dry_run=True) makes no small model to begin with; prune without dry_run")
-        if narrows(learning):
+        if isinstance(learning, LearnedNarrowing):
             raise InvalidValueError("LearnedNarrowing begins with all units; pass the dense model to LearnableMask instead")
         masked = cls(dense, graph=pruned.graph, learning=learning, rules=rules)
         masked._begin(pruned, dense)
@@ -190,7 +194,7 @@ class LearnableMask(MovingMask):
 
     def _first_importance(self, magnitudes: Tensor) -> Tensor:
         targets = self._regularizer.targets(magnitudes, self.vectors.group_sizes)
-        return torch.zeros_like(targets) if narrows(self.learning) else targets
+        return torch.zeros_like(targets) if isinstance(self.learning, LearnedNarrowing) else targets
 
     def _steps(self, ratio: float, batches: Sequence[Batch]) -> ImportanceSteps | NarrowingSteps | None:
         if isinstance(self.learning, LearnedNarrowing):
@@ -211,15 +215,20 @@ class LearnableMask(MovingMask):
 
     @ratio.setter
     def ratio(self, ratio: float) -> None:
-        self._set_ratio(ratio)
-        self.update_mask()
+        ratio, before = check_ratio(ratio), self._widths
+        self._check_no_budget()
+        if isinstance(self.learning, LearnedNarrowing):
+            raise InvalidValueError("LearnedNarrowing says how many units stay; pass ratio= to LearnableMask or to load")
+        self._widths = ratio
+        try:
+            self.update_mask()
+        except InvalidValueError:
+            self._widths = before
+            raise
 
-    def _set_ratio(self, ratio: float) -> None:
+    def _check_no_budget(self) -> None:
         if self.budget is not None:
             raise InvalidValueError("this mask has a budget, which says how many units stay; make one with ratio= instead")
-        if narrows(self.learning):
-            raise InvalidValueError("LearnedNarrowing says how many units stay; pass ratio= to LearnableMask or to load")
-        self._widths = check_ratio(ratio)
 
     def extra_repr(self) -> str:
         """Return ratio or budget, number of units and rule, for `print`."""
@@ -288,30 +297,36 @@ class LearnableMask(MovingMask):
             ForeignMaskError: the state, the mask or the importance belongs to another model.
             InvalidValueError: a ratio outside (0, 1], a ratio for a mask with a budget, or importance that is NaN or infinite.
         """
-        if learning is not None:
-            self.learning = learning
-            self._watch()
-        wanted = 1.0 if ratio is None else check_ratio(ratio)
-        if narrows(self.learning):
-            self._widths = 1.0
+        rule, rule_before = self.learning if learning is None else learning, self.learning
+        widths = self._widths if ratio is None else check_ratio(ratio)
+        if isinstance(rule, LearnedNarrowing):
+            widths = 1.0
         elif ratio is not None:
-            self._set_ratio(ratio)
-        self.mask_changed = False
+            self._check_no_budget()
+        self.graph.check_state(state)
+        if mask is not None:
+            mask.check(self.graph)
+        elif importance is not None and importance.shape != (self.graph.units,):
+            raise ForeignMaskError(f"importance must have shape ({self.graph.units},), got {tuple(importance.shape)}")
+        elif importance is not None and not bool(torch.isfinite(importance).all()):
+            raise InvalidValueError("importance must be finite")
+        self.learning = rule
+        try:
+            refits = () if mask is not None or batches is None else read_refits(batches, self.model)
+            steps = None if mask is not None else self._steps(1.0 if ratio is None else ratio, refits)
+        except BaseException:
+            self.learning = rule_before
+            raise
+        self._widths, self._rule, self._mask_given, self.mask_changed = widths, steps, mask is not None, False
+        if learning is not None:
+            self._watch()
         for optimizer in self.optimizers:
             for leaf in self.weights():
                 optimizer.state.get(leaf, {}).clear()
-        self._mask_given = mask is not None
         if mask is not None:
-            self._rule = None
             self.narrow_model.load(state, mask)
             return
-        self._rule = self._steps(wanted, () if batches is None else read_refits(batches, self.model))
-        self.graph.check_state(state)
-        if importance is None:
-            importance = self._first_importance(self.vectors.magnitudes_of(state))
-        elif importance.shape != (self.graph.units,):
-            raise ForeignMaskError(f"importance must have shape ({self.graph.units},), got {tuple(importance.shape)}")
-        self.scores.copy_(importance)
+        self.scores.copy_(self._first_importance(self.vectors.magnitudes_of(state)) if importance is None else importance)
         self.narrow_model.load(state, self._largest())
         self.vectors.follow()
         self._resume({})

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparsekit.allocation.masks import mask_from_scores
 from sparsekit.allocation.shares import ratio_counts
+from sparsekit.errors import InvalidValueError
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.optimizer_state import HasState
 from sparsekit.training.importance import ImportanceSteps, set_importance, split_units
@@ -75,8 +76,13 @@ class MovingMask(NarrowModule):
             ForeignMaskError: an unknown group or another number of units.
             InvalidValueError: a value is NaN or infinite.
         """
+        before = self.scores.clone()
         set_importance(self.graph, self.scores, importance)
-        self.update_mask()
+        try:
+            self.update_mask()
+        except InvalidValueError:  # an optimizer that cannot follow
+            self.scores.copy_(before)
+            raise
 
     def update_mask(self) -> None:
         """Keep the most important units, at the present widths or at the widths of a cut that is due.

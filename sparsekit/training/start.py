@@ -10,13 +10,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsekit.allocation.shares import by_ratio, check_ratio
-from sparsekit.criteria.batches import Batch, Loss, read_batches
+from sparsekit.criteria.batches import Batch, read_batches
 from sparsekit.criteria.used_weights import used_weights
 from sparsekit.criteria.weights import unit_sums
 from sparsekit.errors import InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.measure.budget import Budget
-from sparsekit.measure.cost import CostModel, measure_costs
 from sparsekit.pruning.prune import prune
 from sparsekit.pruning.result import Pruned, PrunePlan
 from sparsekit.pruning.settings import CANDIDATES
@@ -82,28 +80,17 @@ def graph_of(
     return graph
 
 
-def first_cut(
-    model: nn.Module,
-    example_inputs: Any,
-    graph: UnitGraph,
-    *,
-    ratio: float,
-    budget: Budget | None,
-    batches: Iterable[Batch] | None,
-    loss: Loss | None,
-    rules: Rules | None,
-) -> PrunePlan:
+def first_cut(model: nn.Module, example_inputs: Any, ratio: float, **options: Any) -> PrunePlan:
     """Prune as `prune` does: to a budget, or with batches to one ratio for all groups; without batches, decide only."""
     if example_inputs is None:
         raise InvalidValueError("a budget and batches= need example_inputs=(x,), one call's worth of inputs")
-    if budget is None and ratio == 1.0:
+    if options["budget"] is None and ratio == 1.0:
         raise InvalidValueError("batches= choose what a ratio below 1 or a budget keeps; pass one of the two")
-    options: dict[str, Any] = {"budget": budget}
-    if budget is None:
+    if options["budget"] is None:
         named = list(dict.fromkeys(criterion for criterion, _ in CANDIDATES))
-        options = {"criterion": named, "allocation": partial(by_ratio, ratios=ratio), "multiple_of": 1}
-    options |= {"batches": batches, "loss": loss, "graph": graph, "rules": rules}
-    return prune(model, example_inputs, dry_run=True, **options) if batches is None else prune(model, example_inputs, **options)
+        options |= {"criterion": named, "allocation": partial(by_ratio, ratios=ratio), "multiple_of": 1}
+    whole = options["batches"] is not None
+    return prune(model, example_inputs, **options) if whole else prune(model, example_inputs, dry_run=True, **options)
 
 
 def dense_start(pruned: PrunePlan, dense: nn.Module) -> dict[str, Tensor]:
@@ -128,15 +115,6 @@ def importance_of(pruned: PrunePlan, regularizer: ImportanceRegularizer | None) 
             own = torch.where(keep, own + missing + 1e-4 * own.abs().max() + 1e-12, own)
         found.append(own)
     return torch.cat(found)
-
-
-def narrows(learning: Learning | None) -> bool:
-    return isinstance(learning, LearnedNarrowing)
-
-
-def costs_of(model: nn.Module, example_inputs: Any, graph: UnitGraph) -> CostModel:
-    call, *_ = ModelInputs.several(example_inputs)
-    return measure_costs(model, call.args, call.kwargs, graph)
 
 
 def read_refits(batches: Iterable[Batch], model: nn.Module) -> list[Batch]:

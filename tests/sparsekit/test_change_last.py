@@ -48,6 +48,16 @@ def masked() -> nn.Module:
     return sk.LearnableMask(net(), (torch.zeros(2, 6),), ratio=0.5, learning=sk.GradientImportance())
 
 
+def lbfgs() -> nn.Module:
+    """A fixed mask, and an optimizer that cannot follow a change of it."""
+    model = sk.LearnableMask(net(), (torch.zeros(2, 6),), ratio=0.5)
+    model.own_optimizer = torch.optim.LBFGS(model.parameters())  # type: ignore[assignment]
+    (x, y), *_ = batches()
+    F.cross_entropy(model(x), y).backward()
+    model.own_optimizer.step(lambda: F.cross_entropy(model(x), y))  # type: ignore[operator]
+    return model
+
+
 def batches() -> list[tuple[Tensor, Tensor]]:
     """Batches of a rule that can be learned."""
     generator = torch.Generator().manual_seed(1)
@@ -138,6 +148,7 @@ def _other() -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
+NARROWING = sk.LearnedNarrowing(steps=20)
 DATA = ("loader", "device", "width", "kind")
 CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[..., None]]] = {
     **{f"finetune, {fault}": (net, lambda m, *_, f=fault: _finetune(m, broken(f))) for fault in (*DATA, "nan")},
@@ -166,7 +177,19 @@ CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[..., None]]] = {
             "foreign": torch.zeros(1),
         }.items()
     },
-    "change_mask": (masked, lambda m, *_: m.change_mask(sk.UnitMask({"0": torch.ones(16) > 0, "3": torch.ones(7) > 0}))),
+    **{
+        f"load, {fault}": (masked, lambda m, *_, options=options: m.load(**{"state": net().state_dict(), **options}))
+        for fault, options in {
+            "state": {"state": {"0.weight": torch.zeros(3, 3)}, "ratio": 0.75},
+            "ratio": {"ratio": 1.5, "learning": sk.GradientImportance(lr=0.5)},
+            "mask": {"mask": sk.UnitMask({"0": torch.ones(16) > 0, "3": torch.ones(7) > 0}), "learning": NARROWING},
+            "importance": {"importance": torch.full((28,), torch.nan), "ratio": 0.25},
+            "a rule without a ratio": {"learning": NARROWING},
+            "batches": {"learning": NARROWING, "ratio": 0.25, "batches": []},
+        }.items()
+    },
+    "ratio": (lbfgs, lambda m, *_: setattr(m, "ratio", 0.25)),
+    "load_importance, LBFGS": (lbfgs, lambda m, *_: m.load_importance({"0": -m.importance()["0"]})),
 }
 
 
@@ -175,10 +198,9 @@ def _facts(model: nn.Module) -> tuple[dict[str, Tensor], list[Any]]:
     names = ("training", "momentum", "in_features", "out_features", "num_features", "_forward_hooks", "_forward_pre_hooks")
     plain = [[repr(getattr(module, name, None)) for name in names] for module in model.modules()]
     flags = [value.requires_grad for value in entries.values()]
-    return {
-        **{name: value.detach().clone() for name, value in entries.items()},
-        "draws": torch.random.get_rng_state(),
-    }, plain + flags
+    state = {f"state.{name}": value.clone() for name, value in model.state_dict().items()}
+    tensors = {name: value.detach().clone() for name, value in entries.items()}
+    return {**tensors, **state, "draws": torch.random.get_rng_state()}, [*plain, flags, repr(model)]
 
 
 @pytest.mark.parametrize("name", CALLS)

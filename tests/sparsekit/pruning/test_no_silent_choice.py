@@ -101,21 +101,6 @@ def test_finetune_may_return_a_copy_of_the_narrow_model_but_no_other() -> None:
         _prune(finetune=widen)
 
 
-@pytest.mark.parametrize(
-    ("more", "told"),
-    [
-        ({"schedule": 3}, "schedule must be a name or"),
-        ({"limits": ["0"]}, "limits must map layers to"),
-        ({"metric": "accuracy"}, "metric must be a function"),
-        ({"finetune": 3}, "finetune must be a function"),
-        ({"multiple_of": sk.allocation.PreferredMultiple(3)}, "must be a power of two, such as 8, got 3"),
-    ],
-)
-def test_bad_input_is_refused(more: dict[str, Any], told: str) -> None:
-    with pytest.raises(sk.errors.InvalidValueError, match=told):
-        _prune(**more)
-
-
 def test_a_tensor_of_any_kind_is_held_out_with_its_example() -> None:
     """Targets in dictionaries and positional inputs are divided alike; what cannot be divided is kept whole."""
     x = torch.arange(100.0)[:, None]

@@ -181,6 +181,11 @@ class _Broken:
         ({"schedule": "linearly"}, UnknownNameError, "did you mean 'linear'"),
         ({"exclude": ["nothing"]}, UnknownNameError, "selects nothing"),
         ({"reconstruct": "all"}, InvalidValueError, "reconstruct must be"),
+        ({"schedule": 3}, InvalidValueError, "schedule must be a name or"),
+        ({"limits": ["0"]}, InvalidValueError, "limits must map layers to"),
+        ({"metric": "accuracy"}, InvalidValueError, "metric must be a function"),
+        ({"finetune": 3}, InvalidValueError, "finetune must be a function"),
+        ({"multiple_of": sk.allocation.PreferredMultiple(3)}, InvalidValueError, "must be a power of two, such as 8, got 3"),
     ],
 )
 def test_bad_input_is_refused(more: dict[str, Any], error: type[Exception], told: str) -> None:

@@ -64,7 +64,6 @@ def test_a_selection_means_the_groups_whose_units_it_makes(
     [
         ("stage3", UnknownNameError, "did you mean 'stage"),
         (r"layer\d", UnknownNameError, "selects nothing"),
-        ("(stage", InvalidValueError, "neither a name nor a regular expression"),
         (nn.LSTM, UnknownNameError, "no module of type 'LSTM'"),
         (nn.ReLU, InvalidValueError, "selects layers without weights"),
         (3, InvalidValueError, "by name, regular expression, type or module"),

@@ -200,7 +200,6 @@ def test_a_training_goes_on_with_the_same_bits_from_any_step(how: str) -> None:
     [
         ("learning must be GradientImportance", {"learning": GradientImportance}),
         ("not both", {"ratio": 0.5, "budget": "flops=50%"}),
-        ("a loss needs batches", {"loss": F.cross_entropy, "budget": "flops=50%"}),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(told: str, options: dict[str, Any]) -> None:
