@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
@@ -9,7 +10,20 @@ import pytest
 from pydantic import Field
 
 from sparsekit.errors import InvalidValueError, UnknownNameError
-from sparsekit_fl.options import Checked, Count, Fraction, NonNegative, Positive, Ratio, option, options_of, read_keywords
+from sparsekit_fl.options import (
+    Checked,
+    Count,
+    Fraction,
+    NonNegative,
+    NonNegativeCount,
+    Option,
+    Positive,
+    Ratio,
+    Share,
+    option,
+    options_of,
+    read_keywords,
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +45,35 @@ class Ordered(Policy):
 
     high: Fraction = 0.5
     proximal: NonNegative = 0.1
+    clip: Positive | None = option(None, "None does not clip.")
+
+
+@dataclass(frozen=True)
+class Clipped(Ordered):
+    """With another description."""
+
+    clip: Positive | None = option(1.0, "Largest norm.")
+
+
+@pytest.mark.parametrize(
+    ("hint", "allowed", "refused"),
+    [
+        (Count, (1, 9), (0,)),
+        (NonNegativeCount, (0, 9), (-1,)),
+        (Positive, (1e-9, 9.0), (0.0, math.inf)),
+        (NonNegative, (0.0, 9.0), (-1e-9, math.nan)),
+        (Share, (0.0, 1.0), (-1e-9, 1.1)),
+        (Fraction, (0.1,), (0.0, 1.0)),
+        (Ratio, (1e-9, 1.0), (0.0, 1.1)),
+    ],
+)
+def test_the_bounds_of_each_kind_of_number(hint: object, allowed: tuple[float, ...], refused: tuple[float, ...]) -> None:
+    one = Option("x", hint, None)
+    for value in allowed:
+        one.check(value)
+    for value in refused:
+        with pytest.raises(InvalidValueError):
+            one.check(value)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +82,7 @@ class Ordered(Policy):
         ({"proximal": -1}, "proximal must be greater than or equal to 0, got -1; proximal: A weight; 0 is plain SGD"),
         ({"proximal": float("nan")}, "proximal must be a finite number, got nan; proximal: A weight; 0 is plain SGD"),
         ({"proximal": "1"}, "proximal must be a valid number, got '1'; proximal: A weight; 0 is plain SGD"),
-        ({"clip": float("inf")}, "clip must be a finite number, got inf"),
+        ({"clip": float("inf")}, "clip must be a finite number, got inf; clip: None does not clip"),
         ({"every": True}, "every must be a valid integer, got True"),
         ({"every": 1.0}, "every must be a valid integer, got 1.0"),
         ({"select": "first"}, "select must be 'last' or 'best', got 'first'"),
@@ -59,7 +102,12 @@ def test_a_value_that_is_not_allowed_is_refused_with_what_is(given: dict[str, ob
 
 
 def split(
-    *, clients: int, share: Annotated[Fraction, Field(description="Share of each.")] = 0.5, distinct: bool = True, most=20
+    *,
+    clients: int,
+    share: Annotated[Fraction, Field(description="Share of each.")] = 0.5,
+    distinct: bool = True,
+    most=20,
+    kept: Annotated[Ratio, Field(description="Share of all.")] = 1.0,
 ) -> None:
     """Split nothing."""
 
@@ -92,12 +140,14 @@ def test_text_becomes_what_the_annotation_says() -> None:
 
 
 def test_a_description_is_that_of_the_field_or_of_the_keyword_and_ends_the_docstring() -> None:
-    assert options_of(split)["share"].about == "Share of each."
+    assert [options_of(split)[name].about for name in ("share", "most", "kept")] == ["Share of each.", "", "Share of all."]
     found = {name: one.about for name, one in options_of(Ordered).items()}
     assert {name: about for name, about in found.items() if about} == {
         "proximal": "A weight; 0 is plain SGD. It pulls.",
+        "clip": "None does not clip.",
         "ratios": "Share that is kept: to prune 30 %, pass 0.7.",
         "levels": "Share that is kept: to prune 30 %, pass 0.7.",
     }
     assert Policy.__doc__ == "One field of each kind.\n\nArgs:\n    proximal: A weight; 0 is plain SGD. It pulls."
-    assert Ordered.__doc__ == "With a field of its own."
+    assert Ordered.__doc__ == "With a field of its own.\n\nArgs:\n    clip: None does not clip."
+    assert options_of(Clipped)["clip"].about == "Largest norm."
