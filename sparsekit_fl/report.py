@@ -199,7 +199,6 @@ def _differences(comparison: Comparison, metric: str, unit: str) -> list[str]:
     for other in others:
         pairs = [(mine, by_seed.get((first, seed))) for (name, seed), mine in by_seed.items() if name == other]
         gaps = [scale * (mine - its) for mine, its in pairs if mine is not None and its is not None]
-        gaps = list(filter(math.isfinite, gaps))
         if (n := len(gaps)) > 1:
             mean, half = statistics.fmean(gaps), _T[min(n - 2, len(_T) - 1)] * statistics.stdev(gaps) / math.sqrt(n)
             each = ", ".join(f"{gap:+.2f}" for gap in gaps)
