@@ -135,7 +135,7 @@ class PruneReport:
             )
             for group in self.groups
         ]
-        measured = [(name, f"{value:.4g}" if isinstance(value, float) else str(value)) for name, value in self.measured.items()]
+        measured = [(name.replace("_", " "), measured_text(name, value)) for name, value in self.measured.items()]
         fewer = self.before.get("flops", 0.0) / (self.after.get("flops") or 1.0)
         times = [
             (
@@ -201,3 +201,10 @@ def describe(costs: CostModel, counts: Mapping[str, int]) -> tuple[GroupReport, 
         sums = (sum(part[key][what] for key in keys if key in part) for what in ("flops", "params") for part in (before, after))
         groups.append(GroupReport(name, group.kind, group.size, counts[name], made[name], *sums))
     return tuple(groups)
+
+
+def measured_text(name: str, value: Any) -> str:
+    """Write a measurement: a score between 0 and 1 in percent, since a metric of the caller may be of another kind."""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.1%}" if name.startswith("accuracy_") and 0.0 <= value <= 1.0 else f"{value:.4g}"

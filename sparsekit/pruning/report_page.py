@@ -62,14 +62,19 @@ def prune_page(report: PruneReport, *, file: str, sizes: Mapping[str, int], fact
     return page(f"{report.model}, pruned", [*parts, heading("Load the model"), code(load)])
 
 
+_NOUNS = {"flops": "FLOPs", "params": "parameters", "bytes": "bytes", "latency_ms": "milliseconds"}
+
+
 def _summary(report: PruneReport) -> str:
     told = [
-        f"{report.after[name] / before:.1%} of the {name}"
+        f"{report.after[name] / before:.1%} of the {_NOUNS[name]}"
         for name, before in report.before.items()
         if before and name in report.after
     ]
     scores = [(name, value) for name, value in report.measured.items() if name.startswith("accuracy_") and "_step" not in name]
     if scores:
-        told.append("accuracy " + ", ".join(f"{value:.1%} {name.removeprefix('accuracy_')}" for name, value in scores))
+        told.append(
+            "accuracy " + ", ".join(f"{measured_text(name, value)} {name.removeprefix('accuracy_')}" for name, value in scores)
+        )
     told += [f"{pair.faster:.2f} times as fast ({pair.label})" for pair in report.times[:1]]
-    return f"{'; '.join(told)}. Units were ranked by {report.criterion}, their number in each layer is by {report.allocation}."
+    return f"{'; '.join(told)}. Units were ranked by {report.criterion}; {report.allocation} set how many stay in each layer."
