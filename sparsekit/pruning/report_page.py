@@ -66,6 +66,8 @@ _NOUNS = {"flops": "FLOPs", "params": "parameters", "bytes": "bytes", "latency_m
 
 
 def _summary(report: PruneReport) -> str:
+    from sparsekit.pruning.report import measured_text
+
     told = [
         f"{report.after[name] / before:.1%} of the {_NOUNS[name]}"
         for name, before in report.before.items()
@@ -73,8 +75,7 @@ def _summary(report: PruneReport) -> str:
     ]
     scores = [(name, value) for name, value in report.measured.items() if name.startswith("accuracy_") and "_step" not in name]
     if scores:
-        told.append(
-            "accuracy " + ", ".join(f"{measured_text(name, value)} {name.removeprefix('accuracy_')}" for name, value in scores)
-        )
+        words = (f"{measured_text(name, value)} {name.removeprefix('accuracy_')}" for name, value in scores)
+        told.append(f"accuracy {', '.join(words)}")
     told += [f"{pair.faster:.2f} times as fast ({pair.label})" for pair in report.times[:1]]
     return f"{'; '.join(told)}. Units were ranked by {report.criterion}; {report.allocation} set how many stay in each layer."
