@@ -110,7 +110,7 @@ def test_what_a_page_or_example_shows_is_in_the_install_line_of_the_readme_or_in
     } - sys.stdlib_module_names
     imported |= {"matplotlib"} if any(".plot(" in code for code in blocks) else set()
     core = {"torch", "numpy", "sparsekit", "sparsekit_fl", *(path.stem for path in SHOWN), "mydata"}
-    other_name = {"sklearn": "scikit-learn"}
+    other_name = {"sklearn": "scikit-learn", "PIL": "pillow"}
     needed = {other_name.get(name, name.replace("_", "-")) for name in imported - core}
     assert needed <= distributions, f"name the line to run: pip install {' '.join(sorted(needed - distributions))}"
     trained = re.findall(r"sparsekit prune [^`\n]*--init[^`\n]*(?:\n[^`\n]*--[^`\n]*)?", text)
