@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import NormSite, UnitGroup, UnitSlice, Unprunable
-from sparsekit.graph.index import narrow_shape, places
+from sparsekit.graph.index import inverse_index, narrow_shape
 from sparsekit.graph.mask import UnitMask
 
 _REASON = "left out on purpose"
@@ -32,7 +32,7 @@ def without(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
     """
     left_out = _checked(graph, groups)
     kept = {name: group for name, group in graph.groups.items() if name not in left_out}
-    norms = (replace(site, places={name: at for name, at in site.places.items() if name in kept}) for site in graph.norms)
+    norms = (replace(site, units={name: at for name, at in site.units.items() if name in kept}) for site in graph.norms)
     constants = {piece.name for group in kept.values() for piece in group.constants}
     return replace(
         graph,
@@ -40,7 +40,7 @@ def without(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
         constants={name: constant for name, constant in graph.constants.items() if name in constants},
         ties=tuple(tied for tied in graph.ties if set(tied) <= kept.keys()),
         sizes=tuple(size for size in graph.sizes if size.group in kept),
-        norms=tuple(site for site in norms if site.places),
+        norms=tuple(site for site in norms if site.units),
         unprunable=(
             *graph.unprunable,
             *(Unprunable(name, group.size, _REASON, "choice") for name, group in graph.groups.items() if name in left_out),
@@ -72,7 +72,7 @@ def narrow(graph: UnitGraph, mask: UnitMask) -> UnitGraph:
     shapes |= {name: constant.shape for name, constant in graph.constants.items()}
 
     def cut(pieces: Sequence[UnitSlice], keep: Tensor) -> tuple[UnitSlice, ...]:
-        where = [places((kept | constants)[piece.name][piece.dim], shapes[piece.name][piece.dim]) for piece in pieces]
+        where = [inverse_index((kept | constants)[piece.name][piece.dim], shapes[piece.name][piece.dim]) for piece in pieces]
         return tuple(replace(piece, index=at[piece.index.cpu()[keep]]) for piece, at in zip(pieces, where, strict=True))
 
     def smaller(group: UnitGroup) -> UnitGroup:
@@ -82,13 +82,13 @@ def narrow(graph: UnitGraph, mask: UnitMask) -> UnitGraph:
 
     def site(norm: NormSite) -> NormSite:
         stays = norm.stays(mask)
-        place = places(torch.arange(norm.size)[stays], norm.size)
+        place = inverse_index(torch.arange(norm.size)[stays], norm.size)
         found = {}
-        for name, (positions, units) in norm.places.items():
+        for name, (positions, units) in norm.units.items():
             keep = mask[name][units]
-            number = places(torch.arange(mask[name].numel())[mask[name]], mask[name].numel())
+            number = inverse_index(torch.arange(mask[name].numel())[mask[name]], mask[name].numel())
             found[name] = (place[positions[keep]], number[units[keep]])
-        return replace(norm, size=int(stays.sum()), places=found)
+        return replace(norm, size=int(stays.sum()), units=found)
 
     return replace(
         graph,

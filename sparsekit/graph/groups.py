@@ -173,7 +173,7 @@ class NormSite:
         function: Name of the function, as in `NormCall`.
         dim: The axis of units, counted from the end, so negative.
         size: Positions along it in the dense model.
-        places: Group name → (int64 (n,) positions along the axis, int64 (n,) the unit at each).
+        units: Group name → (int64 (n,) positions along the axis, int64 (n,) the unit at each).
     """
 
     module: str
@@ -181,12 +181,12 @@ class NormSite:
     function: str
     dim: int
     size: int
-    places: Mapping[str, tuple[Tensor, Tensor]]
+    units: Mapping[str, tuple[Tensor, Tensor]]
 
     def stays(self, keep: Mapping[str, Tensor]) -> Tensor:
         """Return which positions of the axis are kept, bool (size,), of group name → bool (units,)."""
         stays = torch.ones(self.size, dtype=torch.bool)
-        for name, (positions, units) in self.places.items():
+        for name, (positions, units) in self.units.items():
             stays[positions] = keep[name].cpu()[units]
         return stays
 

@@ -37,11 +37,11 @@ def moved_axes(shape: Sequence[int], axes: Axes) -> dict[int, Tensor]:
     }
 
 
-def places(index: Tensor, size: int) -> Tensor:
+def inverse_index(index: Tensor, size: int) -> Tensor:
     """Return the inverse of an index: int64 (size,), the place of each position in `index`, -1 for positions that are not in
     it.
 
-    Example: `places([4, 1], 5)` is `[-1, 1, -1, -1, 0]`.
+    Example: `inverse_index([4, 1], 5)` is `[-1, 1, -1, -1, 0]`.
     """
     found = torch.full((size,), -1, dtype=torch.int64)
     found[index] = torch.arange(index.numel())

@@ -19,8 +19,8 @@ from sparsekit.labels.values import (
     NO_UNIT,
     NOT_ZERO,
     Cause,
-    Count,
     Entry,
+    GivenLength,
     IntArray,
     Labels,
     NormNote,
@@ -47,7 +47,7 @@ class Tracer:
         least: (nodes, number): at least so many units of the run must stay.
         unsure: Nodes whose values may not be zero when gated, because they start from a state that is passed in.
         heads: Nodes whose units are attention heads: each makes a map of its own over the positions.
-        counts: Axes of units whose lengths were given by integers.
+        lengths: Axes of units whose lengths were given by integers.
         equals: (nodes, integers held) of comparisons of the length of an axis that were true.
         literals: (nodes, number, where) of lengths that were given and read from nowhere.
         attempts: Module → how many choices of integers that follow the number of its units have failed.
@@ -73,7 +73,7 @@ class Tracer:
         self.least: list[tuple[IntArray, int]] = []
         self.unsure: list[IntArray] = []
         self.heads: list[IntArray] = []
-        self.counts: list[Count] = []
+        self.lengths: list[GivenLength] = []
         self.equals: list[tuple[IntArray, frozenset[Held]]] = []
         self.literals: list[tuple[IntArray, int, Cause]] = []
         self.attempts: dict[str, int] = {}
@@ -430,14 +430,14 @@ class Tracer:
         given = [self.given.at(dim, rank) for dim in dims] or [self.given] * len(lengths)
         read = [number.held if (number := g.numbers.get(size)) else frozenset() for g, size in zip(given, lengths, strict=True)]
         literal = [size in g.plain for g, size in zip(given, lengths, strict=True)]
-        self.counts.append(Count(nodes, tuple(read)))
+        self.lengths.append(GivenLength(nodes, tuple(read)))
         for axis, (size, is_literal) in enumerate(zip(lengths, literal, strict=True)):
             if is_literal:
                 self.literals.append((nodes, size, self.cause("")))
                 for held in self.held.get(self.module, ()):
                     if held.value == size:
                         alone = [frozenset({held}) if other == axis else frozenset() for other in range(len(lengths))]
-                        self.counts.append(Count(nodes, tuple(alone), "equal"))
+                        self.lengths.append(GivenLength(nodes, tuple(alone), "equal"))
 
     def held_by(self, length: int) -> frozenset[Held]:
         """Return the integers held that gave a length in the call that runs now."""
@@ -449,4 +449,4 @@ class Tracer:
         value = getattr(self._model.get_submodule(module), attribute)
         path: Path = (attribute, 0) if isinstance(value, tuple) else (attribute,)
         held = Held(module, path, int(value[0] if isinstance(value, tuple) else value))
-        self.counts.append(Count(nodes, (frozenset({held}),), "rule"))
+        self.lengths.append(GivenLength(nodes, (frozenset({held}),), "rule"))

@@ -258,7 +258,7 @@ class TensorLabels:
 
 
 @dataclass(frozen=True, eq=False)
-class Count:
+class GivenLength:
     """Axes of units whose lengths were given by integers.
 
     Args:

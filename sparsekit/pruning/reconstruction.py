@@ -191,7 +191,7 @@ def _parts(readers: Sequence[LossyLayer], memory_bytes: int, left: dict[str, flo
 def _lossy_layers(model: nn.Module, graph: UnitGraph, mask: UnitMask) -> list[LossyLayer]:
     indices = graph.kept_indices(mask)
     owners = owners_of(model)
-    averaged = {name for site in graph.norms for name in site.places}
+    averaged = {name for site in graph.norms for name in site.units}
     found = []
     for name, module in model.named_modules():
         plain = isinstance(module, nn.Linear) or (

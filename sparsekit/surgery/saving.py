@@ -19,7 +19,7 @@ from sparsekit.errors import CompactFileError, ForeignMaskError, InvalidValueErr
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.held import Path as NumberPath
 from sparsekit.graph.held import held_at, held_numbers, set_held, shown
-from sparsekit.graph.index import places
+from sparsekit.graph.index import inverse_index
 from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule, resize
 from sparsekit.registry import load_object
@@ -184,7 +184,7 @@ def load_mask(path: str | os.PathLike[str], graph: UnitGraph) -> UnitMask:
                 f" with sparsekit {spec['sparsekit']} if the versions differ (this is {__version__})"
             )
         kept = {name: torch.tensor(units, dtype=torch.int64) for name, units in spec["mask"].items()}
-        mask = UnitMask({name: places(units, graph.groups[name].size) >= 0 for name, units in kept.items()})
+        mask = UnitMask({name: inverse_index(units, graph.groups[name].size) >= 0 for name, units in kept.items()})
         mask.check(graph)
         return mask
 

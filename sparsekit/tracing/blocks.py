@@ -207,7 +207,7 @@ class BlockVerifier:
                 for g in (part.groups[name] for name in names)
             ],
             [replace(size, group=str(number[size.group])) for size in part.sizes],
-            [(n.module, n.call, n.function, n.dim, [(number[k], *map(Tensor.tolist, v)) for k, v in n.places.items()])
+            [(n.module, n.call, n.function, n.dim, [(number[k], *map(Tensor.tolist, v)) for k, v in n.units.items()])
              for n in part.norms],
             [[tensor.shape for tensor in find_tensors((call.args, call.kwargs))] for call in self._captured[home]],
             self._runs[home],
@@ -286,7 +286,7 @@ def _places(graph: UnitGraph, names: tuple[str, ...]) -> str:
     paths = [piece.name.rpartition(".")[0] for name in names for piece in graph.groups[name].slices]
     paths += [graph.constants[piece.name].module for name in names for piece in graph.groups[name].constants]
     paths += [size.module for size in graph.sizes if size.group in names]
-    paths += [site.module for site in graph.norms if site.places.keys() & set(names)]
+    paths += [site.module for site in graph.norms if site.units.keys() & set(names)]
     steps = zip(*(path.split(".") for path in paths), strict=False)
     return ".".join(names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, steps))
 

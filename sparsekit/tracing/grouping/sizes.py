@@ -16,7 +16,7 @@ from sparsekit.graph.groups import SizeAttribute, UnitGroup
 from sparsekit.graph.held import Path
 from sparsekit.labels.numbers import Held
 from sparsekit.labels.tracer import Tracer
-from sparsekit.labels.values import Cause, Count, IntArray
+from sparsekit.labels.values import Cause, GivenLength, IntArray
 
 _CHOICES = 4
 _ALWAYS = frozenset(range(_CHOICES))
@@ -47,7 +47,7 @@ def tie_splits(tracer: Tracer, root: IntArray) -> bool:
         True if anything was tied.
     """
     tied = False
-    for count in tracer.counts:
+    for count in tracer.lengths:
         for dim in _varying(count.nodes, root)[:-1]:
             first = np.broadcast_to(count.nodes.take([0], dim), count.nodes.shape)
             apart = root[first] != root[count.nodes]
@@ -63,10 +63,10 @@ def _varying(nodes: IntArray, root: IntArray) -> list[int]:
     return [dim for dim in range(units.ndim) if (units != units.take([0], dim)).any()]
 
 
-def _rows(tracer: Tracer, root: IntArray) -> Iterator[tuple[Count, frozenset[Held], IntArray]]:
+def _rows(tracer: Tracer, root: IntArray) -> Iterator[tuple[GivenLength, frozenset[Held], IntArray]]:
     """Yield every count of units by integers that a module holds: the integers, and the unit of each position of the axis."""
-    equal = (Count(nodes, (held,)) for nodes, held in tracer.equals)
-    for count in (*tracer.counts, *equal):
+    equal = (GivenLength(nodes, (held,)) for nodes, held in tracer.equals)
+    for count in (*tracer.lengths, *equal):
         if any(count.numbers):
             varying = _varying(count.nodes, root)
             if len(varying) == 1 and count.numbers[varying[0]]:

@@ -142,12 +142,12 @@ def _gather(call: Call) -> Outputs:
 def _patches(call: Call) -> Outputs:
     """Return patches side by side: each channel becomes one position per place in the kernel."""
     x, out, kernel = call.labels("self"), call.outputs[0], call.arg("kernel_size")
-    dim, places = out.dim() - 2, int(np.prod(kernel))
+    dim, taps = out.dim() - 2, int(np.prod(kernel))
     call.tracer.fix(x.axes[dim + 1 :], "cut into patches along an axis of units")
     channel = x.units[dim]
     axes: list[Labels | None] = [None] * out.dim()
     if channel is not None:
-        axes[dim] = channel.take(np.repeat(np.arange(channel.size, dtype=np.int64), places))
+        axes[dim] = channel.take(np.repeat(np.arange(channel.size, dtype=np.int64), taps))
     return TensorLabels(tuple(axes))
 
 
@@ -155,15 +155,15 @@ def _patches(call: Call) -> Outputs:
 def _from_patches(call: Call) -> Outputs:
     """Return the inverse: overlapping patches are summed, and the positions of one channel are one unit."""
     x, out, kernel = call.labels("self"), call.outputs[0], call.arg("kernel_size")
-    dim, places = out.dim() - 3, int(np.prod(kernel))
+    dim, taps = out.dim() - 3, int(np.prod(kernel))
     call.tracer.fix(x.axes[-1], "an axis of units is laid out as patches")
     column = x.units[dim]
     axes: list[Labels | None] = [None] * out.dim()
     if column is not None:
-        rows = column.nodes.reshape(-1, places)
-        sources = column.sources.reshape(-1, places)
+        rows = column.nodes.reshape(-1, taps)
+        sources = column.sources.reshape(-1, taps)
         joint = sources[:, 0]
-        for k in range(1, places):
+        for k in range(1, taps):
             call.tracer.unite(rows[:, 0], rows[:, k])
             joint = call.tracer.both(joint, sources[:, k])
         axes[dim] = Labels(rows[:, 0], joint)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsekit.labels.numbers import Number
-from sparsekit.labels.values import Count, IntArray, Labels, TensorLabels, aligned, constant, uniform, without_repeats
+from sparsekit.labels.values import GivenLength, IntArray, Labels, TensorLabels, aligned, constant, uniform, without_repeats
 from sparsekit.tracing.ops.call import MOST_POSITIONS, Call, Outputs, handles, tensors_of
 
 _BY_NUMBER = frozenset({"roll", "index_select", "index"})  # say by number what goes where, so a removed unit shifts the rest
@@ -249,7 +249,9 @@ def _take_parts(call: Call, axis: Labels, parts: Sequence[IntArray]) -> bool:
             tracer.sized(axis.nodes[:start], [start])
         else:
             taken = given[stop] - given.get(start, 0)
-            tracer.counts.append(Count(axis.nodes[start:stop], (taken.held if isinstance(taken, Number) else frozenset(),)))
+            tracer.lengths.append(
+                GivenLength(axis.nodes[start:stop], (taken.held if isinstance(taken, Number) else frozenset(),))
+            )
     return follows
 
 

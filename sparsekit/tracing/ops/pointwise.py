@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekit.labels.values import NOT_ZERO, Count, IntArray, Labels, TensorLabels, aligned
+from sparsekit.labels.values import NOT_ZERO, GivenLength, IntArray, Labels, TensorLabels, aligned
 from sparsekit.tracing.ops.call import MOST_POSITIONS, Call, Outputs, handles
 
-_SUMS = frozenset({"add", "sub", "rsub", "maximum", "minimum", "where", "fmax", "fmin", "hypot"})
+_ZERO_IF_ALL_ARE = frozenset({"add", "sub", "rsub", "maximum", "minimum", "where", "fmax", "fmin", "hypot"})
 _JOINS = frozenset({"cat", "stack", "concat"})
 _FIRST = frozenset({"prelu", "_prelu_kernel"})  # zero where the first operand is
 
@@ -45,7 +45,7 @@ def _sources(call: Call, name: str, operands: Sequence[IntArray], size: int) -> 
         return operands[0]
     if name == "div":
         return operands[0] if call.arg("rounding_mode") is None else unknown
-    if name in _JOINS or (name in _SUMS and len(operands) > 1):
+    if name in _JOINS or (name in _ZERO_IF_ALL_ARE and len(operands) > 1):
         return functools.reduce(call.tracer.both, operands[:2] if name == "where" else operands)  # without the condition
     return operands[0] if len(operands) == 1 and _keeps_zero(call) else unknown
 
@@ -94,7 +94,7 @@ def combine(
             nodes = (held or pieces)[0][0].nodes
             for axis, _ in pieces if held else ():
                 if axis.numbers and (nodes >= 0).all():
-                    call.tracer.counts.append(Count(nodes, (axis.numbers,)))
+                    call.tracer.lengths.append(GivenLength(nodes, (axis.numbers,)))
             for axis, owner in held:
                 call.tracer.unite(nodes, axis.nodes)
                 if owner.entry is not None:

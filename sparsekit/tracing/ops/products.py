@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from sparsekit.labels.values import Count, Labels, TensorLabels
+from sparsekit.labels.values import GivenLength, Labels, TensorLabels
 from sparsekit.tracing.ops.call import Call, Outputs, handles
 from sparsekit.tracing.ops.pointwise import combine
 
@@ -170,7 +170,7 @@ def _depthwise(call: Call, inputs: Labels | None, w: TensorLabels, groups: int, 
         return None
     if rows.is_uniform:  # one filter for all
         if rows.numbers and (inputs.nodes >= 0).all():
-            tracer.counts.append(Count(inputs.nodes, (rows.numbers,)))
+            tracer.lengths.append(GivenLength(inputs.nodes, (rows.numbers,)))
         return inputs.take(np.repeat(np.arange(groups, dtype=np.int64), multiplier))
     tracer.unite(np.repeat(inputs.nodes, multiplier), rows.nodes)
     # The input passes through; the rows gate the outputs.

@@ -4,7 +4,7 @@ from sparsekit.labels.values import Labels, TensorLabels
 from sparsekit.tracing.ops.call import Call, Outputs, handles
 from sparsekit.tracing.ops.probe import probe
 
-_SUMS = frozenset({"sum", "linalg_vector_norm", "norm", "nansum"})
+_ADDING = frozenset({"sum", "linalg_vector_norm", "norm", "nansum"})
 _KEEP_ZERO = frozenset({"sum", "mean", "amax", "amin", "max", "min", "linalg_vector_norm", "norm", "std", "var"})
 _AVERAGES = frozenset({"mean", "var", "std", "var_mean", "std_mean"})
 
@@ -27,7 +27,7 @@ def _reduce(call: Call) -> Outputs:
         axis = labels.axes[d] if d < rank else None
         if axis is None or axis.is_uniform:
             continue
-        if call.name in _SUMS:
+        if call.name in _ADDING:
             call.tracer.read(axis, None)  # exact where the value of a dropped unit is zero
         else:
             call.tracer.fix(axis, f"reduced over its units by {call.name!r}", averaged=call.name in _AVERAGES)
