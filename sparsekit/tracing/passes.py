@@ -1,7 +1,8 @@
 """How copies of a model run: as written, without what is random in train mode, and without a trace on the original."""
 
+import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -112,6 +113,22 @@ def private_passes() -> Iterator[None]:
 def lent_copy(model: nn.Module) -> nn.Module:
     """Return a copy that lends its parameters from the model and has buffers of its own; run it within `ReadOnly`."""
     return copy_with(model, dict(model.named_parameters(remove_duplicate=False)))
+
+
+def keep_attributes(model: nn.Module) -> Callable[[], None]:
+    """Return what lets modules hold again what they hold now: a pass may make a cache, as wide as the model that runs."""
+    held = [(vars(module), dict(vars(module))) for module in model.modules()]
+    containers = [(value, copy.copy(value)) for _, own in held for value in own.values() if type(value) in (dict, list)]
+
+    def put_back() -> None:
+        for now, before in (*held, *containers):
+            if isinstance(now, list):
+                now[:] = before
+            elif now.keys() != before.keys() or any(now[key] is not value for key, value in before.items()):
+                now.clear()
+                now.update(before)
+
+    return put_back
 
 
 def train_without_dropout(model: nn.Module) -> nn.Module:

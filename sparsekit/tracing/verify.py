@@ -18,7 +18,7 @@ from sparsekit.runtime.kept_norms import kept_norms
 from sparsekit.surgery.rebuild import copy_with, find_constants, named_entries, narrow_module
 from sparsekit.tracing.compare import compare_tensors, is_undefined, rounding_floor
 from sparsekit.tracing.inputs import ModelInputs, find_numbers, find_tensors, held_tensors, with_tokens
-from sparsekit.tracing.passes import InFloat64, ReadOnly, train_without_dropout
+from sparsekit.tracing.passes import InFloat64, ReadOnly, keep_attributes, train_without_dropout
 from sparsekit.tracing.perturbed import PerturbedState
 from sparsekit.tracing.record import PassRecord
 from sparsekit.tracing.search import Failure, Search, blamed, cause
@@ -116,7 +116,7 @@ class Verifier:
         else:
             model.eval()
         outputs: list[Tensor] = []
-        before = held_tensors(model)
+        before, put_back = held_tensors(model), keep_attributes(model)
         try:
             with torch.no_grad(), seeded(seed):
                 self._state.restore_buffers()
@@ -132,6 +132,7 @@ class Verifier:
                 id(tensor) for tensor in before
             }  # written in place, if at all
             record.finish(outputs, [tensor for tensor in held_tensors(model) if id(tensor) not in buffers])
+            put_back()
         return record
 
     def failures(self, graph: UnitGraph) -> dict[str, str]:

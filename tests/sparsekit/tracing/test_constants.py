@@ -151,6 +151,41 @@ def test_scratch_memory_is_cut_with_what_is_written_to_it(name: str) -> None:
     assert torch.equal(narrow.module.memory[..., mask["a"]], written)
 
 
+class Cached(nn.Module):
+    """Makes a tensor in its first pass, and keeps it."""
+
+    def __init__(self, keep: Callable[["Cached", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.keep = nn.Linear(3, 6), nn.Linear(6, 2), keep
+        self.made: dict[str, Tensor] = {}
+        self.one: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.a(x))
+        return self.b(h * self.keep(self, h))
+
+
+def in_an_attribute(model: Cached, h: Tensor) -> Tensor:
+    model.one = torch.ones_like(h[0]) * 2 if model.one is None else model.one
+    return model.one
+
+
+CACHES = {
+    "an attribute": in_an_attribute,
+    "a dict": lambda model, h: model.made.setdefault("k", torch.full_like(h[0], 3.0)),
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_cache_that_the_first_pass_makes_is_no_obstacle(name: str) -> None:
+    model, x = Cached(CACHES[name]), torch.randn(4, 3)
+    for _ in range(2):  # the second time it is filled
+        graph, told = trace(model, x)
+        assert (graph.fingerprint(), told) == ((("a", 6),), [])
+        check_masked_equals_compact(model, (x,), {}, graph, random_mask(graph, 0.5, 0), gradients=False)
+        model(x)
+
+
 def test_a_constant_for_which_the_factory_has_no_place_is_refused(tmp_path: Path) -> None:
     model = Shifted("a list", torch.randn(12))
     sk.save_compact(model, tmp_path / "model.safetensors")
