@@ -18,6 +18,7 @@ from sparsekit.tracing.grouping.sizes import Candidate, chosen_sizes, counted_pa
 _UNREAD = Cause("", "nothing reads its units", "expected")
 _AVERAGED = Cause("", "nothing but an average over its units reads them")
 _RANKS: Mapping[Refusal, int] = {"output": 2, "expected": 0}  # of several causes the one of the highest rank is told
+_SINGLE = Cause("", "all its positions go together, and a single unit cannot go", "expected")
 _TIED = Cause("", "the other layers of the same recurrent module stay whole", "expected")
 
 
@@ -152,6 +153,8 @@ class _Builder:
             found.setdefault((signature, self.gates.get(root, frozenset()), parts.get(root, ())), []).append(root)
         for same in found.values():
             same.sort(key=rank.__getitem__)
+            if len(same) == 1:
+                self._mark(np.array(same), _SINGLE)
         return sorted((same for same in found.values() if len(same) > 1), key=lambda same: rank[same[0]])
 
     def group(self, roots: list[int], taken: set[str]) -> UnitGroup:

@@ -77,6 +77,13 @@ def test_a_refusal_in_several_blocks_is_one_line_with_place_and_remedy(name: str
     assert re.search(expected, told[0]), told[0]
 
 
+def test_positions_that_all_go_together_are_listed() -> None:
+    model = Block(lambda m, h, x: m.b(torch.cat([h * h.flip(1), torch.stack(h.chunk(6, 1)).prod(0)], 1)))
+    model(x := torch.randn(4, 6))
+    with pytest.raises(NoUnitsError, match=r"a \(1\): all its positions go together"):
+        trace(model, x)
+
+
 def test_values_of_the_input_are_named() -> None:
     model = Block(lambda m, h, x: m.b(h * torch.cat([x, x], 1)))
     model(x := torch.randn(4, 6))
