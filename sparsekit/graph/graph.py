@@ -206,7 +206,7 @@ class UnitGraph:
         return found
 
     def rotated_indices(self, keep: Mapping[str, Tensor], groups: Collection[str]) -> dict[str, dict[int, Tensor]]:
-        """Return the positions kept of entries and constants, with the kept units of some groups each in the place of the next.
+        """Return kept positions of entries and constants, with each kept unit of some groups in the place of the next one.
 
         A model that is cut with them has the same units, in every tensor alike, and computes the same if each unit has the
         positions that the graph says. Masks alone cannot tell whether two kept units have each other's.

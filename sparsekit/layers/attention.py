@@ -27,7 +27,7 @@ def _projections(module: nn.MultiheadAttention) -> list[Tensor]:
 
 
 def _is_whole(module: nn.MultiheadAttention) -> bool:
-    """Return true if all heads together are as wide as the queries and the output, which is what torch's own forward needs."""
+    """Tell whether all heads together are as wide as queries and output, as torch's own forward needs."""
     weights = _projections(module)
     rows = weights[0].shape[0] // 3 if len(weights) == 1 else weights[0].shape[0]
     return rows == weights[0].shape[1] == module.out_proj.weight.shape[0]

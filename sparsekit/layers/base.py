@@ -11,7 +11,7 @@ Found = TypeVar("Found")
 
 
 def of_type(module: nn.Module, table: Mapping[Any, Found]) -> Found | None:
-    """Return what a table of types, or of their names "package.module.Class", has for the nearest type of a module, or None."""
+    """Return the value for the nearest type of a module; None if there is none. Names of types: "package.module.Class"."""
     names = (name for kind in type(module).__mro__ for name in (kind, f"{kind.__module__}.{kind.__qualname__}"))
     return next((table[name] for name in names if name in table), None)
 

@@ -66,7 +66,7 @@ def _units(tracer: Tracer, weights: Mapping[str, Tensor], gates: int) -> Labels 
 
 
 def _tied_directions(tracer: Tracer, directions: Sequence[Labels | None]) -> Labels | None:
-    """Return both directions of a layer have one size, and their states end up in one tensor."""
+    """Tie both directions of a layer, which have one size, and whose states end up in one tensor."""
     first, last = directions[0], directions[-1]
     if first is None or last is None:
         return None

@@ -16,7 +16,7 @@ _Sizes: TypeAlias = Callable[[Any, Sequence[int]], Mapping[str, Any]]
 
 
 def _convolution(module: ConvNd, shape: Sequence[int]) -> Mapping[str, int]:
-    """Return depthwise layers lose whole conv groups, other grouped layers the same position of each."""
+    """Return sizes: depthwise layers lose whole conv groups, other grouped layers the same position of each."""
     groups = module.groups
     if groups > 1 and module.in_channels == groups:
         multiplier = module.out_channels // groups
@@ -28,9 +28,7 @@ def _convolution(module: ConvNd, shape: Sequence[int]) -> Mapping[str, int]:
 
 
 def _group_norm(module: nn.GroupNorm, shape: Sequence[int]) -> Mapping[str, int]:
-    """Return the unit is a whole norm group, so their number shrinks and their width stays; one group over all channels stays
-    one.
-    """
+    """Return sizes: the unit is a whole norm group, so their number shrinks. One group over all channels stays one."""
     width = module.num_channels // module.num_groups
     return {"num_groups": 1 if module.num_groups == 1 else shape[0] // width, "num_channels": shape[0]}
 

@@ -26,7 +26,7 @@ class NarrowMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return attend, as `nn.MultiheadAttention.forward` does.
+        """Attend, as `nn.MultiheadAttention.forward` does.
 
         Raises:
             InvalidValueError: `is_causal` without `attn_mask`, or a mask of a shape that does not fit.

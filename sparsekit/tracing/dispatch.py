@@ -59,7 +59,7 @@ class Dispatcher(DispatchMode):
         return result
 
     def _moved_in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """Return the call of the operator that returns a view, for one that makes its own tensor that view: `squeeze_`."""
+        """Return the call of `squeeze` for `squeeze_`, and so on: an operator that turns its own tensor into a view of it."""
         if torch.Tag.inplace_view not in func.tags or not self.tracer.watching or self.tracer.known(args[0]) is None:
             return None
         name, (names, _) = operator_schema(func).name.split("::")[-1].removesuffix("_"), arguments_of(func)
@@ -87,7 +87,7 @@ class Dispatcher(DispatchMode):
         self._attach(call, found, mutates)
 
     def _key(self, call: Call) -> tuple[Any, ...] | None:
-        """Return what the answer of a handler depends on; None where it may depend on values, as of an index."""
+        """Return a key for the answer of a handler; None if the answer may depend on values, as of an index."""
         key: list[Any] = [call.func, self.tracer.module, self.tracer.given.key]
         for name, value in call.arguments.items():
             if isinstance(value, Tensor):
@@ -109,7 +109,7 @@ class Dispatcher(DispatchMode):
         return found
 
     def _ask(self, call: Call) -> list[TensorLabels | None] | None:
-        """Return what the handler of a call says of its outputs; None where following units was given up."""
+        """Return the labels of the outputs; None if following units was given up."""
         handler = find_handler(call.func, call.name)
         entering = [self.tracer.joint_labels(tensor) for tensor in call.tensors]
         if self._exhausted(entering):

@@ -77,7 +77,6 @@ def find_tensors(value: Any) -> list[Tensor]:
 
 
 def _inside(item: Any) -> list[Any]:
-    """Return what an object of no known kind refers to."""
     if isinstance(item, FunctionType):
         return [*(item.__closure__ or ()), *(item.__defaults__ or ())]
     if isinstance(item, type | ModuleType):

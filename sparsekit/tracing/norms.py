@@ -60,7 +60,7 @@ class NormRecorder(NormMode):
             self.tracer.count(nodes, name, "normalized_shape")
 
     def _norm(self, call: NormCall, x: TensorLabels, dim: int, axis: Labels) -> TensorLabels:
-        """Return the units pass through; where scale and shift are gated, the result is zero."""
+        """Label the result of a norm: it is zero where scale and shift are gated."""
         made = self.tracer.scaled(axis, call.weight, call.bias, dim=call.axis_of_scale(dim), quiet=True)
         if call.name == "rms_norm" and call.weight is None:
             made = axis  # zero stays zero

@@ -116,7 +116,7 @@ def lent_copy(model: nn.Module) -> nn.Module:
 
 
 def keep_attributes(model: nn.Module) -> Callable[[], None]:
-    """Return what lets modules hold again what they hold now: a pass may make a cache, as wide as the model that runs."""
+    """Return a function that restores all attributes of the modules: a pass may fill a cache of the width of its model."""
     held = [(vars(module), dict(vars(module))) for module in model.modules()]
     containers = [(value, copy.copy(value)) for _, own in held for value in own.values() if type(value) in (dict, list)]
 

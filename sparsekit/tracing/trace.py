@@ -207,7 +207,7 @@ def _run(
 
 
 def _failure(model: nn.Module, inputs: ModelInputs, error: Exception) -> TraceError | UnsupportedModelError:
-    """Return whose fault it is that a pass under the tracer failed: that of the inputs, or of what the model does."""
+    """Return the error for a pass that failed under the tracer: the inputs or an operation of the model are at fault."""
     name, said = type(model).__name__, f"{type(error).__name__}: {error}"
     try:
         inputs.call(lent_copy(model).eval())

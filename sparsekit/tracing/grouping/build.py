@@ -158,7 +158,6 @@ class _Builder:
         return sorted((same for same in found.values() if len(same) > 1), key=lambda same: rank[same[0]])
 
     def group(self, roots: list[int], taken: set[str]) -> UnitGroup:
-        """One group from the roots of its units."""
         nodes = np.stack([self.members[root] for root in roots])
         record = int(self.made_at[nodes].min())
         first = nodes[0][np.lexsort((self.made_at[nodes[0]], ~self.saved[nodes[0]]))[0]]
@@ -198,7 +197,7 @@ class _Builder:
         return UnitGroup(name, len(roots), kind, slices, max([1, *least]), tuple(constants))
 
     def fixed(self) -> tuple[Unprunable, ...]:
-        """Return what stays whole, by producing module and cause."""
+        """Return the units that stay whole, one item for each module and cause."""
         counts: dict[tuple[str, int], int] = {}
         left = self.cause != -1  # fixed roots that no record has made yet
         stored = self._roots_of([self.saved])

@@ -58,7 +58,6 @@ def tie_splits(tracer: Tracer, root: IntArray) -> bool:
 
 
 def _varying(nodes: IntArray, root: IntArray) -> list[int]:
-    """Return axes along which units differ."""
     units = root[nodes]
     return [dim for dim in range(units.ndim) if (units != units.take([0], dim)).any()]
 
@@ -160,7 +159,7 @@ def try_other_sizes(tracer: Tracer, candidates: Sequence[Candidate], group: str)
 
 
 def literal_cause(tracer: Tracer, root: IntArray, units: IntArray) -> Cause | None:
-    """Return that a number in the code is the length of an axis of these units, if there is one."""
+    """Return the cause if a number in the code is the length of an axis of these units."""
     for nodes, size, cause in tracer.literals:
         code = cause.where.partition(" (")[2]
         lengths = [nodes.shape[dim] for dim in _varying(nodes, root)]

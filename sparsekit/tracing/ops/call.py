@@ -78,7 +78,7 @@ class Call:
         return list(tensors_of(self.arguments.values()))
 
     def outside(self, what: str, dim: int, rank: int) -> Cause:
-        """Return that units along an axis of the result, of `rank` axes, meet values without any, and their origin."""
+        """Return the cause if units along one of `rank` axes of the result meet values without units, with their origin."""
         reason = f"{what} values that belong to no unit"
         for tensor in self.tensors:
             own = dim - (rank - tensor.dim())

@@ -100,7 +100,6 @@ def _same_for_all_units(call: Call, index: Tensor, labels: TensorLabels, dim: in
 
 @handles("index_add index_copy scatter_add")
 def _indexed(call: Call) -> Outputs:
-    """Return `self` with `source` added or written at positions along one axis."""
     tracer, out = call.tracer, call.arguments["self"]
     source, index = call.arguments.get("source", call.arguments.get("src")), call.arguments.get("index")
     if not isinstance(source, Tensor) or not isinstance(index, Tensor) or source.dim() != out.dim() or not out.dim():
@@ -122,7 +121,6 @@ def _indexed(call: Call) -> Outputs:
 
 @handles("gather")
 def _gather(call: Call) -> Outputs:
-    """Return values picked along one axis."""
     tracer, tensor, index = call.tracer, call.arguments["self"], call.arguments["index"]
     dim = call.dim()
     labels = tracer.labels(tensor, dim)
@@ -140,7 +138,7 @@ def _gather(call: Call) -> Outputs:
 
 @handles("im2col")
 def _patches(call: Call) -> Outputs:
-    """Return patches side by side: each channel becomes one position per place in the kernel."""
+    """Repeat the label of each channel: patches have one position for each tap of the kernel."""
     x, out, kernel = call.labels("self"), call.outputs[0], call.arg("kernel_size")
     dim, taps = out.dim() - 2, int(np.prod(kernel))
     call.tracer.fix(x.axes[dim + 1 :], "cut into patches along an axis of units")
@@ -153,7 +151,7 @@ def _patches(call: Call) -> Outputs:
 
 @handles("col2im")
 def _from_patches(call: Call) -> Outputs:
-    """Return the inverse: overlapping patches are summed, and the positions of one channel are one unit."""
+    """Unite the positions of each channel, the taps of the kernel, which are summed."""
     x, out, kernel = call.labels("self"), call.outputs[0], call.arg("kernel_size")
     dim, taps = out.dim() - 3, int(np.prod(kernel))
     call.tracer.fix(x.axes[-1], "an axis of units is laid out as patches")

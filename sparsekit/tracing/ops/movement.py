@@ -29,8 +29,8 @@ def _same(call: Call) -> Outputs:
 
 @handles("as_strided")
 def _restride(call: Call) -> Outputs:
-    """Return a view in strides of its own: of a contiguous tensor any, as the frames of `stft`; of another the one with other
-    strides for axes of one position, as the pooling of channels-last maps writes in place.
+    """Follow any view of a contiguous tensor, such as the frames of `stft`. Of other tensors, allow other strides for axes of
+    one position alone, as the pooling of channels-last maps writes them in place.
     """
     given = call.arguments["self"]
     if given is not call.out and given.is_contiguous() and max(given.numel(), call.out.numel()) <= MOST_POSITIONS:
@@ -154,7 +154,6 @@ def _moved(call: Call, labels: TensorLabels, reason: str) -> list[TensorLabels]:
     + " ".join(sorted(_RESHAPES))
 )
 def _rearrange(call: Call) -> Outputs:
-    """Return what follows the sizes of the tensor, so that units may go."""
     tensor = call.arguments["self"]
     if 0 in tensor.shape or call.func.name() == "aten::view.dtype":
         call.fix_inputs("reinterpreted memory or an empty tensor")
@@ -189,7 +188,7 @@ def _by_number(call: Call) -> Outputs:
 
 @handles("channel_shuffle native_channel_shuffle")
 def _channel_shuffle(call: Call) -> Outputs:
-    """Return only equal parts can be shuffled again, so every part loses the same positions."""
+    """Tie the parts: only equal parts can be shuffled again."""
     labels, groups = call.labels("self"), int(call.arguments["groups"])
     axis = labels.units[1]
     if axis is not None:
@@ -199,7 +198,7 @@ def _channel_shuffle(call: Call) -> Outputs:
 
 @handles("slice split split_with_sizes unsafe_split unsafe_split_with_sizes select unbind view_as_complex")
 def _take_apart(call: Call) -> Outputs:
-    """Return parts along an axis: those of one size lose the same positions, others keep them."""
+    """Tie parts of equal size, which lose the same positions; keep others whole unless their sizes follow."""
     tensor, labels = call.arguments["self"], call.joint_labels("self")
     dim = tensor.dim() - 1 if call.name == "view_as_complex" else call.dim()
     if labels.parts is not None:
@@ -275,7 +274,7 @@ def _layers_apart(call: Call, layers: Sequence[TensorLabels], dim: int) -> Outpu
 
 @handles("expand copy")
 def _expand(call: Call) -> Outputs:
-    """Return a tensor repeated along axes of one position: the source of a copy, too, which may be of another dtype."""
+    """Label new positions as constant along their axes. The source of a copy is expanded too."""
     source = call.arguments["src"] if call.name == "copy" else call.arguments["self"]
     labels = call.labels("src").computed() if call.name == "copy" else call.joint_labels("self")
     before, after = source.shape, call.arguments["self"].shape if call.name == "copy" else call.out.shape

@@ -19,7 +19,6 @@ _FIRST = frozenset({"prelu", "_prelu_kernel"})  # zero where the first operand i
 
 
 def is_pointwise(func: Any) -> bool:
-    """Return true for operators that torch itself tags as element-wise."""
     return torch.Tag.pointwise in func.tags
 
 
@@ -164,7 +163,7 @@ def _fitting(
     "where masked_fill prelu _prelu_kernel rrelu dropout native_dropout hardswish hardsigmoid mish log_sigmoid_forward softplus"
 )
 def spread(call: Call) -> Outputs:
-    """Return any element-wise operator: units at one position are one."""
+    """Unite the units at each position of an element-wise operator."""
     tensors = call.tensors
     if call.name == "where":
         tensors = [

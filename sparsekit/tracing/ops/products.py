@@ -39,7 +39,7 @@ def _repeated(labels: Labels | None, size: int) -> Labels | None:
     "_scaled_dot_product_fused_attention_overrideable scaled_dot_product_attention"
 )
 def _attention(call: Call) -> Outputs:
-    """Return softmax(q k^T · scale + mask) v over the last two axes; all axes before are batch or heads."""
+    """Follow units through softmax(q k^T · scale + mask) v over the last two axes; all axes before are batch or heads."""
     tracer, out = call.tracer, call.outputs[0]
     rank = out.dim()
     query, key = call.labels("query", -1, -2), call.labels("key", -1, -2)
@@ -59,8 +59,7 @@ def _attention(call: Call) -> Outputs:
 
 @handles("_fused_sdp_choice")
 def _nothing(call: Call) -> Outputs:
-    """Asks which implementation to take; computes nothing."""
-    del call
+    del call  # it asks which implementation to take
     return []
 
 
@@ -71,7 +70,7 @@ def _outer(call: Call, owner: TensorLabels, dim: int) -> Labels | None:
 
 
 def _product(call: Call, a: TensorLabels, b: TensorLabels) -> TensorLabels:
-    """Return (…, m, k) times (…, k, n), or vectors of the last axis."""
+    """Follow units through (…, m, k) times (…, k, n), or vectors of the last axis."""
     a_last, b_first = len(a.axes) - 1, max(len(b.axes) - 2, 0)
     call.tracer.contract(a, a_last, b, b_first)
     axes = [*_batch(call, [a, b], 1)] if len(a.axes) == 3 else []

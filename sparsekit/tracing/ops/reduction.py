@@ -47,7 +47,7 @@ def _scan(call: Call) -> Outputs:
 
 @handles("_fft_r2c _fft_c2r _fft_c2c")
 def _fourier(call: Call) -> Outputs:
-    """Return a transform over some axes: linear, and the same for every unit on the others."""
+    """Follow units through a transform over other axes, which is linear and the same for every unit."""
     rank = call.arguments["self"].dim()
     chosen = {dim % rank for dim in call.arg("dim")}
     labels = call.labels("self", *chosen)
@@ -57,7 +57,7 @@ def _fourier(call: Call) -> Outputs:
 
 @handles("_cdist_forward _euclidean_dist")
 def _distance(call: Call) -> Outputs:
-    """Return a norm of differences: a unit adds nothing where it is zero on both sides."""
+    """Unite both sides of a norm of differences: a unit adds nothing if it is zero on both."""
     tracer, pair = call.tracer, [call.labels("x1", -1), call.labels("x2", -1)]
     left, right = (labels.axes[-1] for labels in pair)
     if left is None or right is None or left.is_uniform or right.is_uniform or call.arg("p", 2.0) <= 0:
