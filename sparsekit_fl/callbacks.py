@@ -113,11 +113,7 @@ class _Monitor(Callback):
             self.on_round_end(run, run.records[-1])
 
     def _course(self, run: RunView) -> tuple[list[tuple[int, float]], int | None]:
-        """Return round and value of each evaluation so far, and the place of the first best one, if one is finite.
-
-        Raises:
-            InvalidValueError: the run never has this number.
-        """
+        """Return round and value of each evaluation so far, and the place of the first best one, if one is finite."""
         scored = [(record.round, record.evaluation.part(self._part)) for record in run.records if record.evaluation]
         course = [(round, values[self._name]) for round, values in scored if self._name in values]
         later = self._part == "global" and run.config.eval_global_every is not None

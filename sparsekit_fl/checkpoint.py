@@ -88,11 +88,7 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(payload: bytes) -> Any:
-    """Undo `dumps`.
-
-    Raises:
-        DataError: the bytes are damaged, or come from elsewhere.
-    """
+    """Undo `dumps`; raise DataError if the bytes are damaged, or come from elsewhere."""
     from sparsekit_fl.packed import unpack
 
     if hashlib.sha256(payload[_HASH_BYTES:]).digest() != payload[:_HASH_BYTES]:
@@ -159,11 +155,7 @@ class Memories:
         return self.folder / f"{client_id}-{round}.state"
 
     def read(self, client_id: int, round: int | None) -> dict[str, Any]:
-        """Return the memory of a client as written in `round`; empty for None.
-
-        Raises:
-            DataError: it is missing or damaged.
-        """
+        """Return the memory of a client as written in `round`, empty for None; raise DataError if it is missing or damaged."""
         if round is None:
             return {}
         path = self.path(client_id, round)
@@ -173,11 +165,7 @@ class Memories:
             raise DataError(f"the memory of client {client_id} of round {round} cannot be read from {path}: {error}") from error
 
     def write(self, client_id: int, round: int, memory: dict[str, Any]) -> None:
-        """Write a memory; `sync` makes it durable.
-
-        Raises:
-            InvalidValueError: it holds something that cannot be saved.
-        """
+        """Write a memory; `sync` makes it durable."""
         write_atomically(self.path(client_id, round), dumps(memory), durable=self.durable and not _ONE_SYNC, sync=False)
 
     def sync(self) -> None:
@@ -353,12 +341,7 @@ class RunFolder:
         return state, [json.loads(line) for line in written.decode().splitlines()]
 
     def save(self, state: State, record: Mapping[str, Any]) -> None:
-        """Save a round: memories, the line of `rounds.jsonl`, the checkpoint; then remove the memories that it replaced.
-
-        Args:
-            state: After the round.
-            record: Of the round, plain JSON values.
-        """
+        """Save a round: memories, the line of `rounds.jsonl`, the checkpoint; then remove the memories that it replaced."""
         if self.durable:
             for one in (self.memories, self.remembered)[: 1 if _ONE_SYNC else 2]:  # on one file system
                 one.sync()

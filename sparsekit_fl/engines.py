@@ -35,17 +35,7 @@ from sparsekit_fl.options import Checked, Count
 from sparsekit_fl.problem.data import Client
 from sparsekit_fl.spec import RunSpec
 
-__all__ = [
-    "Engine",
-    "Memories",
-    "Processes",
-    "RunClients",
-    "RunSpec",
-    "answer",
-    "one_thread",
-    "registry",
-    "run_client",
-]
+__all__ = ["Engine", "Memories", "Processes", "RunClients", "RunSpec", "answer", "one_thread", "registry", "run_client"]
 
 RunClients = Callable[[Sequence[Request]], Iterator[Reply]]
 """Runs clients; yields one reply for each request, in the order of the requests.
@@ -280,9 +270,6 @@ def describe_environment(*, workers: int, device: str) -> dict[str, Any]:
 
 registry = Registry(
     "engine",
-    {
-        "flower": "sparsekit_fl.flower.engine:GridEngine",
-        "processes": "sparsekit_fl.engines:Processes",
-    },
+    {"flower": "sparsekit_fl.flower.engine:GridEngine", "processes": "sparsekit_fl.engines:Processes"},
     group="sparsekit_fl.engines",
 )

@@ -39,11 +39,7 @@ def write_recipe(out: Path, model: Callable[[], nn.Module], clients: list[int], 
 
 
 def _factory(recipe: Any, where: Path | str) -> Factory:
-    """Return what makes the registered model of a recipe.
-
-    Raises:
-        DataError: no such model, or words that it does not take.
-    """
+    """Return a function that makes the registered model of a recipe; raise DataError if there is none."""
     try:
         shape, classes = tuple(map(operator.index, recipe["shape"])), operator.index(recipe["classes"])
         if (kind := recipe["kind"]) == "image" and len(shape) != _IMAGE_AXES:

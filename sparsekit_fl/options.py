@@ -209,11 +209,7 @@ def read_keywords(
 
 
 def read_settings(texts: Iterable[str]) -> dict[str, str]:
-    """Read `PATH=VALUE` texts.
-
-    Raises:
-        InvalidValueError: a text is not of that form, or names a path that came before.
-    """
+    """Read `PATH=VALUE` texts; raise InvalidValueError if a text has another form, or repeats a path."""
     found: dict[str, str] = {}
     for text in texts:
         path, equals, value = text.partition("=")

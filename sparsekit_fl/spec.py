@@ -99,12 +99,7 @@ class RunSpec:
         return short_digest([shapes, self.graph.fingerprint(), frozen])
 
     def describe(self, clients: Mapping[int, Client], experiment: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what must be equal for a run to be resumed.
-
-        Args:
-            clients: Client id → client.
-            experiment: Plain JSON values of the user's.
-        """
+        """Return plain JSON values that must be equal when a run is resumed; `experiment` is the user's."""
         devices = [[client.id, *dataclasses.astuple(client.capability)] for client in clients.values()]
         return {
             "method": self.method.describe(),

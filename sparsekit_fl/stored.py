@@ -57,9 +57,7 @@ def flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 def scale(unit: str, largest: float) -> tuple[float, str]:
     """Return the size and the sign of the step for numbers up to `largest`: `(1e12, "T")` from 1e11 on.
 
-    Args:
-        unit: "share", "flops", "bytes" or "seconds"; others have no steps.
-        largest: Zero bytes and zero seconds are written by the first step.
+    Units are "share", "flops", "bytes" and "seconds"; others have no steps. Zero bytes and zero seconds take the first step.
     """
     steps = _STEPS.get(unit, ((1.0, ""),))
     if largest == 0 and unit != "flops":

@@ -30,11 +30,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def parsed(run_config: Mapping[str, Any]) -> tuple[str, RunOptions]:
-    """Return the method, as the user wrote it, and the options of the run in a run configuration; undoes `run_text`.
-
-    Raises:
-        SparsekitError: an option that is not allowed.
-    """
+    """Undo `run_text` for a run configuration: return the method, as the user wrote it, and the options of the run."""
     method, *settings = shlex.split(run_config["run"]) or [""]
     return method, RunOptions.read(read_settings(settings), resume=run_config["resume"])
 
@@ -60,11 +56,7 @@ def client_ids(text: str) -> list[int]:
 
 
 def write_app(folder: Path, config: Mapping[str, Any] | None = None, *, port: int = 8000) -> list[Path]:
-    """Write the app into a folder, with options in place of those in `DEFAULTS`, and return its files.
-
-    Raises:
-        InvalidValueError: a file is there already; nothing was written.
-    """
+    """Write the app into a folder, and return its files; if one is there already, raise InvalidValueError and write nothing."""
     taken = [name for name in _FILES if (folder / name).exists()]
     if taken:
         raise InvalidValueError(f"{folder} already holds {', '.join(taken)}; nothing was written. Choose another folder")

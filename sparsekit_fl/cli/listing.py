@@ -65,9 +65,7 @@ def _run_options() -> dict[str, str]:
 
 
 def _describe(
-    *,
-    method: Annotated[str, typer.Argument(help="A method by name, or package.module:Class.")],
-    as_json: AsJson = False,
+    *, method: Annotated[str, typer.Argument(help="A method by name, or package.module:Class.")], as_json: AsJson = False
 ) -> None:
     """Describe a method: where it was published, and its options."""
     from sparsekit_fl.cli.options import text_of
@@ -111,12 +109,7 @@ def _line(registry: Mapping[str, Any], name: str) -> str:
 
 list_names = command_app(
     _list,
-    examples=(
-        "sparsekit list methods",
-        "sparsekit list datasets",
-        "sparsekit list models --json",
-        "sparsekit list options",
-    ),
+    examples=("sparsekit list methods", "sparsekit list datasets", "sparsekit list models --json", "sparsekit list options"),
 )
 
 describe = command_app(_describe, examples=("sparsekit describe fedprox", "sparsekit describe fedlps --json"))

@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 def _report(
     *,
-    folders: Annotated[
-        list[Path],
-        typer.Argument(metavar="FOLDER...", help="The --out folders of compare or run."),
-    ],
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="The --out folders of compare or run.")],
     out: Annotated[Path | None, typer.Option(help="Folder for report.html. Default: the folder itself.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -63,10 +60,4 @@ def _show_frame(frame: Any) -> None:
     print_table([frame.index.name, *frame], [(name, *cells) for name, cells in zip(frame.index, frame.values, strict=True)])
 
 
-report = command_app(
-    _report,
-    examples=(
-        "sparsekit report runs/mnist",
-        "sparsekit report runs/mnist runs/classes --out pages",
-    ),
-)
+report = command_app(_report, examples=("sparsekit report runs/mnist", "sparsekit report runs/mnist runs/classes --out pages"))

@@ -147,11 +147,7 @@ def mask_record(mask: sk.UnitMask, **numbers: float) -> ConfigRecord:
 
 
 def read_mask(record: ConfigRecord, graph: sk.UnitGraph) -> sk.UnitMask:
-    """Undo `mask_record`.
-
-    Raises:
-        DataError: it is not a mask of this graph.
-    """
+    """Undo `mask_record`; raise DataError if it is not a mask of this graph."""
     mask = unpack_mask(*unpack(record["mask"]), graph)  # type: ignore[arg-type]
     if not isinstance(mask, sk.UnitMask):
         raise DataError("the mask is not one of units")

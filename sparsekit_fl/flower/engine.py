@@ -74,11 +74,7 @@ class GridEngine:
         self._node_of: dict[int, int] = {}  # client id → the device that has it
 
     def introduce(self, spec: RunSpec) -> dict[int, Client]:
-        """Wait for the devices, and return their clients by id, with numbers of examples in place of data.
-
-        Raises:
-            WorkerDiedError: too few nodes came, or none of them has a client; says why.
-        """
+        """Wait for the devices, and return their clients by id, with numbers of examples in place of data."""
         self._await_nodes()
         nodes, identity, seconds = sorted(self._grid.get_node_ids()), identity_of(spec), max(_QUERY_SECONDS, self._wait_seconds)
         answers = dict(self._exchange([Message(content(), node, "query", ttl=seconds) for node in nodes], seconds))

@@ -120,12 +120,7 @@ class SubmodelStrategy(Strategy):
         return self._inner.aggregate_train(server_round, [reply for reply, *_ in ordered] + failed)
 
     def _read(self, request: Request, content: RecordDict) -> tuple[Update, MetricRecord]:
-        """Return the update in a reply, and its metrics.
-
-        Raises:
-            DataError: its mask differs from the requested mask, its entries have other shapes, or a metric is missing.
-            UpdateError: it is not an update of the submodel under its mask.
-        """
+        """Return the update in a reply, and its metrics; raise an error if they do not fit the request."""
         (arrays,), (metrics,) = content.array_records.values(), content.metric_records.values()
         record, weight = content.config_records[KEY], float(metrics[self._examples])  # type: ignore[arg-type]
         mask = read_mask(record, self._graph)
@@ -220,11 +215,7 @@ class BanditRatios:
         return self._pulls[node].value
 
     def check(self, metrics: Mapping[str, Any]) -> float:
-        """Return the accuracy in the metrics of a reply.
-
-        Raises:
-            InvalidValueError: it is missing, or not a finite number.
-        """
+        """Return the accuracy in the metrics of a reply; raise InvalidValueError if it is missing or not a finite number."""
         found = metrics.get(self._metric)
         if not isinstance(found, int | float) or not math.isfinite(found):
             raise InvalidValueError(

@@ -108,11 +108,7 @@ class TensorData:
 
 
 def read(split: Any, positions: list[int]) -> Batch:
-    """Return `(inputs, targets)` of some examples of a client, from TensorData or any map-style data set.
-
-    Raises:
-        DataError: the items cannot be read, or cannot be made into tensors.
-    """
+    """Return `(inputs, targets)` of some examples of a client; raise DataError if they cannot be made into tensors."""
     if isinstance(split, TensorData):
         return split.batch(positions)
     try:

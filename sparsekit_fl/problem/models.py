@@ -53,11 +53,7 @@ class ModelSpec:
     channels_last: bool = False
 
     def input_shape(self, kind: Kind, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of one example that the network takes, after padding or resizing, for data of this shape.
-
-        Raises:
-            DataError: the network cannot take such data; the message says which it takes.
-        """
+        """Return the shape of one example after padding or resizing; raise DataError if the network cannot take such data."""
         if self.kind is not None and kind != self.kind:
             fitting = {"image": "cnn, vgg11, vgg13, vgg16", "tokens": "lstm", "other": "package.module:factory"}
             raise DataError(

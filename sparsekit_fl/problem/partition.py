@@ -53,11 +53,7 @@ def _tenth(indices: Indices) -> int:
 
 
 def _rows_by_class(source: DataSource, partition: str) -> tuple[list[Indices], list[Indices]]:
-    """Return positions of the training and of the test examples of each class, in their order.
-
-    Raises:
-        DataError: the source has no test pool, or labels that are not one class per example.
-    """
+    """Return positions of the training and of the test examples of each class, in their order."""
     if source.test is None or not source.classes or source.train.targets.ndim != 1:
         raise DataError(
             f"partition {partition!r} needs one class label per example and a test set, which {source.name!r} does not have;"
