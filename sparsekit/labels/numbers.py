@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -36,13 +37,18 @@ class Size:
     Args:
         nodes: int64, those along the axis; empty where there are none.
         equals: Takes (nodes, integers held) for every comparison that found the size equal to such integers.
+        module: Name of the module whose rule sets the number, or empty.
     """
 
     nodes: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     equals: list[tuple[IntArray, frozenset[Held]]] = field(default_factory=list)
+    module: str = ""
 
 
 Source = Held | Size
+
+USED: ContextVar[list[Source] | None] = ContextVar("USED", default=None)
+"""Takes the sources of numbers that code compares, rounds or converts. Such code may branch at one particular width."""
 
 
 class Number(int):
@@ -72,32 +78,33 @@ class Number(int):
 
     def __mul__(self, other: Any) -> Any:
         if type(other) not in (int, Number):
-            return int(self) * other
+            return int.__index__(self) * other
         theirs = parts_of(other)
         return _made(((a | b, m * n) for a, m in self.parts.items() for b, n in theirs.items()))
 
     def __add__(self, other: Any) -> Any:
         if type(other) not in (int, Number):
-            return int(self) + other
+            return int.__index__(self) + other
         return _made((*self.parts.items(), *parts_of(other).items()))
 
     def __neg__(self) -> Number:
-        return Number(-int(self), {factors: -value for factors, value in self.parts.items()})
+        return Number(-int.__index__(self), {factors: -value for factors, value in self.parts.items()})
 
     def __sub__(self, other: Any) -> Any:
         if type(other) not in (int, Number):
-            return int(self) - other
+            return int.__index__(self) - other
         return self + (-other)
 
     def __rsub__(self, other: Any) -> Any:
-        return -self + other if type(other) is int else other - int(self)
+        return -self + other if type(other) is int else other - int.__index__(self)
 
     def __floordiv__(self, other: Any) -> Any:
         if type(other) not in (int, Number):
-            return int(self) // other
-        divisor = int(other)
+            return int.__index__(self) // other
+        divisor = int.__index__(other)
         if divisor == 0 or any(value % divisor for value in self.parts.values()):
-            return int(self) // divisor
+            note_use(self, other)
+            return int.__floordiv__(self, divisor)
         more = other.factors if isinstance(other, Number) else frozenset()
         return _made((factors | more, value // divisor) for factors, value in self.parts.items())
 
@@ -110,6 +117,8 @@ class Number(int):
                 mine = next(iter(size.factors)) if len(size.factors) == 1 else None
                 if isinstance(mine, Size) and mine.nodes.size and number.held:
                     mine.equals.append((mine.nodes, number.held))
+        if same is False and (len(self.parts) > 1 or isinstance(other, Number) or other not in (0, 1)):
+            note_use(self, other)
         return same
 
     def __ne__(self, other: object) -> bool:
@@ -118,14 +127,53 @@ class Number(int):
     __hash__ = int.__hash__
 
     def __deepcopy__(self, memo: object) -> int:
-        return int(self)
+        return int.__index__(self)
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        return int, (int(self),)
+        return int, (int.__index__(self),)
+
+
+def note_use(*numbers: Any) -> None:
+    """Note where numbers come from that code turns into something that does not remember it."""
+    used = USED.get()
+    if used is not None:
+        used += {source for n in numbers if isinstance(n, Number) for factors in n.parts for source in factors}
+
+
+def _noting(name: str, *, is_order: bool = False) -> Any:
+    method = getattr(int, name)
+
+    def noted(*numbers: Any) -> Any:
+        # Whether one width is above a constant shows at the least width.
+        if not is_order or len(numbers[0].parts) > 1 or isinstance(numbers[-1], Number):
+            note_use(*numbers)
+        return method(*numbers)
+
+    return noted
+
+
+_ORDERS = ("lt", "le", "gt", "ge")
+_FORGETTING = (
+    "int",
+    "float",
+    "abs",
+    "round",
+    "truediv",
+    "rtruediv",
+    "rfloordiv",
+    "mod",
+    "rmod",
+    "divmod",
+    "pow",
+    "and",
+    "rshift",
+)
+for _name in (*_ORDERS, *_FORGETTING):
+    setattr(Number, f"__{_name}__", _noting(f"__{_name}__", is_order=_name in _ORDERS))
 
 
 def parts_of(value: int) -> Mapping[frozenset[Source], int]:
-    return value.parts if isinstance(value, Number) else {frozenset(): int(value)}
+    return value.parts if isinstance(value, Number) else {frozenset(): value}
 
 
 def _made(parts: Any) -> Any:

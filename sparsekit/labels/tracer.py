@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sparsekit.graph.groups import Constant, Kind, Refusal
 from sparsekit.graph.held import Path
-from sparsekit.labels.numbers import Given, Held
+from sparsekit.labels.numbers import Given, Held, Source
 from sparsekit.labels.origin import mark_inputs
 from sparsekit.labels.values import (
     ALWAYS_ZERO,
@@ -49,6 +49,7 @@ class Tracer:
         heads: Nodes whose units are attention heads: each makes a map of its own over the positions.
         lengths: Axes of units whose lengths were given by integers.
         equals: (nodes, integers held) of comparisons of the length of an axis that were true.
+        compared: Sources of integers that code has compared, rounded or converted.
         literals: (nodes, number, where) of lengths that were given and read from nowhere.
         attempts: Module → how many choices of integers that follow the number of its units have failed.
         held: Module → the integers that it holds.
@@ -75,6 +76,7 @@ class Tracer:
         self.heads: list[IntArray] = []
         self.lengths: list[GivenLength] = []
         self.equals: list[tuple[IntArray, frozenset[Held]]] = []
+        self.compared: list[Source] = []
         self.literals: list[tuple[IntArray, int, Cause]] = []
         self.attempts: dict[str, int] = {}
         self.held: dict[str, list[Held]] = {}

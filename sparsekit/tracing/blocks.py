@@ -12,10 +12,10 @@ import copy
 import functools
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +26,16 @@ from sparsekit.graph.edit import only
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup
 from sparsekit.layers import LayerRule
-from sparsekit.rng import seeded
 from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
-from sparsekit.tracing.inputs import ModelInputs, find_numbers, find_tensors, with_tokens
+from sparsekit.tracing.inputs import ModelInputs, find_tensors, same_tensors, with_tokens
 from sparsekit.tracing.passes import lent_copy, train_without_dropout
 from sparsekit.tracing.tape import Tape
-from sparsekit.tracing.trials import FEW, Masks, Trial
+from sparsekit.tracing.trials import OUTSIDE, Masks, width_trials
 from sparsekit.tracing.verify import Verifier
+
+Tied: TypeAlias = tuple[str, ...]
+Places: TypeAlias = Mapping[Tied, str]
+"""Tied groups → the module that they are checked in; empty for the whole model."""
 
 LARGE_NUMBERS = 50_000_000
 """Models with at least so many numbers are traced without a copy of their parameters and verified block by block."""
@@ -67,7 +70,13 @@ class _Captured(ModelInputs):
     """Inputs of a module inside a model. What they hold may be changed by a call, such as a cache, so each call gets a copy."""
 
     def call(self, model: nn.Module, mode: AbstractContextManager[Any] | None = None) -> Any:
-        return ModelInputs(*copy.deepcopy((self.args, dict(self.kwargs))), self.guard).call(model, mode)
+        return ModelInputs(*_copied(self.args, dict(self.kwargs)), self.guard).call(model, mode)
+
+
+def _copied(*inputs: Any) -> tuple[Any, Any]:
+    """Return a deep copy. Under a mode, that of a tensor takes a hundred times as long as a clone."""
+    args, kwargs = copy.deepcopy(inputs, {id(tensor): tensor.detach().clone() for tensor in find_tensors(inputs)})
+    return args, kwargs
 
 
 @dataclass
@@ -87,21 +96,27 @@ class BlockVerifier:
         self._modules = dict(self._copy.named_modules())
         self._meta = is_meta(self.model)
         self._numbers = _count(self.model)
+        self._drawn = self.calls
+        self._whole_tapes: dict[int, Tape] = {}
         self._captured: dict[str, list[ModelInputs]] = {}
         self._runs: dict[str, list[str]] = {}  # what runs in these modules
         self._results: dict[str, dict[int, str]] = {}  # kind of block → number of a group of it → why it is not exact
         self._passed: set[tuple[Any, ...]] = set()
         self._passed_with: tuple[Any, ...] = ()
         self._masks = Masks(torch.Generator().manual_seed(20130))
-        self._drawn = self.calls
         with contextlib.suppress(Exception):  # a model may refuse other tokens than its example
             drawn = with_tokens(self._copy, self.calls, torch.Generator().manual_seed(20130))
-            for inputs in drawn:
-                inputs.call(self._copy)
+            for inputs, own in zip(drawn, self.calls, strict=True):
+                if not same_tensors(inputs, own):
+                    inputs.call(self._copy)
             self._drawn = drawn
 
-    def failures(self, graph: UnitGraph) -> dict[str, str]:
+    def failures(self, graph: UnitGraph, compared: Collection[str] = ()) -> dict[str, str]:
         """Find the groups whose removal is not exact.
+
+        Args:
+            graph: The groups.
+            compared: Groups whose width code may compare with something, for the comparison of the whole model.
 
         Returns:
             Group name → reason; empty if all is well.
@@ -114,10 +129,10 @@ class BlockVerifier:
         for names, home in places.items():
             if self._key(graph, names) not in self._passed:
                 homes.setdefault(home, []).append(names)
+        self._capture(homes)
         reasons: dict[str, str] = {}
         homes.pop("", None)
         while homes:
-            self._capture(homes)
             above: dict[str, list[tuple[str, ...]]] = {}
             for home, sets in homes.items():
                 failed = self._block(graph, home, sets)
@@ -133,8 +148,10 @@ class BlockVerifier:
             above.pop("", None)
             homes = above
         if self._meta:
-            return self._without_values(graph, places, reasons)
-        return self._whole.failures(graph)
+            return self._without_values(graph, places, reasons, compared)
+        if all(places.values()) and self._difference(graph, places, compared) is None:
+            return {}
+        return self._whole.failures(graph, compared)
 
     @functools.cached_property
     def _whole(self) -> Verifier:
@@ -156,25 +173,27 @@ class BlockVerifier:
         groups = [graph.groups[name] for name in names]
         return tuple((g.name, g.size, tuple((s.name, s.dim, s.side, s.span) for s in g.slices + g.constants)) for g in groups)
 
-    def _capture(self, homes: Mapping[str, Any]) -> None:
-        """Note what modules are called on, in their first call on each of the inputs."""
-        wanted = [name for name in homes if name not in self._captured]
-        noted: dict[str, ModelInputs] = {}
+    def _capture(self, homes: Iterable[str]) -> None:
+        """Note what modules and those above them are called on, in their first call on each of the inputs."""
+        wanted = set()
+        for home in homes:
+            while home and home not in self._captured:
+                wanted.add(home)
+                home = self._home(home.rpartition(".")[0])
+        for number, inputs in enumerate(self._drawn) if wanted else ():
+            noted: dict[str, ModelInputs] = {}
+            tape = self._whole_tapes[number] = Tape(self._copy.eval())
 
-        def note(name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if name not in noted:
-                noted[name] = _Captured(*copy.deepcopy((args, kwargs)), self.calls[0].guard)
+            def note(name: str, _module: nn.Module, args: Any, kwargs: Any, noted: Any = noted, tape: Tape = tape) -> None:
+                if name not in noted:
+                    with tape.paused():
+                        noted[name] = _Captured(*_copied(args, kwargs), self.calls[0].guard)
 
-        for inputs in self._drawn if wanted else ():
-            noted.clear()
             with ExitStack() as stack:
-                stack.enter_context(seeded(0))
                 for name in wanted:
                     hook = functools.partial(note, name)
                     stack.callback(self._modules[name].register_forward_pre_hook(hook, with_kwargs=True).remove)
-                inputs.call(self._copy)
-            tape = Tape(self._copy)
-            inputs.call(self._copy, tape.running())
+                tape.run(inputs)
             for name, captured in noted.items():
                 self._captured.setdefault(name, []).append(captured)
                 self._runs.setdefault(name, []).append(tape.digest(name))
@@ -226,54 +245,51 @@ class BlockVerifier:
             return dict.fromkeys(names, f"{home!r} cannot run by itself: {type(error).__name__}: {error}")
 
     def _without_values(
-        self, graph: UnitGraph, places: Mapping[tuple[str, ...], str], reasons: Mapping[str, str]
+        self, graph: UnitGraph, places: Places, reasons: Mapping[str, str], compared: Collection[str]
     ) -> dict[str, str]:
         """Compare the whole model without values: what no block convicts must change nothing outside of its block."""
         found = {name: reasons[name] for tied, home in places.items() if not home for name in tied if reasons.get(name)}
-        levels: dict[int, list[tuple[str, ...]]] = {}
-        for tied, home in places.items():
-            if not found.keys() & set(tied):
-                levels.setdefault(home.count(".") + 1 if home else 0, []).append(tied)
-        for level, sets in levels.items():
-            for trial in FEW[:2]:
-                reason = self._tapes(graph, trial, level, sets, places)
-                if reason is not None:
-                    alone = {tied: self._tapes(graph, trial, level, [tied], places) for tied in sets}
-                    guilty = {tied: why for tied, why in alone.items() if why is not None} or dict.fromkeys(sets, reason)
-                    found |= {name: why for tied, why in guilty.items() for name in tied}
-                    break
+        while places := {tied: home for tied, home in places.items() if not found.keys() & set(tied)}:
+            if (reason := self._difference(graph, places, compared)) is None:
+                break
+            alone = {tied: self._difference(graph, {tied: home}, compared) for tied, home in places.items()}
+            guilty = {tied: why for tied, why in alone.items() if why is not None} or dict.fromkeys(places, reason)
+            found |= {name: why for tied, why in guilty.items() for name in tied}
         return found
 
-    def _tapes(
-        self,
-        graph: UnitGraph,
-        trial: Trial,
-        level: int,
-        sets: Sequence[tuple[str, ...]],
-        places: Mapping[tuple[str, ...], str],
-    ) -> str | None:
-        """Return what a cut of some sets changes outside of their blocks, or None."""
-        names = [name for tied in sets for name in tied]
-        homes = {places[tied] for tied in sets} if level else set()
+    def _difference(self, graph: UnitGraph, places: Places, compared: Collection[str]) -> str | None:
+        """Return what a cut of some sets changes outside of their blocks, or None if operators, numbers and shapes stay."""
+        levels: dict[int, list[Tied]] = {}
+        for tied, home in places.items():
+            levels.setdefault(home.count(".") + 1 if home else 0, []).append(tied)
+        some = [tied for tied in places if not set(compared).isdisjoint(tied)]
+        schedules = [(OUTSIDE, sets, level > 0) for level, sets in levels.items()]
+        for trials, sets, shapes in (*schedules, (width_trials(graph, some, (False,)), some, False)):
+            homes = {places[tied] for tied in sets} - {""}
+            for trial in trials:
+                keep = self._masks.draw(graph, [name for tied in sets for name in tied], trial)[1]
+                if (reason := self._tapes(graph, keep, homes, shapes=shapes)) is not None:
+                    return reason
+        return None
+
+    def _tapes(self, graph: UnitGraph, keep: Mapping[str, Tensor], homes: Collection[str], *, shapes: bool) -> str | None:
+        """Return what a cut changes outside of some modules, or None; `shapes`: whether those of values count."""
+        passes = [(False, inputs) for inputs in self._drawn]
+        passes += [(True, self.calls[at].doubled() if twice else self.calls[at]) for at, twice in self.training]
         try:
-            with torch.no_grad():
-                keep = self._masks.draw(graph, names, trial)[1]
-                narrow = narrow_module(self._copy, graph, keep, self.rules)
-                passes = [(False, inputs) for inputs in self.calls]
-                passes += [(True, self.calls[at].doubled() if twice else self.calls[at]) for at, twice in self.training]
-                for training, inputs in passes:
-                    for model in (self._copy, narrow):
-                        train_without_dropout(model) if training else model.eval()
-                    tapes = [Tape(self._copy), Tape(narrow)]
-                    expected, found = (inputs.call(tape.model, tape.running()) for tape in tapes)
-                    if [t.shape for t in find_tensors(found)] != [t.shape for t in find_tensors(expected)]:
-                        return "removing units changes the shape of the output"
-                    if find_numbers(found) != find_numbers(expected):
-                        return "removing units changes the output"
-                    if (reason := tapes[0].difference(tapes[1], homes, shapes=bool(level))) is not None:
-                        return reason
+            narrow = narrow_module(self._copy, graph, keep, self.rules)
+            for number, (training, inputs) in enumerate(passes):
+                for model in (self._copy, narrow):
+                    train_without_dropout(model) if training else model.eval()
+                if number not in self._whole_tapes:
+                    self._whole_tapes[number] = Tape(self._copy).run(inputs)
+                reason = self._whole_tapes[number].difference(Tape(narrow).run(inputs), homes, shapes=shapes)
+                if reason is not None:
+                    return reason
         except Exception as error:  # noqa: BLE001
             return f"the compacted model fails: {type(error).__name__}: {error}"
+        finally:
+            self._copy.eval()
         return None
 
 

@@ -1,6 +1,8 @@
 """FollowNumbers: while a model is traced, integers that it holds and lengths of axes remember where they were read."""
 
+import math
 from collections.abc import Mapping
+from contextvars import Token
 from dataclasses import replace
 from typing import Any
 
@@ -9,12 +11,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sparsekit.graph.held import Path, map_numbers
-from sparsekit.labels.numbers import Given, Held, Number, Size
+from sparsekit.labels.numbers import USED, Given, Held, Number, Size, find_integers, note_use
 from sparsekit.labels.tracer import Tracer
 from sparsekit.layers import LayerRule, find_rule
 
 _SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 _UNFLATTEN = (Tensor.unflatten, torch.unflatten)
+_COUNTS = (Tensor.numel, torch.numel, Tensor.nelement)
+_MAKERS = (torch.tensor, torch.as_tensor, torch.full, torch.scalar_tensor, Tensor.new_tensor, Tensor.new_full, Tensor.fill_)
 _ITSELF = Size()
 
 
@@ -31,7 +35,7 @@ def hold_numbers(tracer: Tracer, model: nn.Module, rules: Mapping[type[nn.Module
             if value < 2:
                 return value
             if path[0] in by_rule:
-                return Number(value, {frozenset({_ITSELF}): value})
+                return Number(value, {frozenset({Size(module=name)}): value})
             held.append(Held(name, path, value))
             return Number(value, {frozenset(held[-1:]): value})
 
@@ -46,17 +50,40 @@ class FollowNumbers(TorchFunctionMode):
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self.tracer = tracer
+        self._tokens: list[Token[Any]] = []
+
+    def __enter__(self) -> "FollowNumbers":
+        self._tokens.append(USED.set(self.tracer.compared))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        USED.reset(self._tokens.pop())
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _MAKERS:
+            note_use(*find_integers((args, kwargs)))
+        elif func is Tensor.__len__:
+            note_use(*self._lengths(args[0])[:1])
+        token = USED.set(None)
+        try:
+            return self._followed(func, args, kwargs)
+        finally:
+            USED.reset(token)
+
+    def _followed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func == _SHAPE:
             return torch.Size(self._lengths(args[0]))
         if func is Tensor.size:
             found = func(*args, **kwargs)
             lengths = self._lengths(args[0])
             return torch.Size(lengths) if isinstance(found, tuple) else lengths[args[1] if len(args) > 1 else kwargs["dim"]]
+        if func in _COUNTS:
+            return math.prod(self._lengths(args[0]))
         given = Given.of(args, kwargs)
         if func in _UNFLATTEN:
             dim, sizes = (args[k] if len(args) > k else kwargs[name] for k, name in ((1, "dim"), (2, "sizes")))
@@ -73,7 +100,9 @@ class FollowNumbers(TorchFunctionMode):
         axes = (None,) * tensor.dim() if labels is None or labels.parts is not None else labels.units
         lengths: list[int] = []
         for size, axis in zip(tensor.shape, axes, strict=True):
-            own = axis is not None and not (axis.nodes < 0).any()
-            source = Size(axis.nodes, self.tracer.equals) if axis is not None and own else _ITSELF
+            nodes = None if axis is None else axis.nodes[axis.nodes >= 0]
+            source = _ITSELF
+            if axis is not None and nodes is not None and nodes.size:
+                source = Size(nodes, self.tracer.equals) if nodes.size == axis.nodes.size else Size(nodes)
             lengths.append(Number(size, {frozenset({source}): size}) if size > 1 else size)
         return lengths

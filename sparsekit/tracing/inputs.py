@@ -219,6 +219,12 @@ class ModelInputs:
         return self.map(one)
 
 
+def same_tensors(first: ModelInputs, second: ModelInputs) -> bool:
+    """Tell whether two calls are on the very same tensors."""
+    own, others = (find_tensors((inputs.args, inputs.kwargs)) for inputs in (first, second))
+    return all(a is b for a, b in zip(own, others, strict=True))
+
+
 def with_tokens(model: nn.Module, calls: Sequence[ModelInputs], generator: torch.Generator) -> list[ModelInputs]:
     """Draw integer inputs that are all zero, since equal tokens make all positions of a sequence equal.
 

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sparsekit._torch import DispatchMode, operator_schema
+from sparsekit.rng import seeded
+from sparsekit.tracing.inputs import ModelInputs, find_numbers, find_tensors
 from sparsekit.tracing.ops.call import tensors_of
 
-_MAKERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, Tensor.new_tensor})
+_MAKERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, torch.from_numpy, Tensor.new_tensor})
 """Functions that make a tensor of numbers past all operators."""
 _VALUES = 64  # numbers of a tensor on another device that are noted
 
@@ -46,20 +48,31 @@ class Tape(DispatchMode):
         self._frames: list[list[tuple[Any, ...]]] = []
         self._reads = any(parameter.is_meta for parameter in model.parameters())  # a tensor with values is then a number
         self.model = model
+        self.returned: tuple[list[torch.Size], list[Any]] = [], []  # shapes and plain numbers
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Follow a pass."""
+    def run(self, inputs: ModelInputs) -> "Tape":
+        """Follow a pass from the same random state as every other one."""
         hooks = []
         for name, module in self.model.named_modules():
             hooks.append(module.register_forward_pre_hook(functools.partial(self._enter, name), prepend=True))
             hooks.append(module.register_forward_hook(self._leave, always_call=True))
         try:
-            with _Made(self), self:
-                yield
+            with torch.no_grad(), seeded(0), _Made(self):
+                returned = inputs.call(self.model, self)
         finally:
             for hook in hooks:
                 hook.remove()
+        self.returned = [tensor.shape for tensor in find_tensors(returned)], find_numbers(returned)
+        return self
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Note nothing of what runs within."""
+        frames, self._frames = self._frames, []
+        try:
+            yield
+        finally:
+            self._frames = frames
 
     def _enter(self, name: str, _module: nn.Module, _args: Any) -> None:
         self._counts[name] = self._counts.get(name, 0) + 1
@@ -84,7 +97,8 @@ class Tape(DispatchMode):
         for tensor in tensors_of(given) if self._reads else ():
             if not tensor.is_meta and tensor.numel() <= _VALUES:
                 numbers += tensor.flatten().tolist()
-        self.note(func.name(), tuple(tuple(tensor.shape) for tensor in tensors_of((result,))), tuple(numbers), repr(others))
+        made = [tuple(tensor.shape) for tensor in tensors_of((result,))]
+        self.note(func.name(), (made, repr(others)), numbers)
         return result
 
     def digest(self, home: str) -> str:
@@ -104,10 +118,14 @@ class Tape(DispatchMode):
         def outside(frame: tuple[str, int]) -> bool:
             return not any(frame[0] == home or frame[0].startswith(f"{home}.") for home in within)
 
+        if self.returned[0] != other.returned[0]:
+            return "removing units changes the shape of the output"
+        if self.returned[1] != other.returned[1]:
+            return "removing units changes the output"
         for frame in filter(outside, dict.fromkeys((*self.calls, *other.calls))):
             own, others = self.calls.get(frame, []), other.calls.get(frame, [])
             for first, second in zip(own, others, strict=False):
-                if first[0] != second[0] or first[2] != second[2] or (shapes and first[1] != second[1]):
+                if first[::2] != second[::2] or (shapes and first != second):
                     return f"removing units changes what {first[0]!r} computes in {frame[0] or 'the model'!r}"
             if len(own) != len(others):
                 return f"removing units changes which operators run in {frame[0] or 'the model'!r}"

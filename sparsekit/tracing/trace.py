@@ -23,7 +23,7 @@ from sparsekit.tracing.blocks import BlockVerifier, is_large, is_meta
 from sparsekit.tracing.dispatch import Dispatcher
 from sparsekit.tracing.followed import FollowNumbers, hold_numbers
 from sparsekit.tracing.grouping.build import Built, build
-from sparsekit.tracing.grouping.sizes import literal_cause, try_other_sizes
+from sparsekit.tracing.grouping.sizes import compared_groups, literal_cause, try_other_sizes
 from sparsekit.tracing.inputs import ModelInputs, find_tensors, refuse_inference
 from sparsekit.tracing.norms import NormRecorder
 from sparsekit.tracing.passes import ReadOnly, lent_copy, private_passes, train_without_dropout
@@ -308,7 +308,10 @@ def _opaque(tracer: Tracer, rule: LayerRule, module: nn.Module, forward: Any, *a
 def _verified(verifier: Verifier | BlockVerifier, tracer: Tracer, built: Built) -> Built:
     """Return the graph without the groups whose removal is not exact."""
     first: dict[int, str] = {}  # unit → why the best choice of integers to follow it failed
-    while built.graph.groups and (failures := verifier.failures(built.graph)):
+    while built.graph.groups:
+        compared = compared_groups(tracer, built.root, built.nodes, built.graph)
+        if not (failures := verifier.failures(built.graph, compared)):
+            break
         for name, reason in failures.items():
             units = built.nodes[name]
             why = first.setdefault(int(units[0]), reason)

@@ -2,12 +2,14 @@
 
 Over three trials each set of tied groups keeps about half of its units, one unit, and most of them, so that every unit is
 kept at least once and dropped at least once. All sets keep one unit in the same trial. In the two others their shares differ,
-so that code that compares two widths shows: equal ones become unequal, and unequal ones equal. In two further trials, widths
-rise or fall with the number of the set, so that code that asks which of two is the wider takes its other branch.
+so that code that compares two widths shows: equal ones become unequal, and unequal ones equal. Code that compares or converts
+a width may take another branch at one particular width, or at a pair of them. A trace notes such widths, and further trials
+visit them pair by pair.
 """
 
+import itertools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,14 +25,14 @@ class Trial(NamedTuple):
 
     Args:
         turn: 0: sets whose number has an even bit keep about half of their units, the others most; 1: one unit each; 2: as
-            0, the other way round; 3: as many units as the number of the set says, so that of any two sets the later is the
-            wider, as far as their sizes allow; 4: the other way round.
+            0, the other way round; 3: wide sets keep one unit more than the set before, others as in 0.
         order: Number of the random order of the units, by which they are kept or dropped, and of that bit.
         fewest: Units that the least width keeps.
         training: Compare in train mode, where the model accepts it.
         twice: Cut in two steps, as a schedule does: the narrow model is cut from one that has lost half of the units to go.
         positive: Draw biases of order one above zero, so that few units are silent after a ReLU, where errors do not show.
         bit: Keep the units in whose number this bit is not set instead.
+        widths: Set → its width, as the number of one of several widths from the least to the greatest, and how many there are.
         mixed: Give the narrow model its units in another order, in every tensor alike, so that each unit must have its own
             positions. Kept sets alone do not tell two kept units apart.
     """
@@ -42,14 +44,43 @@ class Trial(NamedTuple):
     twice: bool = False
     positive: bool = False
     bit: int | None = None
+    widths: Mapping[str, tuple[int, int]] | None = None
     mixed: bool = True
 
 
 _ROLES = (Trial(0, positive=True), Trial(1, twice=True, positive=True), Trial(2, training=True, positive=True))
-_ORDERS = (Trial(3), Trial(4, training=True))
-FEW = (*_ROLES, *_ORDERS)
+FEW = _ROLES
 """For larger models. All biases are positive: a few silent units in the wrong order show under none but all three roles."""
 MANY = (*FEW, Trial(0, 1, training=True), Trial(1, 1), Trial(2, 1, training=True), Trial(1, 2, positive=True))
+OUTSIDE = (Trial(1), Trial(3))
+"""For code outside of blocks, which sees their widths alone: as few units as tell two widths apart."""
+_PRIMES = (2, 3, 5, 7)
+
+
+def width_trials(graph: UnitGraph, sets: Sequence[tuple[str, ...]], modes: Sequence[bool], most: int = 7) -> list[Trial]:
+    """Return trials in which any two of some sets of tied groups visit all pairs of their widths.
+
+    Wider sets visit widths from the least to the greatest, at equal distances.
+
+    Args:
+        graph: The groups.
+        sets: Sets of tied groups.
+        modes: Whether in train mode; all pairs are visited in each.
+        most: Widths to visit of a set.
+    """
+    largest = max((graph.groups[tied[0]].size for tied in sets), default=0)
+    base = next((prime for prime in _PRIMES if prime >= min(most, largest)), most)
+    digits = [digit for digit in range(len(sets)) if digit == 0 or base**digit < len(sets)]
+    steps = range(base) if len(sets) > 1 else range(1)
+
+    def level(at: int, digit: int, first: int, second: int) -> tuple[int, int]:
+        return (first + at // base**digit * second) % base, base
+
+    return [
+        Trial(0, widths={name: level(at, *numbers) for at, tied in enumerate(sets) for name in tied}, training=training)
+        for training, *numbers in itertools.product(modes, digits, range(base), steps)
+        if sets
+    ]
 
 
 class Masks:
@@ -67,23 +98,26 @@ class Masks:
         for name, group in graph.groups.items():
             first[name], keep[name] = (torch.ones(group.size, dtype=torch.bool) for _ in range(2))
             if name in names:
-                dropped = self._dropped(name, group.size, trial, number[name], len(graph.tied_sets))[: group.size - group.least]
+                dropped = self._dropped(name, group.size, trial, number[name])[: group.size - group.least]
                 first[name][dropped[: len(dropped) // 2]] = False
                 keep[name][dropped] = False
         return first, keep
 
-    def _dropped(self, name: str, size: int, trial: Trial, number: int, sets: int) -> Tensor:
+    def _dropped(self, name: str, size: int, trial: Trial, number: int) -> Tensor:
         if trial.bit is not None:
             return torch.nonzero((torch.arange(size) >> trial.bit) % 2).flatten()
         key = (trial.order, name)
         if key not in self._orders or len(self._orders[key]) != size:
             self._orders[key] = torch.randperm(size, generator=self._generator)
         order = self._orders[key]
+        if trial.widths is not None:
+            level, levels = trial.widths[name]
+            return order[1 + (level % size if size <= levels else level * (size - 1) // (levels - 1)) :]
         half, few = (number * step % 1 for step in _STEPS)
         if trial.turn == 1:
             return order[trial.fewest :]
-        if trial.turn > 2:
-            return order[min(1 + (number if trial.turn == 3 else sets - 1 - number), size - 1) :]
+        if trial.turn == 3 and size > 8:
+            return order[2 + number % (size - 2) :]
         if ((number >> trial.order) + trial.turn // 2) % 2 == 0:  # about half, not the unit that the least width keeps
             # Of two kept units, each may have the positions of the other in any order.
             kept = math.ceil((0.3 + 0.4 * half) * size) if size > 4 else 1

@@ -2,7 +2,7 @@
 
 import functools
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -22,7 +22,7 @@ from sparsekit.tracing.passes import InFloat64, ReadOnly, keep_attributes, train
 from sparsekit.tracing.perturbed import PerturbedState
 from sparsekit.tracing.record import PassRecord
 from sparsekit.tracing.search import Failure, Search, blamed, cause
-from sparsekit.tracing.trials import FEW, MANY, Masks, Trial
+from sparsekit.tracing.trials import FEW, MANY, Masks, Trial, width_trials
 
 _MANY_NUMBERS = 2_000_000  # larger models are compared under fewer masks; never by the clock
 _NOISE = 4.0  # relative change of entries, in units of rounding, that shows how far rounding carries
@@ -135,8 +135,12 @@ class Verifier:
             put_back()
         return record
 
-    def failures(self, graph: UnitGraph) -> dict[str, str]:
+    def failures(self, graph: UnitGraph, compared: Collection[str] = ()) -> dict[str, str]:
         """Find the groups whose removal is not exact.
+
+        Args:
+            graph: The groups.
+            compared: Groups whose width code may compare with something: each pair of their widths is tried.
 
         Returns:
             Group name → reason; empty if all is well.
@@ -146,15 +150,17 @@ class Verifier:
         # What fails is often all of one kind, and is found sooner if it is together.
         units = sorted(graph.tied_sets, key=lambda names: graph.groups[names[0]].kind)
         self._search.tried = 0
-        for trial in self._schedule:
+        some = [tied for tied in units if not set(compared).isdisjoint(tied)]
+        for trial in (*self._schedule, *width_trials(graph, some, (False, True) if self.training else (False,))):
             self._state.redraw(self._generator, positive=trial.positive)
-            bad: Mapping[str, Failure] = self._search.find(graph, units, functools.partial(self._try, graph, trial))
-            if bad and (bad := self._confirmed(graph, [names for names in units if bad.keys() & set(names)], bad)):
+            sets = units if trial.widths is None else some
+            bad: Mapping[str, Failure] = self._search.find(graph, sets, functools.partial(self._try, graph, trial))
+            if bad and (bad := self._confirmed(graph, [names for names in units if bad.keys() & set(names)], bad, trial)):
                 return {name: failure.reason for name, failure in bad.items()}
         return {}
 
     def _confirmed(
-        self, graph: UnitGraph, units: Sequence[tuple[str, ...]], bad: Mapping[str, Failure]
+        self, graph: UnitGraph, units: Sequence[tuple[str, ...]], bad: Mapping[str, Failure], suspect: Trial
     ) -> Mapping[str, Failure]:
         """Return which groups are wrong with their units in order: some models look at the order of units, not at which there
         are. An exception has nothing to do with the order. Of groups that fail for one cause, one is tried.
@@ -165,11 +171,11 @@ class Verifier:
         for tied in units:
             causes.setdefault(cause(tied, next(bad[name] for name in tied if name in bad)), []).append(tied)
         if len(causes) < len(units):
-            found = self._confirmed(graph, [sets[0] for sets in causes.values()], bad)
+            found = self._confirmed(graph, [sets[0] for sets in causes.values()], bad, suspect)
             return {name: bad[name] for sets in causes.values() if set(sets[0]) & found.keys() for t in sets for name in t}
         largest = max(graph.groups[name].size for names in units for name in names)
         bits = [Trial(0, bit=bit) for bit in range((largest - 1).bit_length())]
-        for trial in (*self._schedule, *bits):
+        for trial in (suspect, *self._schedule, *bits):
             if bad := self._search.find(graph, units, functools.partial(self._try, graph, trial._replace(mixed=False))):
                 return bad
         return {}

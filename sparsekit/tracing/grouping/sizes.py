@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import SizeAttribute, UnitGroup
 from sparsekit.graph.held import Path
-from sparsekit.labels.numbers import Held
+from sparsekit.labels.numbers import Held, Size
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import Cause, GivenLength, IntArray
 
@@ -167,3 +168,16 @@ def literal_cause(tracer: Tracer, root: IntArray, units: IntArray) -> Cause | No
             remedy = "write -1 in its place, or read it from an attribute of the module"
             return replace(cause, reason=f"the number {size} is written in the code", kind="number", remedy=remedy)
     return None
+
+
+def compared_groups(tracer: Tracer, root: IntArray, nodes: Mapping[str, IntArray], graph: UnitGraph) -> frozenset[str]:
+    """Return the groups whose width the code has compared, rounded or converted: it may branch at one particular width."""
+    held = {(source.module, source.path) for source in tracer.compared if isinstance(source, Held)}
+    modules = {f"{source.module}." for source in tracer.compared if isinstance(source, Size) and source.module}
+    read = [source.nodes for source in tracer.compared if isinstance(source, Size)]
+    units = np.unique(root[np.concatenate(read)]) if read else np.zeros(0, dtype=np.int64)
+    found = {name for name, own in nodes.items() if np.isin(own, units).any()}
+    found |= {size.group for size in graph.sizes if (size.module, size.path) in held}
+    return frozenset(
+        found | {n for n, g in graph.groups.items() if any(s.name.rpartition(".")[0] + "." in modules for s in g.slices)}
+    )

@@ -1,6 +1,7 @@
 """Verification cannot be fooled: by outputs that say little, tiny scales, the least widths, or second cuts."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -158,6 +159,51 @@ def test_the_least_width_is_tried(forward: Callable[..., Tensor]) -> None:
     model = Lambda(forward, a=nn.Conv2d(3, 16, 1), w=nn.Parameter(torch.randn(16)), head=nn.Linear(16, 1))
     with pytest.raises(NoUnitsError):
         sk.trace_units(model, torch.randn(4, 3, 5, 5))
+
+
+class Branches(nn.Module):
+    """Takes another branch where the widths of two layers say so."""
+
+    def __init__(self, asks: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.asks = asks
+        self.a, self.b, self.c = nn.Linear(4, 7), nn.Linear(7, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.a(x).relu()
+        second = self.b(first).relu()
+        return self.c(second) * (1 + bool(self.asks(first.shape[-1], second.shape[-1])))
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda a, _: int(a) == 5,
+        lambda a, _: a == 3,
+        lambda _, b: b % 5 == 2,
+        lambda _, b: b // 4 == b / 4,
+        lambda a, b: a < b,
+        lambda a, b: int(a) + 3 == int(b),
+        lambda a, b: abs(a - b) > 3,
+        lambda a, b: float(a * b) == 6.0,
+        lambda a, b: torch.tensor(a) == torch.tensor(b) - 2,
+    ],
+)
+def test_a_branch_at_one_width_or_at_one_pair_of_widths_is_found(asks: Callable[[Any, Any], Any]) -> None:
+    with contextlib.suppress(NoUnitsError):
+        assert len(sk.trace_units(Branches(asks), torch.randn(4, 4)).groups) == 1
+
+
+def test_only_widths_that_code_compares_cost_more_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    draw = verify.Masks.draw
+    monkeypatch.setattr(verify.Masks, "draw", lambda masks, *given: (drawn.append(given[-1]), draw(masks, *given))[1])
+    asks = lambda a, b: torch.empty(2, a).view(-1, a).shape[1] * 2 == a + a and b > 0  # noqa: E731
+    assert list(sk.trace_units(Branches(asks), torch.randn(4, 4)).groups) == ["a", "b"]
+    assert drawn
+    assert all(trial.widths is None for trial in drawn)
 
 
 class Refused(nn.Module):
