@@ -53,7 +53,7 @@ def ours_group_sl(cell: Cell) -> Cut:
         dense = copy.deepcopy(cell.dense)
         graph = sk.trace_units(dense.eval(), cell.example)
         shared = cell.of_all_budgets()
-        return dense, train(dense, shared, "sparse", cell.schedule.sparse, RATE, regularizer=GroupSL(graph, 5e-4))
+        return dense, train(dense, shared, "sparse", cell.task.sparse, RATE, regularizer=GroupSL(graph, 5e-4))
 
     dense, spent = cell.once("sparse", sparse)
     pruned = _cut(replace(cell, dense=dense.eval()), criterion=Magnitude(order=2, coupled=True))

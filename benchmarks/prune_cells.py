@@ -35,51 +35,35 @@ VGG11 = (32, 0, 64, 0, 128, 128, 0, 256, 256, 0, 256, 256)
 
 @dataclass(frozen=True)
 class Task:
-    """A model and its data.
+    """A model, its data, and how long everything is trained, with batches of 64.
 
     Args:
         dataset: Name in the registry of data sets.
         make: Builds the dense model.
-        augment: Whether training images are cropped and flipped.
-    """
-
-    dataset: str
-    make: Callable[[], nn.Module]
-    augment: bool = True
-
-
-TASKS = {
-    "resnet20-cifar10": Task("cifar10", lambda: small_resnet(3, 10)),
-    "vgg11-cifar100": Task("cifar100", lambda: vgg(100, *VGG11)),
-    "tiny-digits": Task("digits", lambda: small_resnet(2, 10, 8, channels=1), augment=False),
-}
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How long everything is trained, with batches of 64.
-
-    Args:
         pretrain, finetune, sparse: Epochs of the dense model, after the cut, and with a regularizer before it.
         train: Training images used.
         score_batches: Batches for criteria, recalibration and reconstruction.
         test: Test images used, the first ones.
         pooled: Images are averaged over squares of this side first: 2 makes 16 pixels of 32, at a quarter of the FLOPs.
+        augment: Whether training images are cropped and flipped.
     """
 
+    dataset: str
+    make: Callable[[], nn.Module]
     pretrain: int
     finetune: int
     sparse: int
     train: int
     score_batches: int
     test: int
-    pooled: int = 1
+    pooled: int = 2
+    augment: bool = True
 
 
-SCHEDULES = {
-    "tiny": Schedule(2, 1, 1, 400, 2, 300),
-    "cpu-short": Schedule(6, 1, 1, 5_000, 16, 2_000, 2),
-    "cpu-medium": Schedule(15, 5, 3, 10_000, 16, 4_000, 2),
+TASKS = {
+    "resnet20-cifar10": Task("cifar10", lambda: small_resnet(3, 10), 6, 1, 1, 5_000, 16, 2_000),
+    "vgg11-cifar100": Task("cifar100", lambda: vgg(100, *VGG11), 15, 5, 3, 10_000, 16, 4_000),
+    "tiny-digits": Task("digits", lambda: small_resnet(2, 10, 8, channels=1), 2, 1, 1, 400, 2, 300, 1, augment=False),
 }
 BATCH = 64
 PRETRAIN_RATE, RATE = 0.1, 0.03
@@ -128,15 +112,15 @@ class Splits:
         return Images(self.images[split], self.labels[split], seed=seed, augment=augment)
 
 
-def load(task: Task, schedule: Schedule, root: Path | None) -> Splits:
+def load(task: Task, root: Path | None) -> Splits:
     """Read the data of a task, normalized; a tenth of the training images is left out, for choices."""
     source = datasets[task.dataset](root)
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (source.mean, source.std))
-    order = torch.randperm(len(source.train), generator=torch.Generator().manual_seed(0))[: schedule.train * 10 // 9]
-    test = torch.arange(min(len(source.test), schedule.test))
+    order = torch.randperm(len(source.train), generator=torch.Generator().manual_seed(0))[: task.train * 10 // 9]
+    test = torch.arange(min(len(source.test), task.test))
     parts = {"train": (source.train, order[max(1, order.numel() // 10) :]), "test": (source.test, test)}
     images = {
-        name: F.avg_pool2d(((data.inputs[0][rows].float() / 255) - mean) / std, schedule.pooled)
+        name: F.avg_pool2d(((data.inputs[0][rows].float() / 255) - mean) / std, task.pooled)
         for name, (data, rows) in parts.items()
     }
     return Splits(images, {name: data.labels()[rows] for name, (data, rows) in parts.items()})
@@ -147,8 +131,7 @@ class Cell:
     """One arm at one budget with one seed.
 
     Args:
-        task: Model and data.
-        schedule: How long everything is trained.
+        task: Model, data and epochs.
         data: The splits.
         dense: The pretrained model; not changed.
         share: The budget, as a share of the FLOPs of the dense model.
@@ -159,7 +142,6 @@ class Cell:
     """
 
     task: Task
-    schedule: Schedule
     data: Splits
     dense: nn.Module
     share: float
@@ -186,7 +168,7 @@ class Cell:
     def scoring(self) -> list[tuple[Tensor, Tensor]]:
         """Batches of training data for criteria, recalibration and reconstruction; the same for every arm."""
         loader = self.data.loader("train", seed=1000 + self.seed)
-        return [batch for _, batch in zip(range(self.schedule.score_batches), loader)]
+        return [batch for _, batch in zip(range(self.task.score_batches), loader)]
 
 
 @dataclass

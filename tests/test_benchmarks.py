@@ -27,7 +27,7 @@ def test_the_gpu_benchmark_runs_its_parts_on_the_cpu_and_writes_one_file(tmp_pat
 def test_arms_are_cut_to_one_share_and_a_second_call_measures_nothing_again(tmp_path: Path) -> None:
     pytest.importorskip("torch_pruning", reason="pip install '.[torch-pruning]'")
     out = tmp_path / "tiny.jsonl"
-    command = [sys.executable, str(FOLDER / "prune.py"), "--out", str(out), "--task", "tiny-digits", "--schedule", "tiny"]
+    command = [sys.executable, str(FOLDER / "prune.py"), "--out", str(out), "--task", "tiny-digits"]
     command += ["--seeds", "1", "--budgets", "0.5", "--arms", "ours", "torch-pruning: L2, our refit"]
     first = subprocess.run(command, capture_output=True, text=True, check=True)
     cells = [json.loads(line) for line in out.read_text().splitlines()]

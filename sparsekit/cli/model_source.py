@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,21 +28,13 @@ _NESTED = ("state_dict", "model_state_dict", "model", "net", "module")
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
-def load_with_inputs(options: ModelOptions, batches: Iterable[Any] = ()) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Return the model of the options with its weights, and its positional and keyword example inputs, on their device.
-
-    If neither the options nor the factory give inputs, the first example of `batches` does.
-    """
-    from sparsekit.criteria.batches import split_batch
+def load_with_inputs(options: ModelOptions) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Return the model of the options with its weights, and its positional and keyword example inputs, on their device."""
     from sparsekit.tracing.inputs import map_tensors
 
     device = pick_device(options.device)
     model, own = load_model(options.model)
-    if own is None and not options.example_shape and (first := next(iter(batches), None)) is not None:
-        args, kwargs, _ = split_batch(first, keep_target=False)
-        inputs = map_tensors(lambda tensor: tensor[:1] if tensor.dim() else tensor, (args, kwargs))
-    else:
-        inputs = example_inputs(options.model, model, own, options.example_shape or ())
+    inputs = example_inputs(options.model, model, own, options.example_shape or ())
     if options.init is not None:
         load_checkpoint(model, options.init)
     args, kwargs = map_tensors(lambda tensor: tensor.to(device), inputs)

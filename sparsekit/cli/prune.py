@@ -94,9 +94,9 @@ class PruneJob:
         if options.seed < 0:
             raise InvalidValueError(f"--seed must be an integer >= 0, got {options.seed}")
         self.options, self.progress, self.has_data = options, progress, options.dataset is not None
-        self.train, validation = load_data(options)
-        self.model, self.args, self.kwargs = load_with_inputs(options, self.train)
+        self.model, self.args, self.kwargs = load_with_inputs(options)
         self.loss = find_loss(options.loss)
+        self.train, validation = load_data(options)
         self.metric = metric_of(validation, self.loss)
         self.epochs: dict[str, int] = {}
 

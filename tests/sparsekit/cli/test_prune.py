@@ -59,16 +59,6 @@ def test_messages_name_flags_and_not_arguments_of_python(nets: str, tmp_path: Pa
     assert not re.search(r"batches=|exclude=|criterion=", shown)
 
 
-def test_a_factory_without_inputs_takes_them_from_the_data(
-    nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = Path(nets).read_text(encoding="utf-8")
-    (tmp_path / "bare.py").write_text(f"{text}\ndef bare():\n    return make()[0]\n", encoding="utf-8")
-    arguments = ["prune", f"{tmp_path}/bare.py:bare", "--dataset", f"{nets}:batches", "--batch-size", "8", "--time", "none"]
-    report = _json(capsys, *arguments, "--budget", "flops=50%", "--criterion", "wanda")
-    assert report["after"]["flops"] <= 0.5 * report["before"]["flops"]
-
-
 def _made(nets: str) -> Any:
     from sparsekit.cli.model_source import load_model
 
