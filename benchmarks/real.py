@@ -91,7 +91,7 @@ class Bench:
         criterion, allocation, *rest = arm.split("/")
         scores = self.scores[criterion]
         keep = {name: (1.0, 1.0) for name, group in self.graph.groups.items() if rest == ["heads"] and group.kind == "head"}
-        multiple = 1 if rest == ["any width"] else PreferredMultiple()
+        multiple: Any = {"any width": 1, "up to 8": PreferredMultiple(8)}.get("".join(rest), PreferredMultiple())
         counts = allocate(
             registry[allocation], self.graph, scores, self.costs, budget=self.budget(share), limits=keep, multiple_of=multiple
         )
@@ -153,7 +153,7 @@ def cells(name: str) -> list[tuple[str, float, str]]:
         others = [f"{first}/{second}" for first in CRITERIA for second in ("by_cost", "by_loss", "uniform")]
         found += [(arm, share, "reconstructed") for arm in others if arm not in ours and not arm.startswith("random")]
         found += [(arm, share, "as cut") for arm in ours]
-        found += [(f"{arm}/any width", share, "reconstructed") for arm in ours[:2]]
+        found += [(f"{ours[0]}/{widths}", share, "reconstructed") for widths in ("any width", "up to 8")]
     return found
 
 

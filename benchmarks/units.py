@@ -4,7 +4,6 @@ Each model in a fresh process, one thread, processor seconds; the first call and
 theirs in turn:
 
     python benchmarks/units.py                       a table
-    python benchmarks/units.py --json                one line per model, for machines
     python benchmarks/units.py --models vit-s --repeats 9
     python benchmarks/units.py --models llama-135m llama-1b-meta refused-blocks --repeats 1    (needs transformers)
 
@@ -13,16 +12,14 @@ times are shown.
 """
 
 import argparse
-import multiprocessing
 import resource
-import warnings
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from common import in_turns, processor_seconds, show
+from common import in_process, in_turns, processor_seconds, show
 from nets import NETS
 from torch import Tensor, nn
 
@@ -91,9 +88,6 @@ def list_groups(model: nn.Module, x: Tensor) -> int:
 
 def measure(name: str, repeats: int) -> dict[str, Any]:
     """All times of one model."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
     make, example = CASES[name]
     model, x = make(), example()
     trace_units(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)), torch.zeros(1, 2))  # imports
@@ -101,10 +95,7 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     row["first_seconds"] = processor_seconds(lambda: trace_units(model, x))
     row["memory_mb"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024
-    cases: dict[str, Callable[[], Any]] = {
-        "seconds": lambda: trace_units(model, x),
-        "unverified_seconds": lambda: trace_units(model, x, verify=False),
-    }
+    cases: dict[str, Callable[[], Any]] = {"seconds": lambda: trace_units(model, x)}
     if find_spec("torch_pruning") and name in NETS:
         cases["torch_pruning_seconds"] = lambda: list_groups(model, x)
     row |= {key: min(values) for key, values in in_turns(cases, repeats).items()}
@@ -117,11 +108,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(NETS))
     parser.add_argument("--repeats", type=int, default=5, help="later calls, of which the best counts (default 5)")
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as pool:
-        show((pool.submit(measure, name, options.repeats).result() for name in options.models), options.json)
+    show((in_process(partial(measure, name, options.repeats), 900) for name in options.models), as_json=False)
 
 
 if __name__ == "__main__":
