@@ -20,7 +20,7 @@ from sparsekit_fl.client.context import ClientContext, Memory
 from sparsekit_fl.client.messages import Cost, Evaluation, Reply, Request, Update
 from sparsekit_fl.client.packing import Kept, Mask, mask_state, upload_dtype
 from sparsekit_fl.errors import ClientError
-from sparsekit_fl.methods.client import Result, Task, keep_model, kept_model, load_leaves
+from sparsekit_fl.methods.client import Result, Task, keep_model, kept_model, load
 from sparsekit_fl.methods.submodels import calibrate
 from sparsekit_fl.models import model_path
 from sparsekit_fl.problem.data import CAPABILITY_LEVELS, Client
@@ -162,7 +162,7 @@ def _score(spec: RunSpec, client: Client, request: Request, memory: Memory, out:
         full = _complete(spec, memory, state)
         best = kept_model(ctx) if ctx.deploy == "best" else None
         model = best or method.deploy(ctx, full)
-        load_leaves(ctx, model.state, model.mask)
+        load(ctx, model.state, model.mask)
         calibrated = (model.calibrate or best is not None) and calibrate(ctx, module)
         test, validation = ctx.score("test"), ctx.score("val")
         private = any(name not in state and name not in spec.frozen for name in full)

@@ -92,9 +92,25 @@ class Result:
     work: Cost | None = None
 
 
-def sgd(
+def sgd(client: ClientContext, task: Task, **how: Any) -> Result:
+    """Load a state into the client's model, train it by stochastic gradient descent, and return the result.
+
+    Under a unit mask, the model is physically small. Under a weight mask, dropped entries are zero and stay zero.
+
+    Args:
+        client: The client's context.
+        task: The state to start from, and the mask to train under.
+        **how: The options of `descend`.
+
+    Source: McMahan et al., AISTATS 2017.
+    """
+    return descend(client, task, load(client, task.state, task.mask), **how)
+
+
+def descend(
     client: ClientContext,
     task: Task,
+    leaves: Leaves,
     *,
     adjusts: Callable[[Leaves], Iterable[Adjust]] | None = None,
     pull: float = 0.0,
@@ -102,16 +118,14 @@ def sgd(
     batches: Batches | None = None,
     forward: Step | None = None,
     only: Collection[str] | None = None,
-    loaded: bool = False,
     **training: Any,
 ) -> Result:
-    """Train the client's model by stochastic gradient descent, and return the result.
-
-    Under a unit mask, the model is physically small. Under a weight mask, dropped entries are zero and stay zero.
+    """Train the client's model from the state that it holds, and return the result, under the mask of the task.
 
     Args:
         client: The client's context.
-        task: The state to start from, and the mask to train under.
+        task: The state that training starts from, dense, and the mask to train under.
+        leaves: The leaves of the model that train, from `load` or `trained_leaves`.
         adjusts: Gives changes of the gradients of each step, applied in order, from the leaves that train: state-dict key →
             leaf. A method that adds a term to the loss adds its gradient here.
         pull: Adds pull / 2 · ‖θ − anchor‖² to the loss; 0 adds nothing.
@@ -119,14 +133,12 @@ def sgd(
         batches: The batches to train on; None: new ones, as the options of the run say.
         forward: Replaces the forward pass and the loss of a batch: returns the outputs, which metrics score, and the loss.
         only: State-dict keys of the entries that train; None: all. The others stay as they are.
-        loaded: The client's narrow model already holds the state, under a mask that may change while it trains.
         **training: Replace options of `TrainingConfig`, as in `local_epochs=1`.
 
-    Source: McMahan et al., AISTATS 2017; the pull is that of FedProx (Li et al., MLSys 2020).
+    Source: the pull is that of FedProx (Li et al., MLSys 2020).
     """
     if training:
         client = replace(client, training=replace(client.training, **training))
-    leaves = trained_leaves(client.masked) if loaded else load_leaves(client, task.state, task.mask)
     frozen = [leaf for name, leaf in leaves.items() if only is not None and name not in only]
     leaves = leaves if only is None else {name: leaf for name, leaf in leaves.items() if name in only}
     found = [] if adjusts is None else list(adjusts(leaves))
@@ -152,12 +164,11 @@ def sgd(
     finally:
         for leaf in frozen:
             leaf.requires_grad_(True)
-    mask = client.masked.unit_mask() if loaded else task.mask
-    return Result(state=client.masked.narrow_state(), mask=mask, ratio=task.ratio, log=log)
+    return Result(state=client.masked.narrow_state(), mask=task.mask, ratio=task.ratio, log=log)
 
 
-def load_leaves(client: ClientContext, start: StateDict, mask: Mask | None) -> dict[str, Tensor]:
-    """Load a dense state into the narrow model, and return the leaves that train.
+def load(client: ClientContext, start: StateDict, mask: Mask | None) -> dict[str, Tensor]:
+    """Load a dense state into the narrow model, and return the leaves that train: state-dict key → leaf.
 
     Units outside a unit mask are cut away, and entries outside a weight mask become zero; None keeps everything.
     """
@@ -193,12 +204,11 @@ def pull_towards(
         if version != narrow.version:
             version = narrow.version
             origin.update(zip(leaves.values(), narrow.gather(anchor, leaves), strict=True))
-        pulled, targets = list(gradients), [origin[leaf] for leaf in gradients]
-        if training is not None and training.is_plain:
-            torch._foreach_lerp_(pulled, targets, training.lr * strength)
-            return gradients
-        sums = torch._foreach_add(list(gradients.values()), torch._foreach_sub(pulled, targets), alpha=strength)
-        return dict(zip(pulled, sums, strict=True))
+        if training is None or not training.is_plain:
+            return {leaf: torch.add(one, leaf - origin[leaf], alpha=strength) for leaf, one in gradients.items()}
+        for leaf in gradients:
+            leaf.lerp_(origin[leaf], training.lr * strength)
+        return gradients
 
     return adjust
 

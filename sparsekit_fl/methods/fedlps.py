@@ -24,7 +24,7 @@ from sparsekit_fl.client.context import Memory
 from sparsekit_fl.client.fit import Adjust
 from sparsekit_fl.client.packing import Kept, recall_mask, remember_mask
 from sparsekit_fl.methods.base import ClientContext, Method, Model, Result, ServerContext, Setup, Task, Update, mean, sgd
-from sparsekit_fl.methods.client import keep_model, kept_model
+from sparsekit_fl.methods.client import descend, keep_model, kept_model, trained_leaves
 from sparsekit_fl.methods.server import learn_limits, offered
 from sparsekit_fl.methods.submodels import affordable, units
 from sparsekit_fl.options import Fraction, NonNegative, Ratio, option
@@ -293,7 +293,9 @@ class FedLPS(Method):
         masked = self._load(client, task.state, task.ratio)
         # ‖θ − ω‖² is a sum in the paper and a mean here; its gradient has a factor of 2.
         entries = 1 if self.literal else sum(task.state[name].numel() for name in masked.named_weights())
-        result = sgd(client, task, adjusts=lambda _: [learning(masked)], pull=2.0 * self.mu / max(1, entries), loaded=True)
+        pull = 2.0 * self.mu / max(1, entries)
+        result = descend(client, task, trained_leaves(masked), adjusts=lambda _: [learning(masked)], pull=pull)
+        result = replace(result, mask=masked.unit_mask())
         client.memory["importance"] = masked.importance_vector().cpu()
         keep_model(client, result)
         return replace(result, metrics=metrics)

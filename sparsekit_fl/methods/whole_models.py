@@ -19,7 +19,7 @@ from sparsekit_fl.client.context import part_flops
 from sparsekit_fl.client.fit import Adjust, Batch, Batches, LocalStep
 from sparsekit_fl.client.messages import Cost
 from sparsekit_fl.methods.base import ClientContext, Method, Model, Result, ServerContext, Setup, Task, Update, mean, sgd
-from sparsekit_fl.methods.client import Leaves, keep_model, kept_model, load_leaves, trained_leaves
+from sparsekit_fl.methods.client import Leaves, keep_model, kept_model, load, trained_leaves
 from sparsekit_fl.methods.submodels import affordable, units
 from sparsekit_fl.methods.weight_masks import largest_weights
 from sparsekit_fl.options import Count, NonNegative, Ratio, option
@@ -105,7 +105,7 @@ class PerFedAvg(Method):
 
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
         """Return the global model after one step of gradient descent on the client's training data, at most 256 of them."""
-        adapt = self._adaptation(client, load_leaves(client, state, None))
+        adapt = self._adaptation(client, load(client, state, None))
         module = client.masked.model
         # Statistics of batch norm stay those of the server: one step is too few to learn new ones.
         module.eval()

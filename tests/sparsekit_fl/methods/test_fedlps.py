@@ -156,8 +156,10 @@ def test_a_bandit_learns_the_utility_gained_per_second_which_in_the_paper_leaves
 def test_the_pull_is_the_gradient_of_a_mean_of_squares_and_in_the_paper_of_a_sum(method, pull, monkeypatch) -> None:
     """μ‖θ − ω‖² has the gradient 2μ (θ − ω); the tiny model has 99 entries."""
     module, heard = sys.modules[FedLPS.__module__], []
-    sgd = module.sgd
-    monkeypatch.setattr(module, "sgd", lambda *given, pull, **more: heard.append(pull) or sgd(*given, pull=pull, **more))
+    for name in ("sgd", "descend"):
+        train = getattr(module, name)
+        listening = lambda *given, pull, train=train, **more: heard.append(pull) or train(*given, pull=pull, **more)  # noqa: E731
+        monkeypatch.setattr(module, name, listening)
     spec, _, ctx = client_context(method, config=ONE_STEP)
     method.train(ctx, fl.Task(state=spec.initial, ratio=0.5))
     assert heard == [pytest.approx(pull)]

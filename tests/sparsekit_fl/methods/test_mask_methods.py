@@ -15,7 +15,7 @@ from sparsekit.allocation import make_mask
 from sparsekit.criteria import Ordered, ScoringContext
 from sparsekit.graph import WeightMask
 from sparsekit_fl.methods import cs, fedspa, hermes, lotteryfl, prunefl
-from sparsekit_fl.methods.client import Task, load_leaves
+from sparsekit_fl.methods.client import Task, load
 from sparsekit_fl.methods.personal_masks import _group_lasso, layer_densities, move_mask
 from sparsekit_fl.methods.weight_masks import keep_largest, largest_weights, search_weights, weight_count, weight_seconds
 from sparsekit_fl.problem.data import Capability
@@ -162,7 +162,7 @@ def test_the_lassos_gradient_is_autograds(name, ratio) -> None:
     model, inputs = NETWORKS[name]
     spec, _, ctx = client_context(hermes(), Problem(model=model, example_inputs=(inputs,)))
     mask = make_mask(Ordered(), spec.graph, ratio, ScoringContext())
-    leaves = load_leaves(ctx, spec.initial, mask)
+    leaves = load(ctx, spec.initial, mask)
     adjust = _group_lasso(ctx, leaves, 0.3)
     with torch.no_grad():
         changed = adjust({leaf: torch.zeros_like(leaf) for leaf in leaves.values()})
