@@ -2,15 +2,21 @@
 
     python benchmarks/rounds.py --data-dir DIR                              a table
     python benchmarks/rounds.py --data-dir DIR --presets mnist --rounds 20 --json
+    python benchmarks/rounds.py --participations --methods fedavg fedlps p-ucbv-dyn fedlps-paper --turns 15
 
 Paired and interleaved in one process, one thread, the embedded engine with one worker: in each turn every method runs the
 first rounds of the preset from the start, tracing and the clients' first participations included. FLOPs come from the
-same runs, with scoring. The last round, which scores all test data, comes after the clock has stopped.
+runs, with scoring. The last round, in which all test data are scored, comes after the clock has stopped.
+
+With --participations, a turn is one round of 50 of 1,000 clients that train the CNN for two steps each, on random images: CPU
+seconds of reading memories, training, packing and writing. The first two rounds, which fill caches, do not count.
 """
 
 import argparse
 import statistics
+import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,9 +26,15 @@ import torch
 from common import in_turns, over, show
 
 import sparsekit_fl as fl
+from sparsekit_fl.checkpoint import Memories
+from sparsekit_fl.client_round import answer
+from sparsekit_fl.config import HETEROGENEITY
 from sparsekit_fl.methods import registry as methods
 from sparsekit_fl.paper.build import build_problem
 from sparsekit_fl.paper.presets import preset_for
+from sparsekit_fl.problem.models import Cnn
+from sparsekit_fl.server import Server
+from sparsekit_fl.spec import RunSpec
 
 ROUNDS = {"digits": 20, "mnist": 20, "cifar10": 2, "shakespeare": 3}
 """Rounds of a run where none are given: a turn of two methods takes half a minute to three minutes."""
@@ -65,6 +77,44 @@ def measure(preset: str, names: list[str], data: Path | None, rounds: int, turns
     }
 
 
+def participations(names: list[str], turns: int) -> dict[str, Any]:
+    """CPU milliseconds of one participation of each method, over those of the first method."""
+    generator = torch.Generator().manual_seed(0)
+
+    def split(count: int) -> fl.TensorData:
+        images = torch.randn(count, 1, 28, 28, generator=generator)
+        return fl.TensorData((images,), torch.randint(10, (count,), generator=generator))
+
+    levels = HETEROGENEITY["high"]
+    clients = {id: fl.Client(id=id, data=fl.ClientData(split(40), split(8), split(8))) for id in range(1000)}
+    problem = fl.Problem(model=Cnn, example_inputs=(torch.zeros(2, 1, 28, 28),))
+    training = fl.TrainingConfig(local_epochs=1)
+    config = fl.RunConfig(rounds=turns + 2, cohort=50, training=training, capability_levels=levels)
+
+    def rounds(name: str, folder: Path) -> Callable[[], float]:
+        spec, memories = RunSpec.build(methods[name](), problem, config), Memories(folder / name, durable=False)
+        server = Server(spec, clients)
+
+        def one() -> float:
+            ctx = server.context(server.state.round + 1)
+            requests, began = server.requests(ctx), time.process_time()
+            replies = [answer(spec, clients[request.client_id], request, memories) for request in requests]
+            spent = time.process_time() - began
+            priced = [server.priced(*both) for both in zip(requests, replies, strict=True)]
+            server.aggregate(ctx, [server.validate(ctx, *both) for both in zip(requests, priced, strict=True)], priced)
+            return spent / len(requests)
+
+        return one
+
+    with tempfile.TemporaryDirectory() as folder:
+        cases = {name: rounds(name, Path(folder)) for name in names}
+        seconds = in_turns(cases, turns, warm=2, seconds=lambda one: one())
+    return {
+        "milliseconds": {name: round(1e3 * statistics.median(values), 2) for name, values in seconds.items()},
+        "time_over_first": {name: round(over(seconds, name, names[0])[1], 3) for name in names},
+    }
+
+
 def main() -> None:
     """Read the options, measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -73,9 +123,13 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--rounds", type=int, help=f"rounds of a run (default {ROUNDS})")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--participations", action="store_true", help="time one client, not whole runs")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.participations:
+        show([participations(options.methods, options.turns)], options.json)
+        return
     rows = (
         measure(preset, options.methods, options.data_dir, options.rounds or ROUNDS[preset], options.turns)
         for preset in options.presets
