@@ -143,7 +143,7 @@ def run(
                 environment=environment,
                 experiment=described["experiment"],
                 state=state.model,
-                note=spec.method.note,
+                note="\n".join(filter(None, (spec.method.note, server.note))),
                 stopped=view.stopped,
             )
             if folder.durable:

@@ -13,7 +13,7 @@ from sparsekit.allocation import check_ratio
 from sparsekit.errors import InvalidValueError, SparsekitError
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit_fl.checkpoint import Memories, Remembered, State
-from sparsekit_fl.client.context import timed
+from sparsekit_fl.client.context import rowmask_flops, timed
 from sparsekit_fl.client.messages import Reply, Request, Update, request_bytes, update_bytes
 from sparsekit_fl.client.packing import Kept, clone, is_finite, upload_dtype
 from sparsekit_fl.config import Upload
@@ -32,6 +32,9 @@ _MAX_COUNTED = 2**31
 # Methods square, add and divide what clients report; within these bounds nothing leaves the range of a float.
 _MAX_METRIC = 1e40  # a little beyond what float32 holds
 _MAX_SECONDS = 1e15
+
+# Methods score and refit on this many examples, however few a client has.
+_FURTHER_EXAMPLES = 256
 
 
 class Server:
@@ -54,6 +57,8 @@ class Server:
         self.spec, self.clients, self._remembered = spec, clients, remembered
         self.state = state or State(0, clone(spec.initial))
         self._names = spec.shared_names()
+        self.note = ""
+        """What a reader of the numbers must know, beside the note of the method."""
 
     def shared(self) -> dict[str, Tensor]:
         """Return the shared entries of the global state."""
@@ -95,19 +100,20 @@ class Server:
         requests = list[Request]()
         for client_id in cohort:
             task = ctx.tasks[client_id] = spec.method.assign(ctx, client_id)
-            if round == 1 and not requests and isinstance(roster, Roster) and roster.was_read:
+            if not self.note and not requests and isinstance(roster, Roster) and roster.was_read:
                 self._warn_of_equal_devices()
             more = {"mask": task.mask, "ratio": check_ratio(task.ratio), "extra": task.extra}
             requests.append(self._request(round, ctx.roster, client_id, state=ctx.state, **more))
         return requests
 
     def _warn_of_equal_devices(self) -> None:
-        """Warn if a method that reads capabilities finds none that is limited: it then cuts no model, and waits for nobody."""
+        """Note if a method that reads capabilities finds none that is limited: it then cuts no model, and waits for nobody."""
         if self.spec.config.capability_levels is None and all(one.capability == Capability() for one in self.clients.values()):
+            self.note = "Every client has the full capability, so the method cuts no model and waits for nobody."
             _log.warning(
-                "%s goes by the capabilities of clients, and all of these have the full one; give levels to draw them from, as"
-                " in RunConfig(capability_levels=(1, 0.5, 0.25)), or take preset.config(...), as the command line does",
-                self.spec.method.name,
+                "%s uses the capabilities of clients. %s Draw them from levels, as in"
+                " RunConfig(capability_levels=(1, 0.5, 0.25)), or use preset.config(...), as the command line does.",
+                *(self.spec.method.name, self.note),
             )
 
     def scoring(self, ids: Iterable[int], *, with_shared: bool, with_model: bool) -> list[Request]:
@@ -145,7 +151,7 @@ class Server:
         try:
             examples = ctx.roster[request.client_id].examples
             check_update(update, request, ctx.graph, ctx.state, examples=examples, upload=self.spec.config.upload)
-            check_answer(update, ctx.tasks[request.client_id])
+            check_answer(update, ctx.tasks[request.client_id], whole=self._whole_flops(examples))
         except UpdateError:
             raise
         except Exception as error:
@@ -154,6 +160,12 @@ class Server:
             raise UpdateError(told) from error
         # What was rounded on the way is added up as exactly as anything else.
         return replace(update, delta={name: tensor.to(ctx.state[name].dtype) for name, tensor in update.delta.items()})
+
+    def _whole_flops(self, examples: int) -> int:
+        """Return the FLOPs of training the whole model on a number of examples, and on a few more by which methods decide."""
+        training = self.spec.config.training
+        passes = training.local_epochs * -(-examples // training.batch_size) * training.batch_size
+        return 3 * rowmask_flops(self.spec.costs) * (passes + _FURTHER_EXAMPLES)
 
     def aggregate(self, ctx: ServerContext, updates: Sequence[Update], replies: Sequence[Reply] = ()) -> float | None:
         """Aggregate updates that `validate` returned, let the method learn from them, and count the memories of their clients.
@@ -228,8 +240,14 @@ def check_update(
         raise UpdateError(f"{who} reports a cost that is negative, or a time without end")
 
 
-def check_answer(update: Update, task: Task) -> None:
-    """Raise UpdateError unless an update holds what its task asked for."""
+def check_answer(update: Update, task: Task, *, whole: float) -> None:
+    """Raise UpdateError unless an update holds what its task asked for, and reports no more work than it allows.
+
+    Args:
+        update: What the client sent.
+        task: What it was asked.
+        whole: FLOPs of training the whole model on the client's data.
+    """
     who = f"the update of client {update.client_id}"
     if update.mask is not None and task.mask is None and not task.partial:
         raise UpdateError(
@@ -240,6 +258,11 @@ def check_answer(update: Update, task: Task) -> None:
     missing = [name for name in task.metrics if name not in update.metrics]
     if missing:
         raise UpdateError(f"{who} lacks the metrics {missing}")
+    if (flops := max(update.cost.flops, update.cost.flops_paper)) > task.work * whole:
+        raise UpdateError(
+            f"{who} reports {flops:.3g} FLOPs, and {whole:.3g} train the whole model; if the method needs more than"
+            f" {task.work:g} times that, assign Task(work=...)"
+        )
     found, wanted = ({name: (one.dtype, one.shape) for name, one in part.items()} for part in (update.extra, task.returns))
     if task.returns and found != wanted:
         strange = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))[:5]

@@ -207,12 +207,31 @@ class BanditRatios:
 
     def __call__(self, node: int) -> float:
         """Return the ratio of a node for this round. A draw without an answer is proposed again."""
+        if node not in self._pulls:
+            self._pulls[node] = self._bandit(node).ask()
+        return self._pulls[node].value
+
+    def _bandit(self, node: int) -> sk.PUCBV:
         if node not in self._bandits:
             rng = np.random.default_rng([self._seed, node])
             self._bandits[node] = sk.PUCBV(self._space, horizon=self._rounds, rng=rng)
-        if node not in self._pulls:
-            self._pulls[node] = self._bandits[node].ask()
-        return self._pulls[node].value
+        return self._bandits[node]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was learned of each node, as JSON values. Save it with the model to resume a run."""
+        return {
+            "bandits": {str(node): bandit.state_dict() for node, bandit in self._bandits.items()},
+            "pulls": {str(node): [pull.id, pull.value] for node, pull in self._pulls.items()},
+            "accuracy": {str(node): value for node, value in self._accuracy.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned; the same ratios follow."""
+        self._bandits = {}
+        for node, saved in state["bandits"].items():
+            self._bandit(int(node)).load_state_dict(saved)
+        self._pulls = {int(node): sk.Pull(*pull) for node, pull in state["pulls"].items()}
+        self._accuracy = {int(node): float(value) for node, value in state["accuracy"].items()}
 
     def check(self, metrics: Mapping[str, Any]) -> float:
         """Return the accuracy in the metrics of a reply; raise InvalidValueError if it is missing or not a finite number."""
@@ -229,4 +248,4 @@ class BanditRatios:
         gain = accuracy - self._accuracy.get(node, accuracy)
         self._accuracy[node] = accuracy
         if pull is not None:
-            self._bandits[node].tell(pull, gain / max(seconds, 1e-9))
+            self._bandit(node).tell(pull, gain / max(seconds, 1e-9))

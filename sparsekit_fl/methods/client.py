@@ -38,6 +38,7 @@ class Task:
         metrics: Names of metrics that the update must have.
         returns: Name → tensor of the shape and type that a further tensor of the update must have; its values do not matter.
             Empty: nothing is checked.
+        work: Largest work that an update may report, scoring included, in trainings of the whole model on the client's data.
     """
 
     state: StateDict = field(default_factory=dict)
@@ -47,6 +48,7 @@ class Task:
     partial: bool = False
     metrics: Sequence[str] = ()
     returns: StateDict = field(default_factory=dict)
+    work: float = 10.0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

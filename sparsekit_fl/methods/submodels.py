@@ -27,6 +27,7 @@ from sparsekit_fl.client.context import Memory, rowmask_flops
 from sparsekit_fl.client.fit import Batch
 from sparsekit_fl.client.messages import Cost
 from sparsekit_fl.methods.base import ClientContext, Method, Model, Result, ServerContext, Setup, Task, Update, mean, sgd
+from sparsekit_fl.methods.client import keep_model
 from sparsekit_fl.methods.server import learn_limits, offered
 from sparsekit_fl.options import Fraction, Positive, option
 
@@ -144,10 +145,18 @@ class HeteroFL(Submodels):
     def train(self, client: ClientContext, task: Task) -> Result:
         clip = min(filter(None, (self.clip, client.training.clip)), default=None)
         width = client.width(task.ratio)
+        scaled = list(_unit_layers(client)) if self.scaler and width < 1.0 else []
         with ExitStack() as hooks:
-            for layer in _unit_layers(client) if self.scaler and width < 1.0 else ():
+            for layer in scaled:
                 hooks.callback(layer.register_forward_hook(lambda *given: given[-1] / width).remove)
-            return sgd(client, task, clip=clip)
+            result = sgd(client, task, clip=clip)
+        if scaled and client.deploy == "best":
+            # A client that deploys this model runs it without the scaler, so its weights take the scaler over.
+            with torch.no_grad():
+                for weight in {one for layer in scaled for one in layer.parameters(recurse=False)}:
+                    weight.div_(width)
+            keep_model(client, replace(result, state=client.masked.narrow_state()))
+        return result
 
 
 def _unit_layers(client: ClientContext) -> Iterator[nn.Module]:

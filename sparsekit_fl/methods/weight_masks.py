@@ -176,7 +176,8 @@ class PruneFL(SparseWeights):
         due = self.due(server.round)
         returns = {name: server.state[name] for name in prunable_weights(server.graph)} if due else {}
         metrics = (_PROCESSED,) if due else ()
-        return Task(mask=recall_mask(server.memory), partial=self.alone(server.round), metrics=metrics, returns=returns)
+        task = Task(mask=recall_mask(server.memory), metrics=metrics, returns=returns)
+        return replace(task, partial=True, work=2.0 * self.initial) if self.alone(server.round) else task
 
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train under the mask; if a reconfiguration is due, measure the gradients of dropped weights too."""

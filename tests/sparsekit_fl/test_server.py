@@ -84,6 +84,8 @@ FAULTS = {
     "dense under a mask": (field(mask=HALF), r"expected torch.float32 \(4, 6\)"),
     "a weight mask of an unknown key": (field(mask=WeightMask({"x": torch.ones(1).bool()})), "wrong ratio or mask"),
     "a negative cost": (field(cost=fl.Cost(flops=-1)), "a cost that is negative"),
+    "work that nobody asked for": (field(cost=fl.Cost(flops=10**9)), r"reports 1e\+09 FLOPs, and .* Task\(work=...\)"),
+    "paper's work that nobody asked for": (field(cost=fl.Cost(flops_paper=10**9)), r"reports 1e\+09 FLOPs"),
     "seconds without end": (field(cost=fl.Cost(simulated_seconds=math.inf)), "without end"),
     "seconds that are none": (field(cost=fl.Cost(wall_seconds=math.nan)), "without end"),
 }
@@ -197,7 +199,8 @@ def test_a_method_that_goes_by_capability_says_so_where_every_device_is_a_full_o
         caplog.clear()
         made = Server(RunSpec.build(registry[method](), tiny_problem(), given), by_id(clients))
         made.requests(made.context(1))
-        assert ("give levels to draw them from" in caplog.text) == expected
+        assert ("Draw them from levels" in caplog.text) == expected
+        assert made.note.startswith("Every client has the full capability") == expected
 
 
 def test_bytes_and_seconds_are_the_servers_own_whatever_a_client_says(server):

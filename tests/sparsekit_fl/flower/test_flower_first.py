@@ -2,6 +2,7 @@
 
 import difflib
 import importlib.util
+import json
 import math
 import sys
 from collections.abc import Callable
@@ -231,3 +232,17 @@ def test_a_client_without_the_strategy_and_a_wrong_ratio_are_refused() -> None:
 def test_the_ratios_of_a_node_do_not_depend_on_when_others_appear() -> None:
     first, second = BanditRatios(10), BanditRatios(10)
     assert {node: first(node) for node in (3, 8, 5)} == {node: second(node) for node in (5, 3, 8)}
+
+
+def test_bandits_that_were_saved_as_json_ask_for_the_same_ratios_as_those_that_went_on() -> None:
+    def rounds(bandits: BanditRatios, first: int, last: int) -> list[float]:
+        found = []
+        for round in range(first, last):
+            found += [bandits(node) for node in (2**63, 5)]
+            bandits.tell(5, {"train_acc": 0.1 * round}, 1.0 / found[-1])  # node 2**63 never answers
+        return found
+
+    going, resumed = BanditRatios(20), BanditRatios(20)
+    rounds(going, 0, 6)
+    resumed.load_state_dict(json.loads(json.dumps(going.state_dict())))
+    assert rounds(resumed, 6, 12) == rounds(going, 6, 12)

@@ -76,9 +76,9 @@ def test_a_mean_is_over_all_clients_or_the_holders_alike_or_by_examples(how, upd
 def test_a_method_of_whole_entries_refuses_masked_updates():
     part = update(0, [1.0, 1.0, 1.0], keep=[True, False, True])
     with pytest.raises(fl.errors.UpdateError, match=r"client 0 leaves out parts of entries, .* Task\(partial=True\)"):
-        check_answer(part, fl.Task())
-    check_answer(part, fl.Task(partial=True))
-    check_answer(part, fl.Task(mask=part.mask))
+        check_answer(part, fl.Task(), whole=1.0)
+    check_answer(part, fl.Task(partial=True), whole=1.0)
+    check_answer(part, fl.Task(mask=part.mask), whole=1.0)
 
 
 @pytest.mark.parametrize(("counts", "expected"), [((1, 2, 2), 12), ((1, 1, 2), 11), ((1, 4), 12), ((3, 4), 14)])

@@ -33,18 +33,24 @@ from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_proble
 PARTICIPATIONS = [(1.0, 0.30, 0.20), (0.9, 0.31, 0.01), (0.9, 0.35, 0.10), (0.0, math.nan, math.nan)]
 
 
+# Of equal accuracies, a loss that is a number is better than one that is not.
+DIVERGED = [(0.9, math.nan, 0.1), (0.9, 0.3, 0.2), (0.9, math.nan, 0.1)]
+
+
 @pytest.mark.parametrize(
-    ("metric", "select", "number"),
+    ("rows", "metric", "select", "number"),
     [
-        ("accuracy", "last", 3),
-        ("accuracy", "best", 0),
+        (PARTICIPATIONS, "accuracy", "last", 3),
+        (PARTICIPATIONS, "accuracy", "best", 0),
         # Without accuracy, best is the least validation loss.
-        ("log_loss", "best", 0),
+        (PARTICIPATIONS, "log_loss", "best", 0),
+        (DIVERGED, "accuracy", "best", 1),
+        (DIVERGED, "log_loss", "best", 1),
     ],
 )
-def test_the_last_or_the_best_stays(metric, select, number, monkeypatch) -> None:
+def test_the_last_or_the_best_stays(rows, metric, select, number, monkeypatch) -> None:
     _, _, ctx = client_context(fedavg(), config=replace(tiny_config(), deploy=select))
-    for at, (accuracy, validation, learned) in enumerate(PARTICIPATIONS):
+    for at, (accuracy, validation, learned) in enumerate(rows):
         scores = {
             "val": {metric: (accuracy * 10, 10), "loss": (validation * 10, 10)},
             "train": {metric: (90, 90), "loss": (learned * 90, 90)},
@@ -123,6 +129,15 @@ def test_heterofls_scaler_alone_divides_what_hidden_layers_give_while_training(m
     assert torch.allclose(result.state["last.weight"], expected)
     hidden = ctx.masked.model.first(torch.tensor([[1.0, 2.0]]))
     assert torch.allclose(hidden, result.state["first.weight"] @ torch.tensor([1.0, 2.0]))
+
+
+def test_the_best_model_of_a_client_runs_as_it_was_trained_with_the_scaler_in_its_weights() -> None:
+    client, problem, config = one_client([0, 0])
+    mask, method = UnitMask({"first": torch.tensor([True, False])}), heterofl(clip=None)
+    spec, _, ctx = client_context(method, problem, replace(config, deploy="best", capability_of="units"), client=client)
+    result, kept = method.train(ctx, fl.Task(state=spec.initial, mask=mask, ratio=0.5)), ctx.memory["kept"]["state"]
+    assert torch.equal(kept["first.weight"], 2.0 * result.state["first.weight"])
+    assert torch.equal(kept["last.weight"], result.state["last.weight"]), "only layers that lost units are scaled"
 
 
 class Normed(nn.Module):
