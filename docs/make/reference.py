@@ -20,7 +20,7 @@ TASKS: dict[str, str] = {
     "Prune": "prune Budget Pruned PrunePlan finetune Distillation reconstruct recalibrate_batchnorm count_cost",
     "Train narrow": "LearnableMask LearnedNarrowing",
     "Units and masks": "trace_units UnitGraph UnitMask make_mask compact expand",
-    "Criteria and allocations": "criteria.Magnitude criteria.Fisher criteria.PositionFisher criteria.Wanda criteria.Taylor"
+    "Criteria and allocations": "criteria.Magnitude criteria.Fisher criteria.Wanda criteria.Taylor"
     " criteria.Random allocation.by_cost allocation.by_loss allocation.uniform allocation.by_ratio"
     " allocation.Schedule",
     "Save and export": "save_compact load_compact export_onnx save_pretrained load_pretrained",

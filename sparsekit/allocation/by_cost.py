@@ -41,7 +41,7 @@ def by_cost(problem: Problem, *, scale: Scale = "relative", width_penalty: float
 def by_loss(problem: Problem) -> Counts:
     """Remove units as `by_cost` does, for scores that estimate the loss without a unit, which need no scaling.
 
-    Whole layers may lose most of their units if the loss hardly depends on them. Use it with `PositionFisher`.
+    Whole layers may lose most of their units if the loss hardly depends on them. Use it with `Fisher(per_position=True)`.
 
     Raises:
         InvalidValueError: no budget.

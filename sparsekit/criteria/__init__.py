@@ -2,7 +2,7 @@
 
 from sparsekit.criteria.base import Criterion, ScoringContext, is_comparable
 from sparsekit.criteria.orders import Learned, Ordered, Random, Scored
-from sparsekit.criteria.taylor import Fisher, PositionFisher, Taylor
+from sparsekit.criteria.taylor import Fisher, Taylor
 from sparsekit.criteria.torch_pruning import TorchPruning
 from sparsekit.criteria.wanda import Wanda
 from sparsekit.criteria.weights import Magnitude, unit_magnitudes
@@ -14,7 +14,6 @@ __all__ = [
     "Learned",
     "Magnitude",
     "Ordered",
-    "PositionFisher",
     "Random",
     "Scored",
     "ScoringContext",
@@ -32,7 +31,7 @@ registry = Registry(
         "fisher": "sparsekit.criteria.taylor:Fisher",
         "magnitude": "sparsekit.criteria.weights:Magnitude",
         "ordered": "sparsekit.criteria.orders:Ordered",
-        "position_fisher": "sparsekit.criteria.taylor:PositionFisher",
+        "position_fisher": "sparsekit.criteria.taylor:position_fisher",
         "random": "sparsekit.criteria.orders:Random",
         "taylor": "sparsekit.criteria.taylor:Taylor",
         "wanda": "sparsekit.criteria.wanda:Wanda",

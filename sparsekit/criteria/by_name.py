@@ -23,7 +23,7 @@ def as_criterion(criterion: Criterion | type | str | None) -> Criterion:
         return Magnitude()
     found = registry.find(criterion) if isinstance(criterion, str) else criterion
     try:
-        made: Criterion = found() if isinstance(found, type) else found
+        made: Criterion = found() if callable(found) and (isinstance(found, type) or not hasattr(found, "scores")) else found
     except TypeError as error:
         raise InvalidValueError(
             f"criterion {criterion!r} needs more than its name: {error};"

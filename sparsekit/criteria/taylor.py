@@ -1,7 +1,7 @@
-"""Taylor, Fisher and PositionFisher: importance from the gradients of a loss."""
+"""Taylor and Fisher: importance from the gradients of a loss."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -19,7 +19,7 @@ from sparsekit.graph.index import wide
 class Taylor(DataDriven):
     """Σ |w·∂L/∂w| over all entries of a unit, with gradients averaged over the batches.
 
-    This is what other pruning libraries call Taylor. Take it to compare with them; `Fisher` and `PositionFisher` were better on
+    This is what other pruning libraries call Taylor. Take it to compare with them; `Fisher` was better on
     every pretrained network that was tried.
 
     Source: Molchanov et al., Importance Estimation for Neural Network Pruning, CVPR 2019, there for single weights; as in
@@ -62,27 +62,30 @@ class Fisher(DataDriven):
     One gate multiplies everything that a group ties together, such as all blocks of a residual stage. The sum over all of them
     is squared.
 
-    Source: Theis et al., arXiv 1801.05787; Liu et al., Group Fisher Pruning for Practical Network Compression, ICML 2021.
+    Args:
+        per_position: Square at each position of an example (token, pixel), and add up the squares. If the gradients at
+            different positions are independent, this is the same quantity from as many samples as there are positions. Use it
+            for language models, where a batch has few examples and many tokens.
+
+    Source: Theis et al., arXiv 1801.05787; Liu et al., Group Fisher Pruning for Practical Network Compression, ICML 2021;
+        positions as examples, as in K-FAC for layers that share weights (Eschenhagen et al., NeurIPS 2023, arXiv 2311.00636,
+        "expand").
     """
 
+    per_position: bool = field(default=False, kw_only=True)
     comparable: ClassVar[bool] = True
-    positions: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        """Name in reports."""
+        return "Fisher per position" if self.per_position else "Fisher"
 
     def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
         """Average the squares over the examples of all batches: float64, at least 0, in units of the loss."""
-        squares = gate_squares(self, self._model(context, graph), graph, positions=self.positions)
-        return {name: check_finite(name, 0.5 * square, type(self).__name__) for name, square in squares.items()}
+        squares = gate_squares(self, self._model(context, graph), graph, positions=self.per_position)
+        return {name: check_finite(name, 0.5 * square, self.name) for name, square in squares.items()}
 
 
-@dataclass(frozen=True)
-class PositionFisher(Fisher):
-    """½·E[Σ (∂L/∂gate)²] over the positions of an example: tokens, pixels.
-
-    The same quantity as `Fisher` if the gradients at different positions are independent, from as many samples as there are
-    positions. Prefer it for language models, where a batch has few examples and many tokens.
-
-    Source: as `Fisher`; positions as examples, as in K-FAC for layers that share weights (Eschenhagen et al., NeurIPS 2023,
-        arXiv 2311.00636, "expand").
-    """
-
-    positions: ClassVar[bool] = True
+def position_fisher() -> Fisher:
+    """½·E[Σ (∂L/∂gate)²] over the positions of an example: tokens, pixels. For language models."""
+    return Fisher(per_position=True)

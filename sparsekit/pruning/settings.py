@@ -22,7 +22,6 @@ from sparsekit.allocation.schedule import Schedule
 from sparsekit.criteria.base import Criterion, is_comparable
 from sparsekit.criteria.batches import Batch, DataDriven, Loss
 from sparsekit.criteria.by_name import as_criterion, with_data
-from sparsekit.criteria.orders import Scored
 from sparsekit.errors import InvalidValueError, UnsupportedModelError, level_of_user
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.layers import LayerRule
@@ -209,7 +208,7 @@ def _candidates(
                 " of two examples or more, or a single criterion and allocation"
             )
     found = [(own, _allocation(way, own)) for own, way in pairs]
-    labels = _unique([own for own, _ in found], lambda own: own.name if isinstance(own, Scored) else type(own).__name__)
+    labels = _unique([own for own, _ in found], lambda own: str(getattr(own, "name", type(own).__name__)))
     names = _unique([way for _, way in pairs], lambda way: name_of(allocations.find(way) if isinstance(way, str) else way))
     return [Candidate(own, way, label, name) for (own, way), label, name in zip(found, labels, names)]
 

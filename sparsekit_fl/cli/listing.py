@@ -26,8 +26,6 @@ KINDS = {
     "bandits": "sparsekit.bandit:registry",
     "callbacks": "sparsekit_fl.callbacks:loggers",
 }
-_NOT_BY_NAME = {("criteria", name) for name in ("learned", "scored", "torch_pruning")}
-"""Names that no option takes, since these need an object: an importance, scores, or one of Torch-Pruning's classes."""
 
 
 def _list(
@@ -42,8 +40,7 @@ def _list(
     if kind not in KINDS:
         raise UnknownNameError(f"cannot list {kind!r}; {nearest(kind, [*KINDS, 'options'])}")
     registry = load_object(KINDS[kind])
-    names = [name for name in registry if (kind, name) not in _NOT_BY_NAME]
-    rows = [{"name": name, "about": _line(registry, name)} for name in names]
+    rows = [{"name": name, "about": _line(registry, name)} for name in registry]
     if as_json:
         print_json(rows)
     else:

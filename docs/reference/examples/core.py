@@ -149,9 +149,9 @@ counts = sk.allocation.allocate(rule, graph, scores, sk.cost_model(model, x[:2],
 # sparsekit.allocation.Schedule
 schedule = sk.allocation.Schedule("linear", steps=5)
 
-# sparsekit.criteria.Wanda, sparsekit.criteria.Fisher, sparsekit.criteria.PositionFisher, sparsekit.criteria.Taylor
+# sparsekit.criteria.Wanda, sparsekit.criteria.Fisher, sparsekit.criteria.Taylor
 loss = nn.functional.cross_entropy
-for kind in (sk.criteria.Wanda, sk.criteria.Fisher, sk.criteria.PositionFisher, sk.criteria.Taylor):
+for kind in (sk.criteria.Wanda, sk.criteria.Fisher, sk.criteria.Taylor):
     criterion = kind(batches, loss)
     sk.make_mask(criterion, graph, 0.5, sk.ScoringContext(weights=model.state_dict(), model=model))
 

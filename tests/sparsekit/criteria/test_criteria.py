@@ -18,7 +18,6 @@ from sparsekit.criteria import (
     Learned,
     Magnitude,
     Ordered,
-    PositionFisher,
     Random,
     Scored,
     ScoringContext,
@@ -56,7 +55,7 @@ ALL: list[Any] = [
     Magnitude(order=2, coupled=True),
     Taylor(DATA, F.mse_loss),
     Fisher(DATA, F.mse_loss),
-    PositionFisher(DATA, F.mse_loss),
+    Fisher(DATA, F.mse_loss, per_position=True),
     Scored(example_context().importance or {}),
 ]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zoo_base import Lambda
 
 import sparsekit as sk
-from sparsekit.criteria import Fisher, PositionFisher, ScoringContext, Taylor
+from sparsekit.criteria import Fisher, ScoringContext, Taylor
 from sparsekit.errors import InvalidValueError
 
 
@@ -125,7 +125,11 @@ def test_squares_of_single_positions_add_up_over_tokens_and_over_all_layers_that
     )  # fmt: skip
     x, y = torch.randn(4, 7, 3), torch.randint(5, (4, 7))
     graph = sk.trace_units(model, x)
-    [found] = PositionFisher([(x[:1], y[:1]), (x[1:], y[1:])], _token_loss).scores(graph, ScoringContext(model=model)).values()
+    [found] = (
+        Fisher([(x[:1], y[:1]), (x[1:], y[1:])], _token_loss, per_position=True)
+        .scores(graph, ScoringContext(model=model))
+        .values()
+    )
     gates = [torch.ones(4, 7, 6, requires_grad=True) for _ in range(2)]  # of each token, before each reader
     hidden = torch.tanh(model.first(x)).detach()
     _token_loss(model.out(hidden * gates[0]) + model.other(hidden * gates[1]), y).backward()

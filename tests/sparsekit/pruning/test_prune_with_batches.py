@@ -43,7 +43,7 @@ def test_the_default_is_the_best_candidate_on_unseen_batches_and_reconstruction_
     x = batches[0][0][:1]
     pruned = sk.prune(model, x, budget="flops=25%", batches=batches, loss=F.cross_entropy)
     tried = pruned.report.candidates
-    names = {"fisher": "Fisher", "position_fisher": "PositionFisher", "wanda": "Wanda"}
+    names = {"fisher": "Fisher", "position_fisher": "Fisher per position", "wanda": "Wanda"}
     assert [(each.criterion, each.allocation) for each in tried] == [(names[first], second) for first, second in CANDIDATES]
     assert all(each.loss is not None for each in tried)
     [chosen] = [each for each in tried if each.chosen]
@@ -85,10 +85,10 @@ def test_scores_are_computed_once_and_serve_other_budgets() -> None:
         return F.cross_entropy(outputs, target)
 
     first = sk.prune(model, x, budget="flops=50%", batches=batches, loss=loss)
-    assert calls == 12, "Fisher and PositionFisher score once, whatever the allocations"
+    assert calls == 12, "both kinds of Fisher score once, whatever the allocations"
     again = sk.prune(model, x, budget="flops=50%", batches=batches, loss=loss, criterion=first.scores)
     assert calls == 12
-    assert {each.criterion for each in again.report.candidates} == {"Fisher", "PositionFisher", "Wanda"}
+    assert {each.criterion for each in again.report.candidates} == {"Fisher", "Fisher per position", "Wanda"}
     direct = sk.prune(model, x, budget="flops=25%", batches=batches, loss=loss, criterion="wanda")
     reused = sk.prune(model, x, budget="flops=25%", batches=batches, loss=loss, criterion=first.scores["Wanda"])
     assert reused.mask == direct.mask
@@ -98,7 +98,7 @@ def test_batches_without_a_target_distil_from_the_dense_model() -> None:
     model, batches = trained()
     inputs = [x for x, _ in batches]
     pruned = sk.prune(model, inputs[0][:1], budget="flops=40%", batches=iter(inputs))
-    assert {each.criterion for each in pruned.report.candidates} == {"Fisher", "PositionFisher", "Wanda"}
+    assert {each.criterion for each in pruned.report.candidates} == {"Fisher", "Fisher per position", "Wanda"}
     with torch.no_grad():
         pairs = [(model(x), pruned.model(x)) for x in inputs[6:]]
     distance = sum(float(F.mse_loss(small, dense) / dense.var()) for dense, small in pairs) / 2
