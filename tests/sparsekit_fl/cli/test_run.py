@@ -137,6 +137,10 @@ def test_clients_that_cannot_train_are_named_in_the_summary_and_the_exit_code_is
             "fedlps --set partition.images_per_class=1",
             "must be greater than or equal to 2, got '1'; images_per_class: Examples",
         ),
+        (
+            "fedlps --partition dirichlet --set partition.alpha=0",
+            "partition.alpha must be greater than 0, got '0'; alpha: Conc",
+        ),
         ("fedlps --set partition.lack_classes=10", "lack_classes must be in [0, 9], got 10"),
         ("fedlps --set training.momentun=1", "did you mean 'training.momentum'"),
         ("run local --set keep=last", "no option 'keep'"),
