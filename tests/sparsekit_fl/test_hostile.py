@@ -16,15 +16,7 @@ from safetensors.torch import save
 
 from sparsekit.errors import DataError
 from sparsekit.graph.mask import UnitMask, WeightMask
-from sparsekit_fl.client.messages import (
-    Cost,
-    Evaluation,
-    Reply,
-    Request,
-    Update,
-    decode_reply,
-    encode_reply,
-)
+from sparsekit_fl.client.messages import Cost, Evaluation, Reply, Request, Update, decode_reply, encode_reply
 from sparsekit_fl.client.packing import Kept, digest
 from sparsekit_fl.errors import ClientError, UpdateError
 from sparsekit_fl.methods.base import Method, Task
@@ -144,13 +136,7 @@ def plausible(draw, payload):
 
 
 def mutated(payload):
-    return st.one_of(
-        *[plausible(payload)] * 2,
-        flipped(payload),
-        cut(payload),
-        *[edited(payload)] * 4,
-        st.binary(max_size=200),
-    )
+    return st.one_of(*[plausible(payload)] * 2, flipped(payload), cut(payload), *[edited(payload)] * 4, st.binary(max_size=200))
 
 
 REQUEST = Request(round=1, client_id=0, state=SETUP.initial)

@@ -136,12 +136,7 @@ def test_a_data_set_brings_its_own_preset_and_a_preset_takes_another_data_set() 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "train", "val", "test"),
-    [
-        ("mnist", 180, 20, 200),
-        ("cifar10", 180, 20, 200),
-        ("cifar100", 720, 80, 800),
-    ],
+    ("name", "train", "val", "test"), [("mnist", 180, 20, 200), ("cifar10", 180, 20, 200), ("cifar100", 720, 80, 800)]
 )
 def test_presets_give_the_client_sizes_of_table_one(data_dir: Path, name: str, train: int, val: int, test: int) -> None:
     _, clients = fl.build_problem(preset_for(preset=name), data_dir=data_dir)
