@@ -83,13 +83,15 @@ def test_a_mask_depends_on_the_data_and_comes_with_ratio_costs_and_scores() -> N
 
 
 def test_flops_losses_and_accuracies_that_a_client_states_are_believed_and_its_clock_decides_nothing() -> None:
-    honest = tiny_run(cohort=8)
-    told, _ = watched(change=stating({"flops": 10**12}, loss=-500.0), cohort=8)
+    honest = tiny_run(cohort=8, rounds=2)
+    told, _ = watched(change=stating({"flops": 10**12}, loss=-500.0), cohort=8, rounds=2)
     assert told.final == honest.final
     assert told.cost.flops > honest.cost.flops + 10**12
     assert told.cost.simulated_seconds > honest.cost.simulated_seconds, "these follow from the FLOPs"
     assert all(record.loss is not None and record.loss < 0 for record in told.rounds)
-    clock, _ = watched(change=stating({"wall_seconds": 10.0**9, "simulated_seconds": 10.0**9, "uplink_bytes": 0}), cohort=8)
+    clock, _ = watched(
+        change=stating({"wall_seconds": 10.0**9, "simulated_seconds": 10.0**9, "uplink_bytes": 0}), cohort=8, rounds=2
+    )
     for name in ("simulated_seconds", "uplink_bytes", "downlink_bytes", "flops"):
         assert getattr(clock.cost, name) == getattr(honest.cost, name)
 
@@ -101,7 +103,7 @@ def test_flops_losses_and_accuracies_that_a_client_states_are_believed_and_its_c
 def test_what_a_client_states_moves_the_sampling_or_the_ratios(method: str, lie: Change) -> None:
     seen = []
     for change in (stating(), lie):
-        result, _ = watched(method, change=change, rounds=8, cohort=5)
+        result, _ = watched(method, change=change, rounds=5, cohort=5)
         assert not any(record.dropped for record in result.rounds)
         seen.append([record.ratios for record in result.rounds])
     assert seen[0] != seen[1]
@@ -112,7 +114,7 @@ def test_scores_that_a_client_states_are_believed() -> None:
         told = {"accuracy": (12.0, 12.0), "loss": (0.0, 12.0)}
         return reply if reply.evaluation is None else replace(reply, evaluation=replace(reply.evaluation, personal=told))
 
-    assert watched(change=perfect)[0].final.metrics == {"accuracy": 1.0, "loss": 0.0}
+    assert watched(change=perfect, rounds=1)[0].final.metrics == {"accuracy": 1.0, "loss": 0.0}
 
 
 def test_one_client_destroys_the_model_with_finite_numbers() -> None:
@@ -123,7 +125,7 @@ def test_one_client_destroys_the_model_with_finite_numbers() -> None:
 
 def test_a_run_adds_no_noise_and_one_example_moves_the_model() -> None:
     runs = [with_data(lambda x, y: (x, y)), with_data(lambda x, y: (x, y)), with_data(lambda x, y: (x[:-1], y[:-1]))]
-    same, again, without = (tiny_run(clients=clients, cohort=8).final.state_sha256 for clients in runs)
+    same, again, without = (tiny_run(clients=clients, cohort=8, rounds=1).final.state_sha256 for clients in runs)
     assert same == again != without
 
 
@@ -137,7 +139,7 @@ def test_a_run_adds_no_noise_and_one_example_moves_the_model() -> None:
     ids=["a free rider", "poisoned labels", "a backdoor"],
 )
 def test_nobody_notices(clients: list[fl.Client], change: Change) -> None:
-    result, _ = watched(clients=clients, change=change, cohort=8)
+    result, _ = watched(clients=clients, change=change, cohort=8, rounds=2)
     assert all(LIAR in record.ratios and not record.dropped and not record.notes for record in result.rounds)
 
 
