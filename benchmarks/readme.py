@@ -8,6 +8,7 @@ by its Taylor importance over all layers, and rounds widths to multiples of 8, a
 in turns, on one thread, for one image of 96 pixels; times are processor time. A speed-up is the median ratio of a turn.
 """
 
+import csv
 import re
 import statistics
 import sys
@@ -76,19 +77,19 @@ def measure() -> None:
         add(OUT, row)
 
 
+def stored() -> dict[tuple[str, float, str], float]:
+    """Arm, share, what followed → accuracy of EfficientNet-Lite0 in %, from results/real.csv."""
+    with (ROOT / "results" / "real.csv").open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["network"] == "efficientnet-lite0"]
+    return {(row["arm"], float(row["share"]), row["how"]): 100 * float(row["accuracy"]) for row in rows}
+
+
 def accuracies() -> dict[str, list[float]]:
     """Label → accuracies in % of the dense network and at each share."""
-    ours = {
-        (row["arm"], row["share"]): row["accuracy"]
-        for row in read(ROOT / "results" / "real.csv")
-        if row["network"] == "efficientnet-lite0" and row["how"] in ("as it is", "reconstructed")
-    }
     theirs = {row["share"]: row for row in read(OUT) if row["tool"] == "torch-pruning"}
-    found = [
-        [ours["fisher/by_cost", share] for share in SHARES],
-        *([theirs[share][how] for share in SHARES] for how in ("reconstructed", "recalibrated")),
-    ]
-    return {label: [100 * value for value in (ours["dense", 1.0], *values)] for label, values in zip(LABELS, found)}
+    ours = [stored()["fisher/by_cost", share, "reconstructed"] for share in SHARES]
+    found = [ours, *([100 * theirs[share][how] for share in SHARES] for how in ("reconstructed", "recalibrated"))]
+    return {label: [stored()["dense", 1.0, "as it is"], *values] for label, values in zip(LABELS, found)}
 
 
 def speedups(tool: str, runtime: str) -> list[float]:
@@ -99,8 +100,7 @@ def speedups(tool: str, runtime: str) -> list[float]:
 
 def table() -> str:
     """Accuracies and speed-ups, as in README.md."""
-    trained = [row for row in read(ROOT / "results" / "real.csv") if row["arm"] == "fixed" and row["share"] == 0.5]
-    after = spread([100 * row["accuracy"] for row in trained if row["network"] == "efficientnet-lite0"])
+    after = spread([value for (arm, share, _), value in stored().items() if (arm, share) == ("fixed", 0.5)])
     lines = ["| EfficientNet-Lite0, accuracy in % | all FLOPs | 75 % | 50 % | 35 % |", "|---|---|---|---|---|"]
     for label, values in accuracies().items():
         lines.append(f"| {label} | {' | '.join(f'{value:.1f}' for value in values)} |")
@@ -126,6 +126,7 @@ def chart() -> None:
             return left + width * ms / most, top + height * (1 - accuracy / 50)  # noqa: B023 - used in this turn alone
 
         sheet.text(left + width / 2, 24, title, bold=True)
+        sheet.text(left, 30, "accuracy", size=11, fill=SOFT)
         for value in range(0, 51, 10):
             y = at(0, value)[1]
             sheet.line(left, y, left + width, y, LINE, width=0.4)
@@ -149,7 +150,7 @@ def chart() -> None:
         sheet.box(x - 5, y - 5, 10, 10, INK, "none", round=5)
         sheet.text(x, y - 10, "dense", size=12)
     for number, (label, (color, dashed)) in enumerate(styles.items()):
-        x = (50, 160, 470)[number]
+        x = (50, 150, 478)[number]
         sheet.curve([(x, 306), (x + 24, 306)], color, dashed=dashed)
         sheet.text(x + 30, 310, label, size=12, anchor="start")
     sheet.save("accuracy.svg")

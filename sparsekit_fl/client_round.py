@@ -31,7 +31,7 @@ from sparsekit_fl.streams import Purpose, Rngs, Streams
 def answer(spec: RunSpec, client: Client, request: Request, memories: Memories) -> Reply:
     """Run a client with its memory, and keep its new memory and its model. A failure of the client is a reply too.
 
-    Personal models are in the folder `models`, next to that of the memories.
+    Personal models are in the folder `models`, next to the folder of memories.
 
     Raises:
         DataError: the memory cannot be read.
@@ -75,7 +75,7 @@ def run_client(
 def make_context(
     spec: RunSpec, client: Client, request: Request, memory: Memory, *, purpose: Purpose = "local"
 ) -> ClientContext:
-    """Return what a method sees on this client in this round; its memory is a part of the client's."""
+    """Return the method's view of this client in this round; its memory is a part of the client's."""
     return ClientContext(
         round=request.round,
         rounds=spec.config.rounds,
@@ -192,14 +192,14 @@ def _score(spec: RunSpec, client: Client, request: Request, memory: Memory, out:
 
 
 def _complete(spec: RunSpec, memory: Memory, received: StateDict) -> dict[str, Tensor]:
-    """Return the whole dense state: entries from the server, and private ones, which are those of round 0 at first."""
+    """Return the whole dense state: entries from the server, and private ones, at first from round 0."""
     own = memory.setdefault("private", {})
     return {name: received[name] if name in received else own.get(name, tensor) for name, tensor in spec.initial.items()}
 
 
 @contextmanager
 def _named(request: Request, spec: RunSpec, hook: str) -> Iterator[None]:
-    """Turn what a method raises into a ClientError that names the client, the round, the method and the hook."""
+    """Turn an exception of a method into a ClientError that names the client, the round, the method and the hook."""
     try:
         yield
     except ClientError:

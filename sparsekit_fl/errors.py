@@ -31,7 +31,7 @@ class TooFewRepliesError(ClientError, UpdateError):
 
 
 class StorageError(SparsekitError, OSError):
-    """What a run keeps could not be written, as when the disk is full; says how to continue."""
+    """The state of a run could not be written, for example on a full disk; says how to continue."""
 
     exit_code = 1
 

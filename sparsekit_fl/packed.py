@@ -47,7 +47,7 @@ def unpack(payload: bytes, *, shapes: Mapping[str, Sequence[int]] | None = None)
     """Read what `pack` wrote.
 
     Args:
-        payload: Any bytes; what is read takes no more memory than three times their number.
+        payload: Any bytes; reading takes at most three times their number in memory.
         shapes: Name → expected shape of each tensor, which are compared before a tensor is made; None reads all shapes.
 
     Raises:

@@ -68,7 +68,7 @@ def run(
         callbacks: Displays, loggers, early stopping; see `Callback`.
         out: Folder for the result, the rounds, the checkpoint and the models; None keeps nothing. Only one run
             at a time can use it. A new run needs a folder without files of another run.
-        resume: Continue from the checkpoint in `out`; the result is identical to that of an uninterrupted run.
+        resume: Continue from the checkpoint in `out`; the result is identical to an uninterrupted run's.
         experiment: JSON values to store in the result, such as the names of data set and model.
         init: Weights to start from: a state dict, a file of one, or the folder of an earlier run; None for
             random weights. A resumed run needs the same value.
@@ -288,7 +288,7 @@ def _mean(name: str, updates: Sequence[Update]) -> float | None:
 
 
 def round_cost(costs: Iterable[Cost], *, wall_seconds: float, until: float | None = None) -> Cost:
-    """Add up the work of all clients; the seconds are those of the slowest one.
+    """Add up the work of all clients; the seconds come from the slowest client.
 
     Args:
         costs: One per client.

@@ -38,7 +38,7 @@ _FURTHER_EXAMPLES = 256
 
 
 class Server:
-    """Holds the global model. A method keeps its state in `state.memory`, and that of each client in a file of its own.
+    """Holds the global model. A method keeps its state in `state.memory`, and the state of each client in a file of its own.
 
     Args:
         spec: The fixed parts of the run.
@@ -171,8 +171,8 @@ class Server:
         """Aggregate updates that `validate` returned, let the method learn from them, and count the memories of their clients.
 
         Args:
-            ctx: That of the requests.
-            updates: In the order in which they are added up; at least one, and at most one per client.
+            ctx: Context of the requests.
+            updates: In the order of their summation; at least one, and at most one per client.
             replies: All of the round, which say whose memory was written.
 
         Returns:
@@ -197,11 +197,11 @@ def check_update(
 
     Args:
         update: What the client sent, under its own mask.
-        request: What it was asked.
+        request: Request to the client.
         graph: The units of the model.
         state: The shared state before the round.
         examples: Number of training examples that the client is known to have.
-        upload: The type in which changes are sent.
+        upload: The type of uploaded changes.
     """
     who = f"the update of client {update.client_id}"
     if (update.round, update.client_id) != (request.round, request.client_id):

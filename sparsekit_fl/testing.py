@@ -76,7 +76,7 @@ def tiny_config(*, rounds: int = 4, seed: int = 3) -> RunConfig:
 
 
 def tiny_data(ids: Collection[int] | None = None) -> tuple[Problem, list[Client]]:
-    """Return `tiny_problem` and those of `tiny_clients` that are asked for, as the command line or a Flower app loads them."""
+    """Return `tiny_problem` and the requested ones of `tiny_clients`, as the command line or a Flower app loads them."""
     return tiny_problem(), [client for client in tiny_clients() if ids is None or client.id in ids]
 
 

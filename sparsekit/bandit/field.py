@@ -301,7 +301,7 @@ class Field(Tree):
         return self._below(index, bound)
 
     def _pulled_or_split(self, cell: int, index: float, pending: Mapping[int, int]) -> int:
-        """Return the arm to pull after the choice of a cell: its own, one split off from it, or a better one that it faces."""
+        """Return the arm to pull after the choice of a cell: its own, a part split off from it, or a better arm next to it."""
         if not self.scale:
             ready = bool(self._pulls[cell] or self._tries[cell]) or cell in pending
             return self._halve(cell) if ready else cell

@@ -91,7 +91,7 @@ class Unprunable:
             "average" for a norm or a mean over the units, which `prune_hidden_size=True` takes over the kept ones; "outside"
             for values that belong to no unit; "number" for a number in the code; "inexact" if the comparison of the masked
             with the compact model failed; "choice" if the user left them out; else "operator".
-        inside: Qualified name of the module in which it happens, if it is another one.
+        inside: Qualified name of the module where it happens, if it is another module.
         remedy: What to write instead, if that is known.
     """
 
@@ -121,7 +121,7 @@ class Unprunable:
 class SizeAttribute:
     """An integer of a module that follows the number of units kept: `num_heads` of hand-written attention.
 
-    One that counts the units of several groups, such as the width of a concatenation, has an entry for each of them.
+    An integer that counts units of several groups, such as the width of a concatenation, has an entry for each of them.
 
     Args:
         module: Qualified name of the module.

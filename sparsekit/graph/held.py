@@ -75,7 +75,7 @@ def set_held(module: nn.Module, path: Path, new: int | Tensor) -> bool:
 
 
 def held_at(module: nn.Module, path: Path) -> Any:
-    """Return what a module holds at a path; None if nothing is there."""
+    """Return the value that a module holds at a path; None if nothing is there."""
     value = _attributes(module).get(str(path[0]))
     for step in path[1:]:
         value = _parts(value).get(step)

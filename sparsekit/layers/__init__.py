@@ -1,4 +1,4 @@
-"""Layer rules: one file per family, found by the type of the module; and what a rule written outside needs.
+"""Layer rules: one file per family, found by the type of the module; and the names that a rule of a plug-in needs.
 
 A rule is a `LayerRule`. The `trace` of an opaque layer gets the `Tracer` and describes the outputs with `TensorLabels`, one
 `Labels` for each axis that carries units; its sources are `NOT_ZERO` or `ALWAYS_ZERO` where no gate matters.

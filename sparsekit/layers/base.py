@@ -17,7 +17,7 @@ def of_type(module: nn.Module, table: Mapping[Any, Found]) -> Found | None:
 
 
 class LayerRule:
-    """What a trace cannot see about a family of layers.
+    """Facts about a family of layers that a trace cannot see.
 
     Most layers need only `resize`: their operators say which units go together. A layer whose inside is one fused
     operator (an LSTM) also has a `trace`, which describes its units instead of its operators.

@@ -76,7 +76,7 @@ def read_file(path: Path, *, tensors: bool = True) -> tuple[dict[str, Tensor], d
 
 @contextlib.contextmanager
 def damage(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn every error in reading a description into one that says that the file is damaged."""
+    """Report every error in reading a description as a damaged file."""
     try:
         yield
     except SparsekitError:

@@ -78,7 +78,7 @@ def copy_with(model: nn.Module, tensors: Mapping[str, Tensor], constants: Iterab
     Args:
         model: Not changed.
         tensors: State-dict key → new tensor; of tied names the first one counts.
-        constants: Tensors outside the state, which are replaced by those of their names in `tensors`.
+        constants: Tensors outside the state, which are replaced by tensors of the same names in `tensors`.
 
     Returns:
         The copy, with the `requires_grad` flags and training modes of the original.

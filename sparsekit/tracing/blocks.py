@@ -328,7 +328,7 @@ def _part_of(graph: UnitGraph, home: str, names: list[str], block: nn.Module) ->
 
 
 def _with_values(block: nn.Module) -> nn.Module:
-    """Return a copy of a module on the meta device with random values: entries about as large as those of a trained layer."""
+    """Return a copy of a module on the meta device with random values: entries about as large as in a trained layer."""
     generator = torch.Generator().manual_seed(20131)
 
     def values(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""compare_tensors(): whether a value of the narrow model is that of the gated one, up to rounding."""
+"""compare_tensors(): whether a value of the narrow model equals the gated one, up to rounding."""
 
 from collections.abc import Iterable
 
@@ -31,7 +31,7 @@ def rounding_floor(values: Iterable[Tensor]) -> float:
 def compare_tensors(
     whole: Tensor, expected: Tensor, found: Tensor, floor: float = 0.0, *, is_output: bool = False
 ) -> str | None:
-    """Return why a value of the compacted model is not that of the gated one, or None if it is.
+    """Return why a value of the compacted model differs from the gated one, or None if it does not.
 
     Errors are judged channel by channel against what the mask has changed there: next to one channel of a residual stream with
     values in the thousands, the errors of all others would be nothing. Any axis may be the one of the channels.

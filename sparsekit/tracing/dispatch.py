@@ -1,4 +1,4 @@
-"""Dispatcher: runs one forward pass operator by operator and hands each to the function that says what it does to units."""
+"""Dispatcher: runs one forward pass operator by operator and hands each to the function that knows its effect on units."""
 
 from collections.abc import Sequence
 from dataclasses import replace

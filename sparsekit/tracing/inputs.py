@@ -139,7 +139,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class ModelInputs:
-    """What a model is called on, and the `guard` that every call runs within, such as `ReadOnly`."""
+    """Inputs of a model, and the `guard` that every call runs within, such as `ReadOnly`."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -190,7 +190,7 @@ class ModelInputs:
     def doubled(self) -> ModelInputs:
         """Return the same as a batch of two: every tensor with one row gets a second one, of floats the row in reverse.
 
-        A batch norm in train mode refuses a single row, and two equal ones would hide what it reads.
+        A batch norm in train mode refuses a single row, and two equal rows would hide its reads.
         """
 
         def one(tensor: Tensor) -> Tensor:

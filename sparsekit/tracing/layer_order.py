@@ -1,4 +1,4 @@
-"""Layer and trace_layers(): the layers of a model in the order in which one forward pass reads their entries.
+"""Layer and trace_layers(): the layers of a model, in the order that one forward pass reads their entries.
 
 A graph of units says what can be removed; the layers say what comes before what. Methods that keep the output layer to
 themselves, that leave it out of pruning, or that train the first layers only, read it off here and from no name.
@@ -33,7 +33,7 @@ class _Reads(DispatchMode):
 
 
 def trace_layers(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> tuple[Layer, ...]:
-    """Run the model once and note who reads what, in which order.
+    """Run the model once, and record the reads of each module in their order.
 
     Args:
         model: Any module; a copy of it runs.
@@ -41,7 +41,7 @@ def trace_layers(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) 
         **example_kwargs: Keyword inputs.
 
     Returns:
-        The layers in forward order; every key of the state belongs to exactly one, tied keys to that of the first.
+        The layers in forward order; every key of the state belongs to exactly one, tied keys to the layer of the first.
 
     Raises:
         TraceError: the model fails on the inputs.

@@ -1,4 +1,4 @@
-"""How copies of a model run: as written, without what is random in train mode, and without a trace on the original."""
+"""How copies of a model run: as written, without randomness in train mode, and without a trace on the original."""
 
 import copy
 import warnings
@@ -72,7 +72,7 @@ class ReadOnly(DispatchMode):
 class InFloat64(DispatchMode):
     """Lets operators compute in float64 whatever the dtypes of entries, which are converted one operator at a time.
 
-    So a pass is as exact as that of a copy in float64, which would take up to four times the memory of the model.
+    So a pass is as exact as on a copy in float64, which would take up to four times the memory of the model.
     """
 
     def __torch_dispatch__(

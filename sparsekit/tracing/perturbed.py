@@ -62,7 +62,7 @@ class PerturbedState:
             self._zeroed.pop(id(value), None)
 
     def restore_buffers(self) -> None:
-        """Undo what a pass in train mode does to statistics."""
+        """Undo the effects of a pass in train mode on statistics."""
         if self._buffers:
             foreach_copy_(self._buffers, self._before)
 

@@ -108,7 +108,7 @@ class PassRecord(DispatchMode):
             self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
 
     def finish(self, outputs: Iterable[Tensor], left: Iterable[Tensor] = ()) -> None:
-        """Note what the pass has returned and what it has left in attributes, once it is over."""
+        """Record the outputs of the pass and values left in attributes, once it is over."""
         self.outputs += outputs
         self._left |= {self._number(storage_id(tensor)) for tensor in left}
         for hook in self._hooks:

@@ -19,7 +19,7 @@ class Failure:
 
     Args:
         reason: One phrase.
-        module: The module in which the compacted model raised an exception; None where it ran.
+        module: The module that raised an exception in the compacted model; None if it ran.
     """
 
     reason: str
@@ -30,7 +30,7 @@ class Failure:
 class Search:
     """Finds the sets of groups at fault by halving, beginning where an exception points to.
 
-    Once a set is found, those of the same name in other blocks are tried one by one: most fail for the same reason.
+    Once a set is found, sets of the same name in other blocks are tried one by one: most fail for the same reason.
 
     Args:
         known: Names and reasons of what was found before, without their numbers; is added to.

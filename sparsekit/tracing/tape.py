@@ -1,4 +1,4 @@
-"""Tape: what a pass computes on tensors without values: operators, shapes and plain numbers, by the call of a module.
+"""Tape: a pass on tensors without values: operators, shapes and plain numbers, by the call of a module.
 
 On the meta device there is nothing to compare but these. Code that reads a width makes itself known by another number, shape or
 operator than before.

@@ -40,7 +40,7 @@ class UnprunableWarning(UserWarning):
 
 
 class TrainModeWarning(UserWarning):
-    """The model refuses the example inputs in train mode, so that what it does only there is not known."""
+    """The model refuses the example inputs in train mode, so that code for train mode alone is not known."""
 
 
 class UnreadParametersWarning(UserWarning):
@@ -138,7 +138,7 @@ def trace_units(
 
 
 def check_runs(small: nn.Module, call: ModelInputs) -> None:
-    """Run a copy of a compact model once, so that one that cannot run is never returned.
+    """Run a copy of a compact model once, so that a model that cannot run is never returned.
 
     Raises:
         UnsupportedModelError: it fails.

@@ -84,7 +84,7 @@ def width_trials(graph: UnitGraph, sets: Sequence[tuple[str, ...]], modes: Seque
 
 
 class Masks:
-    """Draws the masks of trials; those of one order and of one group go together."""
+    """Draws the masks of trials; masks of one order and group go together."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator

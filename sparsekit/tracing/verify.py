@@ -39,7 +39,7 @@ class Verifier:
 
     Args:
         model: Not changed.
-        calls: What it is called on.
+        calls: The calls of the model.
         rules: The user's layer rules.
         training: The calls that train mode accepts, to compare every second mask there, dropout aside: their numbers, and
             whether each is doubled.

@@ -141,7 +141,7 @@ class NarrowModel:
 
         Args:
             state: The dense state; never written to.
-            mask: What is kept; None keeps all.
+            mask: Units to keep; None keeps all.
 
         Raises:
             ForeignMaskError: the state or the mask belongs to another model.

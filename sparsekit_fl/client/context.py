@@ -1,4 +1,4 @@
-"""ClientContext: what a method sees on a client, where it keeps its state, and what its work costs."""
+"""ClientContext: a method's view of a client, its state, and the cost of its work."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Memory = dict[str, Any]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ClientContext:
-    """What a method sees on a client.
+    """A method's view of a client.
 
     Args:
         round: The server round, counted from 1; when evaluating, the last finished one.
@@ -53,10 +53,10 @@ class ClientContext:
         private: State-dict keys of the entries that stay on this client from round to round.
         scored: FLOPs of each call of `score` in this round.
         levels: Ratios from which the run draws capabilities.
-        capability_of: What a ratio is a share of.
+        capability_of: The whole of a ratio: FLOPs or units.
         deploy: Which of the models that a method keeps is to be deployed.
         trained: Whether the global state of round 0 was trained before.
-        purpose: That of `rng`, from which batches are drawn: "local" while training, "personal" while deploying.
+        purpose: Purpose of `rng`, which draws batches: "local" while training, "personal" while deploying.
     """
 
     round: int
@@ -104,7 +104,7 @@ class ClientContext:
         """Return one split of the client's data, which is decoded once per round.
 
         Raises:
-            DataError: its inputs hold NaN or infinity; what is read lazily is checked then.
+            DataError: its inputs hold NaN or infinity; lazily read data are checked at each read.
         """
         if split not in self._read:
             self._read[split] = Examples(
@@ -118,7 +118,7 @@ class ClientContext:
         return self._read[split]
 
     def batches(self, *, epochs: int | None = None, batch_size: int | None = None) -> Batches:
-        """Return shuffled training batches; the defaults are those of the run."""
+        """Return shuffled training batches; by default with the run's settings."""
         return Batches(
             self.examples("train"),
             epochs=self.training.local_epochs if epochs is None else epochs,
@@ -132,7 +132,7 @@ class ClientContext:
         return fit(module, batches, step, metrics=metrics, rng=self.rng, amp=amp, device=self.device)
 
     def work(self, mask: UnitMask | WeightMask | None, log: TrainingLog) -> Cost:
-        """Return the FLOPs of a fit under one mask, with those of further passes that a method made.
+        """Return the FLOPs of a fit under one mask, and of further passes that a method made.
 
         The paper's convention counts every batch as full, and once.
         """
@@ -143,11 +143,11 @@ class ClientContext:
     def work_on(self, examples: int, mask: UnitMask | WeightMask | None = None, *, padded_examples: int | None = None) -> Cost:
         """Return the FLOPs of training on some examples: forward and a backward that costs twice as much.
 
-        A weight mask saves entries on the wire and nothing when computing, so its compact cost is that of the whole model.
+        A weight mask saves entries on the wire and nothing when computing, so its compact cost equals the whole model's.
 
         Args:
             examples: Number of passes.
-            mask: What is trained; None for the whole model.
+            mask: The part that trains; None for the whole model.
             padded_examples: Number of passes by the paper's convention; None: `examples`.
         """
         compact = self.costs.forward_flops(mask if isinstance(mask, UnitMask) else None)
@@ -206,7 +206,7 @@ def rowmask_flops(costs: CostModel, mask: UnitMask | WeightMask | None = None) -
 
     Args:
         costs: The model's terms.
-        mask: A UnitMask, by which the rows of dropped units vanish, or a WeightMask, by which entries do; None keeps all.
+        mask: A UnitMask, which removes rows of dropped units, or a WeightMask, which removes entries; None keeps all.
     """
     if isinstance(mask, WeightMask):
         sizes = {name: int(mask[name].sum()) if name in mask else math.prod(s) for name, s in costs.graph.shapes.items()}

@@ -1,4 +1,4 @@
-"""fit(): the only loop over batches, and what it needs: examples in memory, batches by index, optimizers, scores."""
+"""fit(): the only loop over batches, and its parts: examples in memory, batches by index, optimizers, scores."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Examples:
     `name` and `split` are for messages. `rng` seeds random transforms of the data; None: there are none.
 
     Raises:
-        DataError: inputs hold NaN or infinity; what is read lazily is checked then.
+        DataError: inputs hold NaN or infinity; lazily read data are checked at each read.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Examples:
 class Batches:
     """Epochs of shuffled batches. A final batch of one example joins a larger one before it: batch norm needs two.
 
-    One permutation per epoch is drawn, all of them now, so that what is drawn later changes nothing.
+    One permutation per epoch is drawn, all of them now, so that later draws change nothing.
     """
 
     def __init__(self, examples: Examples, *, epochs: int, batch_size: int, rng: np.random.Generator) -> None:

@@ -38,14 +38,14 @@ class Cost:
         flops_scoring: The part of `flops` that is not training: forward passes by which a method decides while it
             trains, such as which model a client keeps, or whether it prunes.
         flops_paper: Training alone, by the paper's convention: columns that read removed units are still paid for. The
-            paper's tables count training only, so what is compared with them does too.
+            paper's tables count training only, so comparisons with them do too.
         uplink_bytes: Entries, masks and further tensors of updates. A few hundred bytes of names and numbers are left out.
         downlink_bytes: The same of requests.
         simulated_seconds: From `Capability`; of one client: its own, of a round: its slowest client's.
         simulated_seconds_scoring: The part of `simulated_seconds` that `flops_scoring` takes.
         wall_seconds: Measured where the work was done; nothing is decided by it.
 
-    Source: the row-mask convention is that of Xue et al., ICDE 2025 (arXiv 2412.07216), Table I.
+    Source: the row-mask convention of Xue et al., ICDE 2025 (arXiv 2412.07216), Table I.
     """
 
     flops: int = 0
@@ -83,7 +83,7 @@ class Request:
         ratio: A ratio that the server proposes, or None.
         extra: Further tensors of a method.
         capability: What the client can do in this round.
-        memory_round: Round in which the client's valid memory was written; None: its memory is empty.
+        memory_round: Round that wrote the client's valid memory; None: its memory is empty.
         task: Train, or score.
         with_shared: Score the global model too.
         with_model: Keep the personal model as a file, if it differs from the global one.
@@ -104,7 +104,7 @@ class Request:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Update:
-    """What a client sends back.
+    """The reply of a client.
 
     Args:
         round: The round of the request.
@@ -114,7 +114,7 @@ class Update:
         mask: What was uploaded; None means everything.
         ratio: The ratio that was executed.
         extra: Further tensors of a method.
-        metrics: Training loss and accuracy, and what a method adds.
+        metrics: Training loss and accuracy, and metrics of a method.
         cost: What the work took.
     """
 
@@ -179,7 +179,7 @@ _HOW = ("task", "memory_round", "with_shared", "with_model")
 
 
 def _tensors(message: Request | Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of a message but for those of a state, and what it says besides."""
+    """Return the tensors of a message outside of its state, and its other values."""
     tensors, mask = pack_mask(message.mask)
     tensors |= {f"extra:{name}": tensor for name, tensor in message.extra.items()}
     if isinstance(message, Update):
@@ -213,7 +213,7 @@ def encode_request(request: Request, graph: UnitGraph, *, with_state: bool = Tru
 
 
 def decode_request(payload: bytes, graph: UnitGraph, *, state: StateDict | None = None) -> Request:
-    """Undo `encode_request`; what the mask drops is zero, or that of `state`.
+    """Undo `encode_request`; dropped entries are zero, or come from `state`.
 
     Args:
         payload: What the server sent, which clients trust.

@@ -58,11 +58,11 @@ class Kept:
     """The entries that a mask keeps, for every key of a model's state.
 
     A unit mask keeps a narrow tensor (the shape that the compact model has), a weight mask a 1-D tensor of the kept
-    entries in row-major order, no mask everything; keys of which the mask drops nothing are kept whole, in their own shape.
+    entries in row-major order, no mask everything; keys without dropped entries are kept whole, in their own shape.
 
     Args:
         graph: The units and shapes of the model.
-        mask: What is kept; None keeps all.
+        mask: Units or entries to keep; None keeps all.
     """
 
     def __init__(self, graph: UnitGraph, mask: Mask | None) -> None:
@@ -84,19 +84,19 @@ class Kept:
         return name not in self._axes and name not in self._flat
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return shape of what is kept of `name`."""
+        """Return the shape of the kept part of `name`."""
         if name in self._flat:
             return (self._flat[name].numel(),)
         return tuple(narrow_shape(self.graph.shapes[name], self._axes.get(name, {})))
 
     def gather(self, name: str, tensor: Tensor) -> Tensor:
-        """Return what is kept of the dense `tensor`; a view where everything is."""
+        """Return the kept part of the dense `tensor`; a view if everything is kept."""
         if name in self._flat:
             return tensor.reshape(-1).index_select(0, self._flat[name].to(tensor.device))
         return gather(tensor, self._axes.get(name, {}))
 
     def scatter(self, name: str, kept: Tensor, into: Tensor) -> None:
-        """Write what is kept into the dense tensor `into`, in place."""
+        """Write the kept part into the dense tensor `into`, in place."""
         if name in self._flat:
             into.view(-1)[self._flat[name]] = kept
         else:
@@ -107,7 +107,7 @@ class Kept:
         self.scatter(name, self.gather(name, into) + kept, into)
 
     def gather_all(self, state: StateDict) -> dict[str, Tensor]:
-        """Return what is kept of each entry of a dense state."""
+        """Return the kept part of each entry of a dense state."""
         return {name: self.gather(name, tensor) for name, tensor in state.items()}
 
     def scatter_all(self, kept: StateDict, into: StateDict) -> dict[str, Tensor]:
@@ -123,7 +123,7 @@ class Kept:
 
 
 def mask_state(graph: UnitGraph, mask: Mask | None, state: StateDict) -> dict[str, Tensor]:
-    """Return a dense state in which everything that `mask` drops is zero; untouched keys are the same tensors."""
+    """Return a dense state with zeros for everything that `mask` drops; untouched keys are the same tensors."""
     kept = Kept(graph, mask)
     result: dict[str, Tensor] = {}
     for name, tensor in state.items():
@@ -136,7 +136,7 @@ def mask_state(graph: UnitGraph, mask: Mask | None, state: StateDict) -> dict[st
 
 
 def upload_dtype(dtype: torch.dtype, upload: Upload) -> torch.dtype:
-    """Return what a change of this dtype is sent up as: itself, or bfloat16 for a floating-point one where that was asked
+    """Return the dtype that a change is uploaded in: its own, or bfloat16 for a floating-point one where that was asked
     for."""
     return torch.bfloat16 if upload == "bfloat16" and dtype.is_floating_point else dtype
 

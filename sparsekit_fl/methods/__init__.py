@@ -1,4 +1,4 @@
-"""Methods: one class per paper. `registry` finds them, and those of entry points, by name; `make_method` makes one from text.
+"""Methods: one class per paper. `registry` finds them, and methods of plug-ins, by name; `make_method` makes one from text.
 
 Each class is an attribute of this module too, by that name with underscores: `fl.methods.fedprox(mu=0.1)`. They are imported
 here and not when asked for: a submodule that is imported later would take its class's name.

@@ -1,4 +1,4 @@
-"""`Task`, `Result` and `Model`: what a client is asked, learns and deploys. `sgd` trains, `keep_model` keeps a model."""
+"""`Task`, `Result` and `Model`: a client's work, its outcome, and the model it deploys. `sgd` trains, `keep_model` keeps it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Task:
     Args:
         state: On the client, a dense state: the global entries, and the client's private ones. Read-only. The server leaves it
             empty, since every client gets the global state.
-        mask: A mask chosen by the server: only what it keeps is sent, and everything else arrives as zero. None: the whole
+        mask: A mask chosen by the server: only kept entries are sent, and all others arrive as zero. None: the whole
             model is sent.
         ratio: What to train, in (0, 1]: a share of the FLOPs of the whole model, or of its units, as
             `RunConfig.capability_of` says. `width(ratio)` of either context is the share of the units.
@@ -57,7 +57,7 @@ class Model:
 
     Args:
         state: Dense, or narrow under a mask that drops nothing.
-        mask: What it keeps; None: everything. The model is physically small if units are dropped.
+        mask: Units or entries to keep; None: all. The model is physically small if units are dropped.
         ratio: The share that it keeps, in (0, 1], as in a task.
         calibrate: Compute batch norm statistics again from the client's own training data. The global model is then scored in
             the same way.
@@ -71,7 +71,7 @@ class Model:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Result:
-    """What a client learned in one round.
+    """Outcome of a client's training in one round.
 
     Args:
         state: The trained state: narrow if `mask` is a unit mask, else dense.
@@ -79,9 +79,9 @@ class Result:
         ratio: The executed ratio, in (0, 1].
         extra: Further tensors to upload, by name.
         log: Losses and counts of the training.
-        upload: What is uploaded, if that is not `mask`; None: `mask`.
+        upload: Mask of the uploaded entries; None: `mask`.
         metrics: Further numbers to upload, by name.
-        work: FLOPs, if they are not those of `log` under `mask`.
+        work: FLOPs, if they differ from `log` under `mask`.
     """
 
     state: StateDict
@@ -137,7 +137,7 @@ def descend(
         only: State-dict keys of the entries that train; None: all. The others stay as they are.
         **training: Replace options of `TrainingConfig`, as in `local_epochs=1`.
 
-    Source: the pull is that of FedProx (Li et al., MLSys 2020).
+    Source: the pull comes from FedProx (Li et al., MLSys 2020).
     """
     if training:
         client = replace(client, training=replace(client.training, **training))
@@ -270,7 +270,7 @@ def keep_model(client: ClientContext, result: Result) -> None:
 
 
 def _sample(client: ClientContext, memory: dict[str, Any], log: TrainingLog) -> Tensor:
-    """Return positions of training examples, int64, those of the client's first participation."""
+    """Return positions of training examples, int64, as in the client's first participation."""
     if "sample" not in memory:
         size = len(client.client.data.train)
         # Whatever was scored in this participation counts, in examples of the trained model.

@@ -1,6 +1,6 @@
 """DepthFL: a client trains the first layers, as many as it can afford, with exits that learn from each other.
 
-Constants are those of Flower's baseline, which follows the authors' code. The paper places four exits in a ResNet by hand,
+Constants come from Flower's baseline, which follows the authors' code. The paper places four exits in a ResNet by hand,
 each with layers of its own. Here a model names the places, and each exit is one linear layer: VGG has one after each of its
 first four pools, the small CNN has three outputs in all and the LSTM two.
 """
@@ -102,7 +102,7 @@ def with_exits(build: Callable[[], nn.Module], inputs: tuple[Any, ...]) -> WithE
         inputs: One call's.
 
     Raises:
-        InvalidValueError: the model names no place, or one of which no exit can be made.
+        InvalidValueError: the model names no place, or an exit cannot be made there.
     """
     model = build()
     places, read = tuple(getattr(model, "exits_before", ())), list[tuple[str, Any]]()
@@ -148,7 +148,7 @@ def depth_flops(graph: UnitGraph, costs: CostModel, *, bias: bool = False) -> li
 
 
 def affordable_depth(graph: UnitGraph, costs: CostModel, ratio: float) -> int:
-    """Return the largest depth, at least 1, whose work is at most `ratio` of that of the whole model with its exits."""
+    """Return the largest depth, at least 1, whose work is at most `ratio` of the whole model's, exits included."""
     work = depth_flops(graph, costs)
     return max([1, *(depth for depth, flops in enumerate(work, 1) if flops <= ratio * work[-1])])
 

@@ -238,7 +238,7 @@ class FedLPS(Method):
         return client.training.local_epochs * max(1, int(most / own + 0.1))
 
     def _mask(self, client: ClientContext, task: Task) -> UnitMask:
-        """Return the units to train: those of the client's last participation if it had refitted them at the same ratio."""
+        """Return the units to train: as in the client's last participation if it had refitted them at the same ratio."""
         memory, refits = client.memory, self.refit and client.trained and task.ratio < 1.0
         if refits and memory.get("ratio") == task.ratio:
             mask = recall_mask(memory)
@@ -272,10 +272,10 @@ class FedLPS(Method):
         return dict(found)
 
     def _first(self, client: ClientContext, load: Callable[[], object]) -> dict[str, float]:
-        """Score what a client trains for the first time, in the state of round 0; nothing if no bandit learns from it.
+        """Score a client's first submodel in the state of round 0; nothing if no bandit learns from it.
 
-        A few of its training examples count: what is scored for a hundredth of the FLOPs of the training. They are drawn by the
-        generator of the ratio, so that batches are those of any other method.
+        A few of its training examples count, for a hundredth of the FLOPs of the training. They are drawn by the
+        generator of the ratio, so that batches are the same as in any other method.
         """
         if self.ratios != "bandit" or "began" in client.memory:
             return {}

@@ -30,14 +30,14 @@ _NEXT = "next_mask"
 class OwnMasks(Method):
     """Each client has a mask of its own, from its last update; the server sends only the entries that the mask keeps.
 
-    A client deploys the global model under its mask; one that never trained deploys the whole of it.
+    A client deploys the global model under its mask; a client that never trained deploys all of it.
     """
 
     over: ClassVar[Over] = "holders"
     """The clients that the mean of an entry is over; see `mean`."""
 
     def next_mask(self, graph: UnitGraph, mask: Mask | None, extra: StateDict) -> Mask | None:
-        """Return the mask of the client's next participation, from an update; by default the one that was trained."""
+        """Return the mask of the client's next participation, from an update; by default the trained mask."""
         return mask
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
@@ -127,7 +127,7 @@ class LotteryFL(PruneWhenAccurate, SparseWeights):
 
 @dataclass(frozen=True, kw_only=True)
 class Hermes(PruneWhenAccurate):
-    """Each client prunes units step by step and trains what is left, physically small, under a group lasso.
+    """Each client prunes units step by step and trains the rest, physically small, under a group lasso.
 
     The abstract says that the server averages overlapping parameters only. That can mean the entries that all clients of a
     cohort hold, with the others kept per client (so an implementation in the library Plato), or each entry over its holders.
@@ -296,7 +296,7 @@ def layer_densities(shapes: Mapping[str, torch.Size], density: float) -> dict[st
 
 
 def move_mask(mask: WeightMask, weights: StateDict, gradients: StateDict, share: float) -> WeightMask:
-    """Drop the ⌈share · active⌉ smallest active weights of each layer; activate as many others, those of largest gradient.
+    """Drop the ⌈share · active⌉ smallest active weights of each layer; activate as many others, by largest gradient.
 
     Weights that were just dropped may come back. A layer has as many entries as before.
 

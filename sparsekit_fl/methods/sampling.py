@@ -36,7 +36,7 @@ _BETA = 0.35  # β of the paper
 class Oort(Method):
     """FedAvg with guided sampling: a part of the cohort exploits tried clients of high utility, the rest explores untried ones.
 
-    Algorithm 1 of the paper, and the reference code for what it leaves open. Over-commitment and the blacklist of often chosen
+    Algorithm 1 of the paper, and the reference code where it is silent. Over-commitment and the blacklist of often chosen
     clients are left out: the first would give Oort more clients per round than its rivals, the second would exclude everybody
     here, where a client trains tens of times. As in the reference code, clients report the mean squared loss of single examples
     in their first epoch.
@@ -167,7 +167,7 @@ class REFL(Method):
     next round come first, and ties are drawn. If too few have rested, the others are asked too; if nobody is there at all,
     those who are away, which stands for waiting. One client less is asked for each late update that is expected within an
     average round. The round ends when the share `target` of its clients has answered, in simulated seconds; the others' updates
-    arrive in the later round in which they are ready.
+    arrive in a later round, when they are ready.
 
     In the mean, an update that is τ rounds old weighs (1 − β) / (τ + 1) + β (1 − e^(−Λ / Λ_max)), and a fresh one 1.
     Λ = ‖ū − (n·ū + u) / (n + 1)‖² / ‖ū‖² says how much the update u would move the mean ū of the n fresh ones; Λ_max is
@@ -252,7 +252,7 @@ class REFL(Method):
 
 
 def _fill(tiers: Sequence[Sequence[int]], wanted: int, rng: np.random.Generator) -> list[int]:
-    """Choose `wanted` clients, or all where they are fewer: whole tiers first, then a draw from the one that is too large."""
+    """Choose `wanted` clients, or all where they are fewer: whole tiers first, then a draw from the tier that is too large."""
     chosen: list[int] = []
     for tier in tiers:
         rest = [id for id in tier if id not in chosen]

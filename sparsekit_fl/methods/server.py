@@ -1,4 +1,4 @@
-"""`Setup` and `ServerContext`: what a method sees before a run and on the server; `mean`: how it averages clients' changes.
+"""`Setup` and `ServerContext`: a method's view of a run and of the server; `mean`: the mean of clients' changes.
 
 Sums are in float64, in the order of the updates.
 """
@@ -33,13 +33,13 @@ _LEAST_OFFER = 1e-3
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Setup:
-    """What a run is made of.
+    """Parts of a run.
 
     Args:
         problem: Model, loss, metrics.
         graph: The units of the model. If a method replaces `problem`, the new model is traced afterwards.
         config: The options of the run.
-        private: State-dict keys of entries that stay on each client from round to round; at first they are those of round 0.
+        private: State-dict keys of entries that stay on each client from round to round; at first with the values of round 0.
     """
 
     problem: Problem
@@ -100,7 +100,7 @@ class Roster(Mapping[int, ClientInfo]):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ServerContext:
-    """What a method sees on the server.
+    """A method's view of the server.
 
     Args:
         round: The round, counted from 1.
@@ -115,9 +115,9 @@ class ServerContext:
         state: The shared global state at the start of the round.
         costs: FLOPs of the model.
         parameters: State-dict keys of the shared entries that train; the others are buffers.
-        capability_of: What a ratio is a share of.
+        capability_of: The whole of a ratio: FLOPs or units.
         trained: Whether the global state of round 0 was trained before.
-        tasks: Client id → what it was asked in this round; complete in `aggregate`.
+        tasks: Client id → its task in this round; complete in `aggregate`.
         failed: Client id → ratio, of the clients whose own code raised an exception in this round; complete in `aggregate`.
     """
 
@@ -148,7 +148,7 @@ def drawn(ids: Sequence[int], count: int, rng: np.random.Generator, p: np.ndarra
 
 
 def offered(server: ServerContext, client_id: int, ratio: float) -> float:
-    """Return a ratio for a client, at most half of what it last failed with; twice as much after each success."""
+    """Return a ratio for a client, at most half of the ratio that it last failed with; twice as much after each success."""
     return min(ratio, float(server.client[client_id].get("limit", 1.0)))
 
 

@@ -120,8 +120,8 @@ class HeteroFL(Submodels):
     """A prefix of ⌈z · J⌉ units per layer; entries are averaged over the clients that hold them, all alike.
 
     Besides the nested submodels the paper has a scaler, static batch normalization, a masked loss, and in its reference code,
-    as in that of FedRolex, gradients clipped at norm 1. Batch norm statistics are those of each client's own data, where the
-    paper takes those of all clients. The masked loss, in which classes that a client lacks count as logit 0, is left out: it is
+    as in FedRolex, gradients clipped at norm 1. Batch norm statistics come from each client's own data, where the
+    paper uses all clients' data. The masked loss, which counts classes that a client lacks as logit 0, is left out: it is
     meant to be scored among a client's own classes, while here all methods are scored among all classes. On the digits (two
     classes per client, 60 rounds, two seeds) it lowered the accuracy from 0.76 to 0.65.
     """
@@ -218,14 +218,14 @@ class FjORD(Submodels):
     the run draws capabilities, so that the widths of all clients coincide (0.2, 0.4, …, 1 in the paper). The widths are
     physically narrow modules that share the leaves of the widest. One optimizer steps those: its momentum and weight decay also
     move what the drawn width does not hold, as in the reference code. Batch norm statistics are separate per width while
-    training and taken from the client's data for scoring, where that code averages those of each width. A client deploys the
+    training and taken from the client's data for scoring, where that code averages them per width. A client deploys the
     width that it can run. Distillation, which the reference code leaves off unless asked for, is left out.
     """
 
     source = "Horváth et al., FjORD: Fair and Accurate FL with Ordered Dropout, NeurIPS 2021, arXiv 2102.13451, Algorithm 1"
 
     def train(self, client: ClientContext, task: Task) -> Result:
-        """Train; the work of a step is that of the widths that it ran."""
+        """Train; the work of a step counts the widths that it ran."""
         ratio = task.ratio
         widths = [*(level for level in sorted(set(client.levels)) if level < ratio), ratio]
         masks = [units(client, Ordered(), width, task.state) for width in widths]
@@ -302,7 +302,7 @@ class EUCB:
 
     Its state, ends of arms, ratios, rewards and generator, lives in `memory` from round to round; `seed` counts the first time.
 
-    Source: Jiang et al., ICDE 2022; the discount is that of Garivier, Moulines, "On Upper-Confidence Bound Policies for
+    Source: Jiang et al., ICDE 2022; the discount comes from Garivier, Moulines, "On Upper-Confidence Bound Policies for
         Switching Bandit Problems", ALT 2011.
     """
 

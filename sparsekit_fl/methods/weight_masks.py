@@ -66,7 +66,7 @@ def keep_largest(scores: Tensor, count: int, within: Tensor | None = None) -> Te
 def largest_weights(
     state: StateDict, names: Sequence[str], ratio: float, *, within: Mapping[str, Tensor] | None = None
 ) -> WeightMask:
-    """Keep max(1, ⌈ratio · size⌉) weights of each layer, those of largest absolute value; ties go to the lower place.
+    """Keep max(1, ⌈ratio · size⌉) weights of each layer, by largest absolute value; ties go to the lower place.
 
     With `within`, only what that mask keeps may stay, as in iterative pruning, so fewer stay if fewer are left.
     """
@@ -113,8 +113,8 @@ class CS(SparseWeights):
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train the whole model from the sparse one, and upload the weights that the server had pruned.
 
-        The row-mask FLOPs are those of the sparse model, as in the tables of Xue et al., ICDE 2025, although the model is dense
-        after the first step; the executed FLOPs are those of the whole model.
+        The row-mask FLOPs count the sparse model, as in the tables of Xue et al., ICDE 2025, although the model is dense
+        after the first step; the executed FLOPs count the whole model.
         """
         result, received = sgd(client, replace(task, mask=None)), task.mask
         upload = WeightMask({name: ~keep for name, keep in received.items()}) if isinstance(received, WeightMask) else None
@@ -142,7 +142,7 @@ class PruneFL(SparseWeights):
 
     What is ours: the initial pruning takes the first round, since a run has a fixed number of them; a client's gradients are
     those of the round in which they are asked for, and not of all rounds since the last reconfiguration, which would need a
-    dense tensor per client between participations; the seconds per weight are those of a full device of our clock.
+    dense tensor per client between participations; the seconds per weight assume a full device of our clock.
     """
 
     source = "Jiang et al., Model Pruning Enables Efficient FL on Edge Devices (PruneFL), IEEE TNNLS 2022, arXiv 1909.12326"
@@ -163,7 +163,7 @@ class PruneFL(SparseWeights):
         return round == 1 and self.initial > 0
 
     def due(self, round: int) -> bool:
-        """Return whether clients send gradients in this round; never in that of the initial pruning."""
+        """Return whether clients send gradients in this round; never in the round of the initial pruning."""
         return round % self.every == 0 and not self.alone(round)
 
     def sample(self, server: ServerContext) -> list[int]:

@@ -150,7 +150,7 @@ class Ditto(Method):
         return replace(result, work=client.work(None, result.log) + client.work(None, own.log))
 
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
-        """Return the client's own model; before its first participation, that of round 0."""
+        """Return the client's own model; before its first participation, the model of round 0."""
         return kept_model(client) or Model(state=client.initial_state())
 
 
@@ -229,7 +229,7 @@ class FedP3(Method):
     """Each client owns a few layers, receives the others pruned, trains a submodel, and sends its own layers back.
 
     The layers are assigned as by "OPU2" in the reference code: two that follow each other, cyclically (by group of clients
-    there, by client here, since its groups are those of a five-layer network). The others come pruned by magnitude, and their
+    there, by client here, since its groups are for a five-layer network). The others come pruned by magnitude, and their
     weights that arrive as zero train like the others. The head stays with the client. The reference code has no local pruning;
     of the paper's strategies we take ordered dropout at the client's capability, which is the same first units at every step,
     so the client trains one narrow model. Each entry is averaged over the clients that send it.
@@ -270,7 +270,7 @@ class FedP3(Method):
         return kept_model(client) or affordable(client, state)
 
     def train(self, client: ClientContext, task: Task) -> Result:
-        """Train the first units of every group, and upload those of the client's own layers."""
+        """Train the first units of every group, and upload the units of the client's own layers."""
         graph, first = client.graph, units(client, Ordered(), task.ratio, task.state)
         result = sgd(client, replace(task, mask=first))
         keep_model(client, result)

@@ -1,1 +1,1 @@
-"""What is learned, and by whom: model, loss, metrics, data sets, partitions, clients."""
+"""The learning problem and its clients: model, loss, metrics, data sets, partitions, clients."""

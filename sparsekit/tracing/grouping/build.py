@@ -24,7 +24,7 @@ _TIED = Cause("", "the other layers of the same recurrent module stay whole", "e
 
 @dataclass(frozen=True, eq=False)
 class Built:
-    """A graph, with what it takes to change it later.
+    """A graph, with the data for later changes.
 
     Args:
         graph: The units.
@@ -247,7 +247,7 @@ def components(size: int, united: Sequence[tuple[IntArray, IntArray]]) -> IntArr
 
 
 def build(tracer: Tracer, shapes: Mapping[str, torch.Size]) -> Built:
-    """Make the graph of what a trace has learnt. `shapes`: state-dict key → shape of the whole state."""
+    """Make the graph from the labels of a trace. `shapes`: state-dict key → shape of the whole state."""
     while True:
         builder = _Builder(tracer)
         taken: set[str] = set()

@@ -46,7 +46,7 @@ class Call:
 
     @property
     def out(self) -> Tensor:
-        """The first tensor that it returned, or the one that it wrote to."""
+        """The first tensor that it returned or wrote to."""
         tensor: Tensor = self.outputs[0] if self.outputs else self.arguments["self"]
         return tensor
 

@@ -98,7 +98,7 @@ def _numbers(call: Call, shape: Sequence[int]) -> list[IntArray] | None:
 
 
 def _rearranged(call: Call, labels: Labels) -> list[Labels] | None:
-    """Labels of the outputs, of the rank of each, from those of the input; None where there are too many positions."""
+    """Labels of the outputs, of the rank of each, from the input's labels; None where there are too many positions."""
     lines = _numbers(call, labels.nodes.shape)
     if lines is None:
         return None
@@ -255,7 +255,7 @@ def _take_parts(call: Call, axis: Labels, parts: Sequence[IntArray]) -> bool:
 
 
 def _layers_apart(call: Call, layers: Sequence[TensorLabels], dim: int) -> Outputs:
-    """Labels of the last states of some layers; those of one layer alone are an ordinary tensor."""
+    """Labels of the last states of some layers; a single layer has an ordinary tensor."""
     if call.name == "slice":
         part = slice(call.arg("start"), call.arg("end"), call.arg("step", 1))
         whole = call.outputs[0].shape[dim] == call.arguments["self"].shape[dim]

@@ -36,7 +36,7 @@ def _keeps_zero(call: Call) -> bool:
 
 
 def _sources(call: Call, name: str, operands: Sequence[IntArray], size: int) -> IntArray:
-    """Return sources of the result from those of the operands (NOT_ZERO everywhere for operands without units)."""
+    """Return sources of the result from the operands' sources (NOT_ZERO everywhere for operands without units)."""
     unknown = np.full(size, NOT_ZERO, dtype=np.int64)
     if name == "mul":
         return functools.reduce(lambda a, b: np.where(a != NOT_ZERO, a, b), operands)

@@ -27,7 +27,7 @@ def _batch(call: Call, owners: Sequence[TensorLabels], count: int) -> tuple[Labe
 
 
 def _repeated(labels: Labels | None, size: int) -> Labels | None:
-    """Labels of key or value heads, each of which serves several query heads in a row."""
+    """Labels of key or value heads; each serves several query heads in a row."""
     if labels is None or labels.size == size or size % labels.size:
         return labels
     return labels.take(np.repeat(np.arange(labels.size, dtype=np.int64), size // labels.size))
