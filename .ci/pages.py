@@ -95,6 +95,8 @@ def try_page(page: Path, programs: Path, folder: Path) -> None:
     python = "\n".join(code for language, code in blocks_of(text) if language == "python")
     (folder / "nets.py").write_text(READERS, encoding="utf-8")
     run("python nets.py", folder, programs)
+    if "SPARSEKIT_DATA" in os.environ:
+        (folder / "data").symlink_to(os.environ["SPARSEKIT_DATA"])
     if python and page.stem not in FRAGMENTS:
         (folder / "page.py").write_text(python, encoding="utf-8")
         run("python page.py", folder, programs)
