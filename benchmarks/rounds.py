@@ -6,7 +6,7 @@
 
 Paired and interleaved in one process, one thread, the embedded engine with one worker: in each turn every method runs the
 first rounds of the preset from the start, tracing and the clients' first participations included. FLOPs come from the
-runs, with scoring. The last round, in which all test data are scored, comes after the clock has stopped.
+runs, with scoring. The last round, which scores all test data, comes after the clock has stopped.
 
 With --participations, a turn is one round of 50 of 1,000 clients that train the CNN for two steps each, on random images: CPU
 seconds of reading memories, training, packing and writing. The first two rounds, which fill caches, do not count.
@@ -78,7 +78,7 @@ def measure(preset: str, names: list[str], data: Path | None, rounds: int, turns
 
 
 def participations(names: list[str], turns: int) -> dict[str, Any]:
-    """CPU milliseconds of one participation of each method, over those of the first method."""
+    """CPU milliseconds of one participation of each method, relative to the first method."""
     generator = torch.Generator().manual_seed(0)
 
     def split(count: int) -> fl.TensorData:

@@ -27,7 +27,7 @@ ROUNDS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Scaffold(fl.Method):
-    """SGD along g − cᵢ + c: cᵢ is the mean gradient of the client's last participation, c that of all clients."""
+    """SGD along g − cᵢ + c: cᵢ is the mean gradient of the client's last participation, c the mean over all clients."""
 
     source: ClassVar[str] = "Karimireddy et al., SCAFFOLD, ICML 2020, arXiv 1910.06378"
 

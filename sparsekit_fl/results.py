@@ -28,7 +28,7 @@ PARTS = ("personal", "validation", "global")
 
 
 def primary_metric(names: Iterable[str]) -> str:
-    """Return the metric that stands for all: accuracy, else the first one other than the loss, else the loss."""
+    """Return the main metric: accuracy if there is one, else the first metric besides the loss, else the loss."""
     others = [name for name in names if name != "loss"]
     return "accuracy" if "accuracy" in others else (others or ["loss"])[0]
 

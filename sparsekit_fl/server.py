@@ -162,7 +162,7 @@ class Server:
         return replace(update, delta={name: tensor.to(ctx.state[name].dtype) for name, tensor in update.delta.items()})
 
     def _whole_flops(self, examples: int) -> int:
-        """Return the FLOPs of training the whole model on a number of examples, and on a few more by which methods decide."""
+        """Return the FLOPs of training the whole model on a number of examples, and on a few more for decisions of methods."""
         training = self.spec.config.training
         passes = training.local_epochs * -(-examples // training.batch_size) * training.batch_size
         return 3 * rowmask_flops(self.spec.costs) * (passes + _FURTHER_EXAMPLES)
@@ -196,7 +196,7 @@ def check_update(
     """Raise UpdateError unless an update may touch the model; nothing was changed.
 
     Args:
-        update: What the client sent, under its own mask.
+        update: The client's update, under its own mask.
         request: Request to the client.
         graph: The units of the model.
         state: The shared state before the round.
@@ -245,7 +245,7 @@ def check_answer(update: Update, task: Task, *, whole: float) -> None:
 
     Args:
         update: What the client sent.
-        task: What it was asked.
+        task: The client's task.
         whole: FLOPs of training the whole model on the client's data.
     """
     who = f"the update of client {update.client_id}"

@@ -229,7 +229,7 @@ class MaskedModel:
         return False
 
     def set_mask(self, mask: UnitMask, optimizers: Sequence[Any] = ()) -> None:
-        """Entering entries get the state of a fresh optimizer; of one that is not torch's the whole leaf loses its state."""
+        """Entering entries get the state of a fresh optimizer; for other optimizers than torch's, all of it is lost."""
         mask.check(self.graph)
         parameters = dict(self.module.named_parameters())
         kept = dict(self._dropped_by_name(parameters, mask))

@@ -116,7 +116,7 @@ class Field(Tree):
             S ← max(0, S - z - k),   z = (reward - mean) / sqrt(σ² (1/w + 1/n)) within ±3;   alarm if S > h,
 
         with w the weight of the reward and n the weight of the earlier ones. Only falls matter: an arm that rises is pulled
-        anyway, and another one that rises past it is found when this one falls.
+        anyway, and a rival that rises past it is found when this arm falls.
 
         Source: Page, "Continuous Inspection Schemes", Biometrika 1954 (the sum); Liu, Lee, Shroff, "A Change-Detection Based
             Framework for Piecewise-Stationary Multi-Armed Bandit Problem", AAAI 2018 (restarting a bandit on it).

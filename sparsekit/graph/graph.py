@@ -238,11 +238,11 @@ class _Table:
     """All slices of a graph as arrays. The axes that units touch are concatenated, so that a position is one number.
 
     Args:
-        axes: (state-dict key, axis) of each of them.
+        axes: (state-dict key, axis) of each axis.
         bounds: int64 (axes + 1,), where each begins and the last ends.
         positions: int64, every position that belongs to a unit.
-        units: Its unit, numbered through all groups.
-        spans: How many positions that unit has in the slice. The positions of the next unit follow in `positions`.
+        units: The unit of each position, numbered through all groups.
+        spans: Number of positions that the unit has in the slice. The positions of the next unit follow in `positions`.
     """
 
     axes: list[tuple[str, int]]

@@ -206,9 +206,9 @@ class Given:
     """The integers of the call that runs now.
 
     Args:
-        numbers: Value → the number of that value that was read.
-        plain: Those that were not read from anywhere, such as a literal.
-        shape: All of them, in their order.
+        numbers: Value → the size with this value that was read.
+        plain: Integers that were not read from a tensor or module, such as literals.
+        shape: All integers, in their order.
     """
 
     numbers: Mapping[int, Number] = field(default_factory=dict)

@@ -72,7 +72,7 @@ def _weight_shape(module: nn.Module) -> torch.Size | None:
 
     Args:
         module: A layer whose parameters may have just been replaced by narrower ones. If its weight is parametrized, or
-            computed by a hook, the shape is that of the parameter it is computed from: the direction of a normed weight, the
+            computed by a hook, the shape comes from the parameter it is computed from: the direction of a normed weight, the
             weight before it was masked or divided.
     """
     # As it is; by torch.nn.utils.weight_norm; by torch.nn.utils.spectral_norm and prune.

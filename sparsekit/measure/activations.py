@@ -115,7 +115,7 @@ def probe_shapes(
     leaders = list(sizes)
 
     def shrinks(halved: Collection[str]) -> list[tuple[int, ...]] | None:
-        """Return by how much each axis of each shape is shorter where some widths are halved."""
+        """Return how much shorter each axis of each shape becomes if some widths are halved."""
         halves = {name: sizes[home] - lost[home] for name, home in first.items() if home in halved}
         try:
             found = list(run(narrow_module(model, graph, _first_units(graph, halves))))

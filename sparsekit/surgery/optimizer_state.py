@@ -69,9 +69,9 @@ def carried_state(owner: object, state: Mapping[str, Any], leaf: object, shape: 
     Args:
         owner: The optimizer, or another object with state.
         state: Name → value; not changed.
-        leaf: Whose state it is; a parameter of the optimizer.
-        shape: Of the leaf before the change.
-        stay: Which entries stay.
+        leaf: The parameter of the optimizer that the state belongs to.
+        shape: Shape of the leaf before the change.
+        stay: The entries that are kept.
     """
     foreign = isinstance(owner, Optimizer) and not type(owner).__module__.startswith("torch.optim.")
     if foreign or _FACTORED & state.keys():

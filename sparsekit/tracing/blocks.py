@@ -74,7 +74,7 @@ class _Captured(ModelInputs):
 
 
 def _copied(*inputs: Any) -> tuple[Any, Any]:
-    """Return a deep copy. Under a mode, that of a tensor takes a hundred times as long as a clone."""
+    """Return a deep copy. Under a mode, copying a tensor takes a hundred times as long as a clone."""
     args, kwargs = copy.deepcopy(inputs, {id(tensor): tensor.detach().clone() for tensor in find_tensors(inputs)})
     return args, kwargs
 
@@ -83,7 +83,7 @@ def _copied(*inputs: Any) -> tuple[Any, Any]:
 class BlockVerifier:
     """Compares gated and compacted blocks of a model, and the whole model only for groups that reach over blocks.
 
-    The arguments are those of `Verifier`; where `calls` are guarded the model is not changed, as a copy lends its parameters.
+    The arguments are as for `Verifier`; where `calls` are guarded the model is not changed, as a copy lends its parameters.
     """
 
     model: nn.Module

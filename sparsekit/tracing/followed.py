@@ -23,7 +23,7 @@ _ITSELF = Size()
 
 
 def hold_numbers(tracer: Tracer, model: nn.Module, rules: Mapping[type[nn.Module], LayerRule] | None) -> None:
-    """Put numbers in place of the integers that the modules of a private copy hold; those of opaque layers stay."""
+    """Put numbers in place of the integers that the modules of a private copy hold; integers of opaque layers stay."""
     for name, module in model.named_modules():
         rule = find_rule(module, rules)
         if rule is not None and rule.opaque:

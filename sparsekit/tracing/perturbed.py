@@ -15,7 +15,7 @@ _TINY = 1e-3
 class PerturbedState:
     """Entries with statistics, scales and biases of order one, so that a fresh zero or a tiny scale cannot hide an error.
 
-    Floating ones have the dtype given for their name, or else their own. Those of the model are read only.
+    Floating ones have the dtype given for their name, or else their own. Tensors of the model are read only.
     """
 
     def __init__(

@@ -102,7 +102,7 @@ class Tape(DispatchMode):
         return result
 
     def digest(self, home: str) -> str:
-        """Return what tells the passes of a module from those of another one."""
+        """Return a key that tells the passes of a module from another module's."""
         inside = [calls for (name, _), calls in self.calls.items() if name == home or name.startswith(f"{home}.")]
         return hashlib.sha256(repr(inside).encode()).hexdigest()
 
@@ -112,7 +112,7 @@ class Tape(DispatchMode):
         Args:
             other: A tape of the same model with fewer units.
             within: Names of modules that may differ, with those inside them.
-            shapes: Whether shapes count. Those of values with an axis of units differ.
+            shapes: Whether shapes count. Shapes of values with an axis of units differ.
         """
 
         def outside(frame: tuple[str, int]) -> bool:

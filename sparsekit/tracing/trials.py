@@ -29,7 +29,7 @@ class Trial(NamedTuple):
         order: Number of the random order of the units, by which they are kept or dropped, and of that bit.
         fewest: Units that the least width keeps.
         training: Compare in train mode, where the model accepts it.
-        twice: Cut in two steps, as a schedule does: the narrow model is cut from one that has lost half of the units to go.
+        twice: Cut in two steps, as a schedule does: the narrow model is cut from a model that has lost half of the units to go.
         positive: Draw biases of order one above zero, so that few units are silent after a ReLU, where errors do not show.
         bit: Keep the units in whose number this bit is not set instead.
         widths: Set → its width, as the number of one of several widths from the least to the greatest, and how many there are.
@@ -58,7 +58,7 @@ _PRIMES = (2, 3, 5, 7)
 
 
 def width_trials(graph: UnitGraph, sets: Sequence[tuple[str, ...]], modes: Sequence[bool], most: int = 7) -> list[Trial]:
-    """Return trials in which any two of some sets of tied groups visit all pairs of their widths.
+    """Return trials that let any two of some sets of tied groups visit all pairs of their widths.
 
     Wider sets visit widths from the least to the greatest, at equal distances.
 

@@ -141,7 +141,7 @@ class PruneFL(SparseWeights):
     number of weights that stay is an outcome.
 
     What is ours: the initial pruning takes the first round, since a run has a fixed number of them; a client's gradients are
-    those of the round in which they are asked for, and not of all rounds since the last reconfiguration, which would need a
+    from the round that asks for them, and not of all rounds since the last reconfiguration, which would need a
     dense tensor per client between participations; the seconds per weight assume a full device of our clock.
     """
 

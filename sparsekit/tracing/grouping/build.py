@@ -30,7 +30,7 @@ class Built:
         graph: The units.
         nodes: Group → the first node of each of its units.
         loud: What stays whole for a cause that is worth a warning.
-        sizes: All integers of the model that may follow the number of units; those of the graph are some of them.
+        sizes: All integers of the model that may follow the number of units; the graph's integers are some of them.
         root: The unit of each node.
     """
 

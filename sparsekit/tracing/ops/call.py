@@ -60,7 +60,7 @@ class Call:
 
         Args:
             names: Of the argument; of several with spaces between the first that is a tensor, since overloads differ.
-            whole: Axes that the operator needs whole: of joint labels another axis is then that of the units.
+            whole: Axes that the operator needs whole: units of joint labels are then along another axis.
         """
         return self.tracer.labels(self._tensor(names), *whole)
 

@@ -71,7 +71,7 @@ def _run(call: Call, numbers: Tensor) -> Any:
 def _numbers(call: Call, shape: Sequence[int]) -> list[IntArray] | None:
     """Return of each output the numbers of the positions that it shows, of size 1 along axes along which they are the same.
 
-    None where there are too many. `shape`: that of the input, of size 1 along axes that share their numbers.
+    None where there are too many. `shape`: shape of the input, of size 1 along axes that share their numbers.
     """
     tensor, rest = call.arguments["self"], {name: value for name, value in call.arguments.items() if name != "self"}
     key = (call.func, tensor.shape, *shape, str(rest)) if len(call.tensors) == 1 else None

@@ -47,7 +47,7 @@ class Shifted(nn.Module):
 
 
 class Net(nn.Module):
-    """Two of them, which hold one tensor, beside one that its parent holds."""
+    """Two of them hold one tensor, and their parent holds another."""
 
     def __init__(self, kind: str, shape: tuple[int, ...]) -> None:
         super().__init__()
