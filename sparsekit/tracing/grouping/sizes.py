@@ -92,14 +92,19 @@ def find_sizes(
     for count, numbers, row in _rows(tracer, root):
         found = [sizes for held in numbers if (sizes := tuple(_followed(held, row, group_of, groups)))]
         if len(found) > 1:
-            unsure.append(sorted(found, key=lambda sizes: (sizes[0].module, str(sizes[0].path))))
+            unsure.append(found)
         for sizes in found if len(found) == 1 else ():
             choices = _ALWAYS if count.how == "rule" else _READ if count.how == "read" else _EQUAL
             claims[sizes] = claims.get(sizes, frozenset()) | choices
+    # Of heads × head size in queries and key heads × head size in keys, the factor that both share is the head size.
+    met = Counter((sizes[0].module, sizes[0].path) for factors in unsure for sizes in factors)
+    certain = frozenset(claims)
     for factors in unsure:
-        if not any(sizes in claims for sizes in factors):
-            for number, sizes in enumerate(factors[:2]):
-                claims[sizes] = _SECOND if number else _FIRST
+        if not certain.intersection(factors):
+            places = [(sizes[0].module, sizes[0].path) for sizes in factors]
+            ordered = sorted(zip(places, factors, strict=True), key=lambda pair: (met[pair[0]], str(pair[0])))
+            for number, (_, sizes) in enumerate(ordered[:2]):
+                claims[sizes] = claims.get(sizes, frozenset()) | (_SECOND if number else _FIRST)
     return tuple(Candidate(sizes, choices) for sizes, choices in claims.items())
 
 

@@ -226,7 +226,9 @@ def _take_parts(call: Call, axis: Labels, parts: Sequence[IntArray]) -> bool:
     follows = all(place in given or size - place in given for place in ends)
     if all(part.size == length for part in parts) and size % length == 0:
         aligned_parts = all(np.array_equal(part, part[0] // length * length + np.arange(length)) for part in parts)
-        if aligned_parts and not (call.name == "slice" and follows and 2 * length != size):
+        # A length that is a product, such as heads × head size, counts what is there; half of the axis may be just a half.
+        counted = 2 * length != size or any(len(given[place].factors) > 1 for place in ends & given.keys())
+        if aligned_parts and not (call.name == "slice" and follows and counted):
             tracer.unite_rows(axis.nodes.reshape(-1, length))
             tracer.sized(axis.nodes[:length], [length])
             return True

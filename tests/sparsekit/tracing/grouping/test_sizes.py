@@ -189,6 +189,31 @@ def test_layers_that_share_a_configuration_keep_numbers_of_heads_of_their_own() 
     assert small(torch.randn(2, 5, 4)).shape == (2, 5, 2)
 
 
+class PackedHeads(nn.Module):
+    """Queries, and keys and values of fewer heads, in one projection, taken apart by products of two integers."""
+
+    def __init__(self, heads: int, key_heads: int) -> None:
+        super().__init__()
+        self.config, self.key_heads, self.size = SimpleNamespace(heads=heads, head_size=99), key_heads, 4
+        self.packed, self.out = nn.Linear(6, (heads + 2 * key_heads) * 4), nn.Linear(heads * 4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, first = self.packed(x), self.config.heads * self.size
+        parts = y[..., :first], y[..., first : first + self.key_heads * self.size], y[..., first + self.key_heads * self.size :]
+        q, k, v = (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in parts)
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 2), (4, 4), (6, 2)])
+def test_heads_in_one_projection_are_found_if_queries_are_half_of_it_too(heads: int, key_heads: int) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 6), PackedHeads(heads, key_heads)), torch.randn(2, 5, 3)
+    graph, told = trace(model, x)
+    assert (dict(graph.fingerprint())["1.packed"], told) == (key_heads, [])
+    check_masked_equals_compact(model, (x,), {}, graph, random_mask(graph, 0.5, 0), gradients=False)
+
+
 def test_an_integer_that_means_something_else_too_keeps_its_units() -> None:
     model, _ = two(used=lambda y, config: y / config.heads)
     graph, warned = trace(model, torch.randn(2, 5, 4))
