@@ -93,7 +93,9 @@ def find_sizes(
         found = [sizes for held in numbers if (sizes := tuple(_followed(held, row, group_of, groups)))]
         if len(found) > 1:
             unsure.append(found)
-        for sizes in found if len(found) == 1 else ():
+        elif totals := _totals(count, numbers):
+            found += [sizes for held in totals if (sizes := tuple(_followed(held, row, group_of, groups)))]
+        for sizes in found if len(numbers) == 1 or len(found) == 1 else ():
             choices = _ALWAYS if count.how == "rule" else _READ if count.how == "read" else _EQUAL
             claims[sizes] = claims.get(sizes, frozenset()) | choices
     # Of heads × head size in queries and key heads × head size in keys, the factor that both share is the head size.
@@ -106,6 +108,16 @@ def find_sizes(
             for number, (_, sizes) in enumerate(ordered[:2]):
                 claims[sizes] = claims.get(sizes, frozenset()) | (_SECOND if number else _FIRST)
     return tuple(Candidate(sizes, choices) for sizes, choices in claims.items())
+
+
+def _totals(count: GivenLength, numbers: frozenset[Held]) -> list[Held]:
+    """Return integers that must follow a number of heads, because code divides them by it: width // heads is a head size."""
+    found = []
+    for factors, length in zip(count.numbers, count.nodes.shape, strict=True):
+        if len(numbers) == 1 and numbers < factors and len(factors) == 2:
+            (heads,), (total,) = numbers, factors - numbers
+            found += [total] if total.value == length * heads.value else []
+    return found
 
 
 def _followed(

@@ -214,6 +214,28 @@ def test_heads_in_one_projection_are_found_if_queries_are_half_of_it_too(heads: 
     check_masked_equals_compact(model, (x,), {}, graph, random_mask(graph, 0.5, 0), gradients=False)
 
 
+class Divided(nn.Module):
+    """Heads whose size is worked out from a width at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width, self.heads, self.packed, self.out = 12, 3, nn.Linear(6, 36), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.packed(x).chunk(3, -1)
+        q, k, v = (t.view(*x.shape[:2], self.heads, self.width // self.heads).transpose(1, 2) for t in parts)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_a_width_that_is_divided_by_the_number_of_heads_follows_it() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 6), Divided()), torch.randn(2, 5, 3)
+    graph, told = trace(model, x)
+    assert (dict(graph.fingerprint())["1.packed"], told) == (3, [])
+    assert {size.name for size in graph.sizes} == {"width", "heads"}
+    check_masked_equals_compact(model, (x,), {}, graph, random_mask(graph, 0.4, 0), gradients=False)
+
+
 def test_an_integer_that_means_something_else_too_keeps_its_units() -> None:
     model, _ = two(used=lambda y, config: y / config.heads)
     graph, warned = trace(model, torch.randn(2, 5, 4))
