@@ -98,7 +98,11 @@ def test_flops_losses_and_accuracies_that_a_client_states_are_believed_and_its_c
 
 @pytest.mark.parametrize(
     ("method", "lie"),
-    [("oort", stating(mean_squared_loss=10.0**6)), ("refl", stating({"flops": 10**12})), ("p-ucbv-dyn", stating(accuracy=0.0))],
+    [
+        ("oort", stating(mean_squared_loss=10.0**6)),
+        pytest.param("refl", stating({"flops": 10**12}), marks=pytest.mark.slow),
+        pytest.param("p-ucbv-dyn", stating(accuracy=0.0), marks=pytest.mark.slow),
+    ],
 )
 def test_what_a_client_states_moves_the_sampling_or_the_ratios(method: str, lie: Change) -> None:
     seen = []
