@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from sparsekit.cli import AsJson, command_app, print_json, print_lines, print_wrapped
-from sparsekit.errors import UnknownNameError, nearest
+from sparsekit.errors import UnknownNameError, nearest, require
 from sparsekit.registry import load_object
 
 KINDS = {
@@ -26,6 +26,8 @@ KINDS = {
     "bandits": "sparsekit.bandit:registry",
     "callbacks": "sparsekit_fl.callbacks:loggers",
 }
+_CORE = ("criteria", "models", "bandits")
+"""The kinds that are listed without the packages of the extra `fl`."""
 
 
 def _list(
@@ -34,6 +36,8 @@ def _list(
     as_json: AsJson = False,
 ) -> None:
     """List the names that an option takes, built-in or from installed packages, or every option of a run."""
+    if kind not in _CORE and kind in (*KINDS, "options"):
+        require("pydantic")
     if kind == "options":
         _show_options(_run_options(), as_json=as_json)
         return
@@ -65,6 +69,7 @@ def _describe(
     *, method: Annotated[str, typer.Argument(help="A method by name, or package.module:Class.")], as_json: AsJson = False
 ) -> None:
     """Describe a method: where it was published, and its options."""
+    require("pydantic")
     from sparsekit_fl.cli.options import text_of
     from sparsekit_fl.methods import make_method
     from sparsekit_fl.options import options_of

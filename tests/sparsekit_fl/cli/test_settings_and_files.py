@@ -82,6 +82,22 @@ print([name for name in ("torch", "pandas", "matplotlib", "sklearn", "flwr", "op
     assert found.stdout.splitlines()[-1] == "[]"
 
 
+def test_without_the_packages_of_federated_learning_a_command_says_what_to_install_and_the_core_is_listed():
+    code = """
+import contextlib, io, sys
+sys.modules["pydantic"] = None
+from sparsekit.cli.main import execute
+for line in sys.argv[1:]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as told:
+        code = execute(line.split())
+    print(line, code, "pydantic" in told.getvalue() and '".[fl]"' in told.getvalue())
+"""
+    lines = [f"list {kind}" for kind in (*KINDS, "options")] + ["describe fedprox", "fedlps"]
+    found = subprocess.run([sys.executable, "-c", code, *lines], capture_output=True, text=True, check=True).stdout
+    core = {"list criteria", "list models", "list bandits"}
+    assert found.splitlines() == [f"{line} 0 False" if line in core else f"{line} 2 True" for line in lines]
+
+
 def test_every_option_is_listed_and_no_option_of_a_method_has_the_name_of_one_of_a_run(capsys):
     assert execute(["list", "options", "--json"]) == 0
     listed = {setting["path"]: setting["about"] for setting in json.loads(capsys.readouterr().out)}
