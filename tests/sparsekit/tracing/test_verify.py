@@ -22,6 +22,7 @@ from sparsekit.tracing import blocks, verify
 from sparsekit.tracing.blocks import BlockVerifier
 from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.tracing.passes import private_passes
+from sparsekit.tracing.session import Session
 from sparsekit.tracing.verify import Verifier
 
 OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
@@ -224,8 +225,8 @@ class Refused(nn.Module):
 
 @pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
 def test_a_cause_in_every_block_costs_one_search_and_takes_no_other_group_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    passes, record = [], Verifier._record
-    monkeypatch.setattr(Verifier, "_record", lambda *args: (passes.append(1), record(*args))[1])
+    passes, run = [], Session.run
+    monkeypatch.setattr(Session, "run", lambda *args, **mode: (passes.append(1), run(*args, **mode))[1])
     model = nn.Sequential(nn.Linear(8, 12), *[Refused(12) for _ in range(16)], nn.Linear(12, 4)).eval()
     graph = sk.trace_units(model, torch.randn(3, 8))
     assert list(graph.groups) == ["0", *(f"{number}.first" for number in range(1, 17))]

@@ -1,0 +1,127 @@
+"""Judgment: whether a cut model computes what the gated one does, up to rounding."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from sparsekit.surgery.rebuild import named_entries
+from sparsekit.tracing.compare import compare_tensors, is_undefined, rounding_floor
+from sparsekit.tracing.record import PassRecord
+from sparsekit.tracing.session import Session
+
+_NOISE = 4.0  # relative change of entries, in units of rounding, that shows how far rounding carries
+_NOISE_FACTOR = 16.0
+
+
+@dataclass
+class Judgment:
+    """Compares two passes, with a third of the whole model where they differ by more than rounding.
+
+    Args:
+        session: Runs further passes.
+        small: The narrow model.
+        expected: The pass of the gated model.
+        found: The pass of the narrow model.
+        training: Whether they ran in train mode.
+        loosely: Where the operators of a module differ, compare the values before and after.
+        skips_undefined: Ignore outputs that both passes leave undefined, as statistics of one unit are.
+    """
+
+    session: Session
+    small: nn.Module
+    expected: PassRecord
+    found: PassRecord
+    training: bool
+    loosely: bool
+    skips_undefined: bool
+    _defined: list[bool] = field(init=False)
+
+    def __post_init__(self) -> None:
+        pairs = zip(self.expected.outputs, self.found.outputs, strict=False)
+        self._defined = [not (self.skips_undefined and is_undefined(a) and is_undefined(b)) for a, b in pairs]
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether some outputs were ignored."""
+        return not all(self._defined)
+
+    def reason(self) -> tuple[str | None, bool]:
+        """Return why the passes differ, or None, and whether they are equal up to rounding, whatever the mask has changed."""
+        expected, found = self.expected, self.found
+        if [t.shape for t in expected.outputs] != [t.shape for t in found.outputs]:
+            return "removing units changes the shape of the output", False
+        inside = list(expected.pairs(found, loosely=self.loosely))
+        outside = list(zip(expected.outputs, found.outputs, strict=True))
+        if not any(t.is_floating_point() or t.is_complex() for t, _ in (*inside, *outside)):
+            return "no floating-point value reaches the output, so nothing can be compared", False
+        outside = [both for both, counts in zip(outside, self._defined, strict=True) if counts]
+        floor = rounding_floor(a for a, _ in inside)
+        if _are_equal(outside, [0.0] * len(outside), is_output=True) and _are_equal(inside, [floor] * len(inside)):
+            return None, True
+        noise = self._noise(len(inside))
+        if noise is not None:
+            outer = [_NOISE_FACTOR * size for size in noise[0]]
+            inner = [max(floor, _NOISE_FACTOR * size) for size in noise[1]]
+            if _are_equal(outside, outer, is_output=True) and _are_equal(inside, inner):
+                return None, True
+        return self._against_whole(floor, inside, outside), False
+
+    def _against_whole(self, floor: float, inside: Sequence[object], outside: Sequence[tuple[Tensor, Tensor]]) -> str | None:
+        """Return which value differs by more than a share of what the mask has changed in it."""
+        expected, session = self.expected, self.session
+        session.state.restore()
+        try:
+            whole = session.run(session.dense, training=self.training)
+        except Exception:  # noqa: BLE001
+            whole = expected  # train mode refuses the inputs, as a batch norm may one example
+        if [t.shape for t in whole.outputs] != [t.shape for t in expected.outputs]:
+            whole = expected
+        triples = list(expected.located_pairs(self.found, whole, loosely=self.loosely))
+        if len(triples) != len(inside):
+            triples = [(op, (a, b, a)) for op, (a, b) in expected.located_pairs(self.found, loosely=self.loosely)]
+        compared = ((op, compare_tensors(before, a, b, floor)) for op, (a, b, before) in triples)
+        differing = [(op, reason) for op, reason in compared if reason is not None][:1]
+        first = "".join(f": the first values that differ are those of {op}" for op, _ in differing)
+        outputs = [output for output, counts in zip(whole.outputs, self._defined, strict=True) if counts]
+        for before, (a, b) in zip(outputs, outside, strict=True):
+            if (reason := compare_tensors(before, a, b, is_output=True)) is not None:
+                return f"{reason}{first}"
+        return f"{differing[0][1]}, inside the model{first}" if differing else None
+
+    def _noise(self, values: int) -> tuple[list[float], list[float]] | None:
+        """Return the change of the outputs and values of the narrow model if its entries change by rounding.
+
+        A batch norm of few values magnifies rounding a thousandfold, and several of them more than any fixed bound allows.
+        None if the entries have a lesser dtype than the pass, or if the pass takes another way with them.
+        """
+        session, expected, found = self.session, self.expected, self.found
+        if session.lean:
+            return None
+        with torch.no_grad():
+            for entry in named_entries(self.small).values():
+                if entry.is_floating_point():
+                    signs = torch.randint(0, 2, entry.shape, generator=session.generator).to(entry) * 2 - 1
+                    entry.mul_(1 + _NOISE * torch.finfo(entry.dtype).eps * signs)
+        try:
+            moved = session.run(self.small, training=self.training)
+        except Exception:  # noqa: BLE001
+            return None
+        triples = list(expected.pairs(found, moved, loosely=self.loosely))
+        if [t.shape for t in moved.outputs] != [t.shape for t in found.outputs] or len(triples) != values:
+            return None
+        outputs = zip(found.outputs, moved.outputs, self._defined, strict=True)
+        return [_distance(a, b) for a, b, counts in outputs if counts], [_distance(a, b) for _, a, b in triples]
+
+
+def _are_equal(pairs: Iterable[tuple[Tensor, ...]], floors: Sequence[float], *, is_output: bool = False) -> bool:
+    return all(
+        compare_tensors(a, a, b, floor, is_output=is_output) is None for (a, b), floor in zip(pairs, floors, strict=True)
+    )
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    if a.dtype != torch.float64 or not a.numel():
+        return 0.0  # one step of a lesser dtype may be as large as an error
+    return float((a - b).abs().nan_to_num(0.0, 0.0, 0.0).max())

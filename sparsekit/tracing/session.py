@@ -1,0 +1,172 @@
+"""Session: the dense copy of a model that a verification gates and cuts, and the passes that it records."""
+
+import functools
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from sparsekit._torch import buffers_of
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.labels.values import user_line
+from sparsekit.layers import LayerRule, find_rule
+from sparsekit.rng import seeded
+from sparsekit.surgery.rebuild import copy_with, find_constants, named_entries, narrow_module
+from sparsekit.tracing.inputs import ModelInputs, find_numbers, find_tensors, held_tensors, with_tokens
+from sparsekit.tracing.passes import InFloat64, ReadOnly, keep_attributes, train_without_dropout
+from sparsekit.tracing.perturbed import PerturbedState
+from sparsekit.tracing.record import PassRecord
+
+
+@dataclass
+class Session:
+    """Settles once in which dtype and on which inputs the model runs. All passes after that are alike.
+
+    Args:
+        model: Not changed.
+        calls: What the model is called on.
+        rules: The user's layer rules.
+        training: Numbers of the calls that train mode accepts, and whether each is doubled.
+        lean: Keep the entries in their own dtype, and convert them operator by operator.
+        generator: Draws scales, biases and inputs.
+
+    Attributes:
+        refusal: Why the model runs on no inputs; None if it runs.
+        by_module: Whether passes are recorded by module, because operators differ somewhere.
+    """
+
+    model: nn.Module
+    calls: Sequence[ModelInputs]
+    rules: Mapping[type[nn.Module], LayerRule] | None
+    training: Sequence[tuple[int, bool]]
+    lean: bool
+    generator: torch.Generator
+
+    def __post_init__(self) -> None:
+        self.by_module = False
+        own = [t.dtype for t in named_entries(self.model).values() if t.is_floating_point()]
+        # A model may fix its dtype, or its device may lack float64; it may refuse disturbed inputs.
+        lesser: list[tuple[torch.dtype | None, bool]] = [(torch.float32, False)] if self.lean else []
+        for dtype, lean in [(torch.float64, self.lean), *lesser, (None, False)]:
+            self.precision = dtype or (own or [torch.float32])[0]
+            self.lean = lean
+            self._prepare(dtype)
+            for calls in (with_tokens(self.model, self.calls, self.generator), self.calls):
+                self.refusal = self._try(calls, dtype)
+                if self.refusal is None:
+                    return
+
+    def _prepare(self, dtype: torch.dtype | None) -> None:
+        """Make the dense copy, in a dtype or in its own."""
+        entries = named_entries(self.model)
+        found = dict.fromkeys(entries, dtype)
+        if self.lean:  # recurrent layers ask for the dtypes of their entries before any operator runs
+            owners = {name: self.model.get_submodule(name.rpartition(".")[0]) for name in entries}
+            found = {name: dtype for name, owner in owners.items() if isinstance(owner, nn.RNNBase)}
+        held = find_constants(self.model)
+        constants = {name: tensor for name, (_, tensor) in held.items()}
+        self.state = PerturbedState(entries, found, self.generator, constants, None if self.lean else dtype)
+        self.dense = copy_with(self.model, self.state.values, [place for place, _ in held.values()])
+
+    def _try(self, calls: Sequence[ModelInputs], dtype: torch.dtype | None) -> str | None:
+        """Return why the model refuses some calls, or None: they are used from now on, disturbed if it stays finite."""
+        try:
+            disturbed = [inputs.prepared(dtype, self.generator) for inputs in calls]
+            for self._calls in (disturbed, [inputs.prepared(dtype, None) for inputs in calls]):
+                outputs = self.run(self.dense).outputs
+                if all(bool(torch.isfinite(t).all()) for t in outputs if t.is_floating_point()):
+                    return None
+            self._calls = disturbed
+        except Exception as error:  # noqa: BLE001 (whatever the user's code raises)
+            return f"the model fails: {described(error)}"
+        return None
+
+    def run(self, model: nn.Module, *, training: bool = False, seed: int = 0) -> PassRecord:
+        """Run the dense copy, or a cut one, on all calls, and record what it computes."""
+        guard, calls = self._calls[0].guard, self._calls
+        unordered = [m for m in model.modules() if (rule := find_rule(m, self.rules)) is not None and rule.in_order_of_units]
+        record = PassRecord(guard if isinstance(guard, ReadOnly) else None, model if self.by_module else None, unordered)
+        if training:
+            train_without_dropout(model)
+            calls = [calls[number].doubled() if doubled else calls[number] for number, doubled in self.training]
+        else:
+            model.eval()
+        outputs: list[Tensor] = []
+        before, put_back = held_tensors(model), keep_attributes(model)
+        try:
+            with torch.no_grad(), seeded(seed):
+                self.state.restore_buffers()
+                for inputs in calls:
+                    # A record guards what is written to itself: two modes take twice the time.
+                    returned = replace(inputs, guard=InFloat64() if self.lean else nullcontext()).call(model, record)
+                    outputs += find_tensors(returned)
+                    numbers = find_numbers(returned)
+                    outputs += [torch.tensor(n, dtype=self.precision if type(n) is float else None) for n in numbers]
+        finally:
+            # Buffers are written in place, if at all.
+            buffers = {id(buffer) for buffer in model.buffers()} & {id(tensor) for tensor in before}
+            record.finish(outputs, [tensor for tensor in held_tensors(model) if id(tensor) not in buffers])
+            put_back()
+        return record
+
+    def cut(
+        self, graph: UnitGraph, first: Mapping[str, Tensor], keep: Mapping[str, Tensor], *, mixed: bool, twice: bool
+    ) -> nn.Module:
+        """Gate the dense copy, and return the narrow model.
+
+        Args:
+            graph: The groups.
+            first: Group → units that stay after the first step of a cut in two.
+            keep: Group → units that stay.
+            mixed: Give the narrow model its units in another order.
+            twice: Cut in two steps.
+        """
+        self.state.zero_dropped(graph, keep)
+        self.state.restore_buffers()
+        moved = [name for name, stays in keep.items() if mixed and not bool(stays.all())]
+        # What is zeroed is what is cut away, so the narrow copy can be taken from this one.
+        if not twice:
+            return narrow_module(self.dense, graph, keep, self.rules, graph.rotated_indices(keep, moved))
+        places = graph.rotated_indices(first, moved)
+        between = narrow_module(self.dense, graph, first, self.rules, places)
+        indices = {
+            name: {dim: torch.argsort(places[name][dim])[torch.searchsorted(places[name][dim].sort()[0], index)]
+                   for dim, index in axes.items()}
+            for name, axes in (graph.kept_indices(keep) | graph.kept_constants(keep)).items()
+        }  # fmt: skip
+        return narrow_module(between, graph, keep, self.rules, indices)
+
+    @functools.cached_property
+    def compares_training(self) -> bool:
+        """Whether outputs in train mode can be compared: the model accepts it, and draws nothing at random there."""
+        if not self.training:
+            return False
+        self.state.restore()
+        try:
+            whole, again = (self.run(self.dense, training=True, seed=seed).outputs for seed in (0, 1))
+        except Exception:  # noqa: BLE001
+            return False
+        return all(torch.allclose(a, b, equal_nan=True) for a, b in zip(whole, again, strict=False))
+
+
+def keep_buffers(model: nn.Module) -> Callable[[], None]:
+    """Return what gives all buffers of a model the values again that they have now."""
+    homes = [(buffers_of(module), name) for module in model.modules() for name in buffers_of(module)]
+    kept = [(home, name, home[name]) for home, name in homes]
+    before = {id(buffer): buffer.clone() for _, _, buffer in kept if buffer is not None}
+
+    def put_back() -> None:
+        for home, name, buffer in kept:
+            home[name] = None if buffer is None else before[id(buffer)]  # a record may hold the other one
+
+    return put_back
+
+
+def described(error: Exception) -> str:
+    """Return what was raised, and the innermost line of the user's code."""
+    frames = [(frame.filename, frame.lineno or 0) for frame in reversed(traceback.extract_tb(error.__traceback__))]
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:160]}{user_line(frames)}"
