@@ -1,6 +1,6 @@
 """Does a learned mask beat a fixed one at equal training FLOPs? Personal clients of a trained network, many arms.
 
-    python benchmarks/learning.py pretrain --out learning    the CIFAR-10 network (hours on one core; continue with --epochs)
+    python benchmarks/learning.py pretrain --out learning    the network: hours on one core, a minute on cuda
     python benchmarks/learning.py run --out learning --shares 0.016 --budgets 15 --seeds 0 1 2
     python benchmarks/learning.py table --out learning
 
@@ -237,19 +237,28 @@ def run_cells(out: Path, options: argparse.Namespace) -> None:
                         task = task or tasks(name, seed, out, options.device)
                         run = Run(task, share, budget, seed, options.lr)
                         model = copy.deepcopy(task.model) if arm == "dense" else ARMS[arm](run)
-                        row = {"task": name, "seed": seed, "share": share, "budget": budget, "arm": arm, "lr": options.lr}
+                        row = {
+                            "network": task.network,
+                            "task": name,
+                            "seed": seed,
+                            "share": share,
+                            "budget": budget,
+                            "arm": arm,
+                            "lr": options.lr,
+                        }
                         row |= {"val": accuracy(model, task.val), "test": accuracy(model, task.test)}
                         row |= {"spent": run.spent, "steps": run.steps, "units": list(run.masked.unit_mask().counts().values())}
                         add(path, row)
 
 
 def table(out: Path, against: str = "fixed n2") -> None:
-    """Mean of each arm, and mean paired difference ± standard error, by share and budget."""
+    """Mean of each arm, and mean paired difference ± standard error, by network, share and budget."""
     rows = read(out / "learning.jsonl")
-    cells = sorted({(row["share"], row["budget"]) for row in rows}, reverse=True)
-    for share, budget in cells:
-        here = [row for row in rows if (row["share"], row["budget"]) == (share, budget)]
-        print(f"\n{share:.1%} of the FLOPs, {budget:g} dense steps\n")
+    cells = {(row["network"], row["share"], row["budget"]): list[dict[str, Any]]() for row in rows}
+    for row in rows:
+        cells[row["network"], row["share"], row["budget"]].append(row)
+    for (network, share, budget), here in sorted(cells.items()):
+        print(f"\n{network}: {share:.1%} of the FLOPs, {budget:g} dense steps\n")
         print("| arm | n | validation | test | difference on test |\n|---|---|---|---|---|")
         base = {(row["task"], row["seed"]): row for row in here if row["arm"] == against}
         for arm in dict.fromkeys(row["arm"] for row in here):
@@ -272,7 +281,7 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="+", type=float, default=[15.0])
     parser.add_argument("--arms", nargs="+", default=list(ARMS)[:12], choices=list(ARMS))
     parser.add_argument("--lr", type=float, default=0.05)
-    parser.add_argument("--epochs", type=int, default=9)
+    parser.add_argument("--epochs", type=int, default=90)
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -28,8 +28,8 @@ from sparsekit.training.gate_squares import GateSquares
 from sparsekit.training.importance import UnitVectors
 
 WHERE_IT_PAYS = (
-    "It pays for a trained network that a small personal data set adapts to about 2 % of its FLOPs, where the same cuts in a"
-    " fixed order do nearly as well; elsewhere, compare it with learning=None."
+    "It pays for a trained network that adapts to a small data set at a few percent of its FLOPs; from a quarter on, or with"
+    " few steps, `prune` in several steps or learning=None does as well or better."
 )
 _FLOOR = 1e-30  # importance of a unit that is present, at least: units that have left have 0
 
@@ -38,11 +38,11 @@ _FLOOR = 1e-30  # importance of a unit that is present, at least: units that hav
 class LearnedNarrowing:
     """Learn which units stay while the model becomes narrower: begin with all of them, and drop some in a few physical cuts.
 
-    It pays for a trained network that a small personal data set adapts to about 2 % of its FLOPs (with `until=0.7, cuts=4`),
-    where the same cuts in a fixed order do nearly as well; elsewhere, compare it with `learning=None`. The importance of a unit
-    is a running mean of ½·B·g², where g is the gradient of its gate and B the number of examples of a step: the estimated loss
-    without it. Unlike g itself, it does not vanish where training converges, and it compares units of all layers. Units that
-    have left never return, so no unit is judged unseen.
+    It pays for a trained network that adapts to a small data set at a few percent of its FLOPs; from a quarter on, or with few
+    steps, `prune` in several steps or `learning=None` does as well or better. The importance of a unit is a running mean of
+    ½·B·g², where g is the gradient of its gate and B the number of examples of a step: the estimated loss without it. Unlike g
+    itself, it does not vanish where training converges, and it compares units of all layers. Units that have left never return,
+    so no unit is judged unseen.
 
     ```python
     learning = sk.LearnedNarrowing(steps=len(loader) * epochs)
