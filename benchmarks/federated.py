@@ -285,15 +285,16 @@ def tables(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 DRAWN = {"fedlps": "#00796b", "rcr": "#f9a825", "heterofl": "#e64a19", "fedper": "#5e35b1", "local": "#9e9e9e"}
+_SHOWN = ("domain", "classes", "scratch")
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw accuracy against simulated seconds and against FLOPs, and by capability: a column for each setting."""
+    """Draw accuracy against simulated seconds and against FLOPs, and by capability: a column for each of three settings."""
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({"svg.hashsalt": "federated", "svg.fonttype": "none", "font.size": 9})
-    figure, axes = plt.subplots(3, len(SETTINGS), figsize=(10, 8), sharey="col", constrained_layout=True)
-    for column, name in zip(axes.T, SETTINGS, strict=True):
+    figure, axes = plt.subplots(3, len(_SHOWN), figsize=(10, 8), sharey="col", constrained_layout=True)
+    for column, name in zip(axes.T, _SHOWN, strict=True):
         column[0].set_title(f"{name}: accuracy in %")
         for arm, color in DRAWN.items():
             own = [row for row in rows if (row["setting"], row["arm"]) == (name, arm)]
