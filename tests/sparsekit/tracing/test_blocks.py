@@ -1,5 +1,8 @@
 """Large models: the same groups as of the whole model, wrong ones found, models on the meta device, tokens, cuts in place."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -153,3 +156,48 @@ def test_of_blocks_that_are_alike_one_is_compared_and_all_are_compared_as_a_whol
     assert compared.count("blocks.1.attention") == 0
     assert "blocks.1.up" in graph.groups
     assert "blocks.2.up" not in graph.groups
+
+
+class Outside(Text):
+    """All units are inside blocks. Code outside of them reads the widths of two, and accepts nothing but integers."""
+
+    def __init__(self, reads: Callable[..., Any]) -> None:
+        super().__init__()
+        self.reads = reads
+        self.middle, self.head = nn.Identity(), nn.Linear(16, 5)
+
+    def forward(self, tokens: Tensor) -> Any:
+        widths = [self.blocks[number].up.weight.shape[0] for number in (0, 2)]
+        if any(type(width) is not int for width in widths):
+            raise TypeError("a width is not an integer")
+        return self.reads(self, super().forward(tokens), *widths)
+
+
+@pytest.mark.usefixtures("all_are_large")
+@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
+@pytest.mark.parametrize(
+    "reads",
+    [
+        lambda _m, y, a, b: y * (a / b),
+        lambda m, y, a, b: y * (a / b if m.training else 1.0),
+        lambda _m, y, a, _b: y * (2.0 if a == 1 else 1.0),
+        lambda _m, y, a, b: (y, a / b),
+        lambda _m, y, a, _b: (y, y.new_zeros(40)[:a]),
+        lambda _m, y, a, b: y if a == b else y * 1.0 + 1.0,
+    ],
+    ids=["ratio", "ratio in training", "least width", "number", "shape", "operators"],
+)
+def test_what_code_outside_of_blocks_does_with_their_widths_is_found(reads: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    groups = sk.trace_units(Outside(reads).eval(), torch.randint(0, 30, (2, 6))).groups
+    assert "blocks.1.up" in groups
+    assert not {"blocks.0.up", "blocks.2.up"} <= groups.keys()
+
+
+@pytest.mark.usefixtures("all_are_large")
+@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
+def test_values_of_the_whole_model_are_compared_only_if_operators_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockVerifier, "_whole", property(lambda _: pytest.fail("the whole model was compared")))
+    torch.manual_seed(0)
+    model = Outside(lambda _m, y, _a, _b: y).eval()
+    assert len(sk.trace_units(model, torch.zeros(2, 6, dtype=torch.int64)).groups) == 6
