@@ -186,7 +186,6 @@ class LocalStep:
         return list(torch._foreach_mul(gradients, (self._clip / (norm + 1e-6)).clamp(max=1.0)))
 
     def _apply(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        """Change the leaves that have a gradient."""
         if self.optimizer is None:
             torch._foreach_add_(parameters, gradients, alpha=-self._lr)
             return

@@ -272,7 +272,6 @@ def decode_reply(payload: bytes, request: Request, graph: UnitGraph) -> Reply:
 
 
 def _common(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], graph: UnitGraph) -> dict[str, Any]:
-    """Return the fields that requests and updates share."""
     mask = unpack_mask(tensors, meta["mask"], graph)
     extra = _section(tensors, "extra")
     return {"round": meta["round"], "client_id": meta["client"], "mask": mask, "ratio": meta["ratio"], "extra": extra}

@@ -167,5 +167,4 @@ class Method(Checked):
 
 
 def _text(value: object) -> str:
-    """Return the value of an option as it is typed."""
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -189,7 +189,6 @@ class DepthFL(Method):
     note = "The model has exits, one linear layer each, whose work is counted; clients run the first layers only."
 
     def check(self, setup: Setup) -> Setup:
-        """Give the model exits."""
         problem = setup.problem
         return replace(setup, problem=replace(problem, model=partial(with_exits, problem.model, problem.example_inputs)))
 

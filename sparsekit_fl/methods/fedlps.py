@@ -301,7 +301,6 @@ class FedLPS(Method):
         return replace(result, metrics=metrics)
 
     def _load(self, client: ClientContext, start: StateDict, ratio: float) -> LearnableMask:
-        """Load a state under the mask of the client's importance."""
         masked = client.masked
         rate, every = (client.training.lr, 1) if self.literal else (_IMPORTANCE_LR, _REFRESH_EVERY)
         term = ImportanceRegularizer(strength=self.strength, target="absolute" if self.literal else "standardized")

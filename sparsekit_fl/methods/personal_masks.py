@@ -56,7 +56,6 @@ class OwnMasks(Method):
         return mean(server, updates, weights="uniform", over=self.over)
 
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
-        """Return the global state under the client's mask."""
         return Model(state=state, mask=recall_mask(client.memory), ratio=client.memory.get("ratio", 1.0), calibrate=True)
 
 
@@ -146,7 +145,6 @@ class Hermes(PruneWhenAccurate):
     lasso: NonNegative = option(0.001, "λ, the weight of the group lasso; 0 switches it off.")
 
     def check(self, setup: Setup) -> Setup:
-        """Raise if the model has no units, or the problem no accuracy."""
         setup.require_units("Hermes")
         return super().check(setup)
 
@@ -227,7 +225,6 @@ class FedSpa(OwnMasks, SparseWeights):
         return Task(mask=mask, ratio=self.ratio, returns=returns)
 
     def next_mask(self, graph: UnitGraph, mask: Mask | None, extra: StateDict) -> Mask | None:
-        """Return the mask that the client sent."""
         if _NEXT not in extra:
             return mask
         shapes = [[name, list(shape)] for name, shape in _shapes(graph).items()]

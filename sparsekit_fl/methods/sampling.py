@@ -124,7 +124,6 @@ def _late(seconds: float, preferred: float) -> float:
 
 
 def _scores(round: int, tried: Mapping[str, Any], preferred: float) -> dict[int, float]:
-    """Return the score of each tried client."""
     if not tried:
         return {}
     utilities = sorted(item["utility"] for item in tried.values())
@@ -150,7 +149,6 @@ def _ranked(weights: Mapping[int, float]) -> list[int]:
 
 
 def _draw(weights: Mapping[int, float], count: int, rng: np.random.Generator) -> list[int]:
-    """Draw `count` distinct ids, in proportion to their weights."""
     ids = sorted(weights)
     chances = np.array([weights[id] for id in ids])
     return drawn(ids, count, rng, p=chances / chances.sum()) if count else []

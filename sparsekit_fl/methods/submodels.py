@@ -93,7 +93,6 @@ class Submodels(Method):
     """Ranks the units; by default the first units of each group come first."""
 
     def check(self, setup: Setup) -> Setup:
-        """Raise NoUnitsError if the model has no units."""
         setup.require_units(type(self).__name__)
         return setup
 
@@ -102,12 +101,10 @@ class Submodels(Method):
         return server.roster[client_id].capability.ratio
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
-        """Return the submodel."""
         ratio = self.ratio_of(server, client_id)
         return Task(mask=units(server, self.criterion, ratio), ratio=ratio)
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
-        """Return the mean over the holders of each entry, all alike."""
         return mean(server, updates, weights="uniform", over="holders")
 
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
@@ -206,7 +203,6 @@ class EFD(HeteroFL):
     scaler: bool = False
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
-        """Return the mean over the holders of each entry, weighted by examples."""
         return mean(server, updates, over="holders")
 
 
@@ -256,11 +252,9 @@ class FjORD(Submodels):
         return replace(result, work=work)
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
-        """Return the mean over the holders of each entry, weighted by examples."""
         return mean(server, updates, over="holders")
 
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
-        """Return as much of the global model as the client can run."""
         return replace(affordable(client, state), calibrate=True)
 
 

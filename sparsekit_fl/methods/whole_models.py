@@ -100,7 +100,6 @@ class PerFedAvg(Method):
         return replace(result, work=replace(work, flops_paper=2 * work.flops_paper))
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
-        """Return the mean with equal weights."""
         return mean(server, updates, weights="uniform")
 
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
@@ -122,7 +121,6 @@ class Local(Method):
     source = "no federation"
 
     def check(self, setup: Setup) -> Setup:
-        """Keep every entry private."""
         return replace(setup, private=setup.graph.shapes)
 
 
@@ -262,7 +260,6 @@ class FedP3(Method):
         return Task(mask=mask, ratio=server.roster[client_id].capability.ratio, partial=True)
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
-        """Return the mean over the clients that send an entry, all alike."""
         return mean(server, updates, weights="uniform", over="holders")
 
     def deploy(self, client: ClientContext, state: StateDict) -> Model:

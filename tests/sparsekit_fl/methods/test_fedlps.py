@@ -1,5 +1,6 @@
 """FedLPS: its bandit, its reward and its pull by exact numbers, and the ablations."""
 
+import inspect
 import math
 import sys
 from collections import defaultdict
@@ -184,6 +185,8 @@ def test_only_the_named_part_differs_from_the_papers_method() -> None:
         assert {option for option in whole if ours[option] != whole[option]} == {*changed, "literal"}
         assert registry[name](mu=0.5).name == f"{name} mu=0.5"
         assert registry[name](mu=0.5).note == registry[name].note
+        assert bool(registry[name].note) == bool(changed & {"ratios", "redraw"})
+        assert inspect.getdoc(registry[name]) != inspect.getdoc(fedlps)
 
 
 @pytest.mark.slow
