@@ -70,7 +70,7 @@ def test_the_server_can_compute_a_training_example_from_an_update() -> None:
 
 
 def test_a_mask_depends_on_the_data_and_comes_with_ratio_costs_and_scores() -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(3)
     trained = TinyNet().state_dict()
     both = [with_data(lambda x, y: (x, y)), with_data(lambda x, y: (x * torch.tensor([9.0, 0, 0, 0, 0, 0]), y))]
     honest, other = (
