@@ -147,6 +147,19 @@ def test_fedrep_trains_the_head_first_and_the_body_after(monkeypatch) -> None:
     assert len(result.log.loss) == 5
 
 
+def test_entries_that_do_not_train_get_no_gradient() -> None:
+    spec, _, ctx = client_context(fedrep())
+    seen = set()
+
+    def forward(batch):
+        seen.update(name for name, leaf in ctx.masked.named_weights().items() if leaf.requires_grad)
+        outputs = ctx.masked.model(*batch.inputs)
+        return outputs, spec.problem.loss(outputs, batch.targets)
+
+    fedrep_module.sgd(ctx, Task(state=spec.initial), only={"last.weight"}, forward=forward)
+    assert seen == {"last.weight"}
+
+
 def four() -> Problem:
     """Four layers: three that clients answer for, and the head."""
     return Problem(model=_four, example_inputs=(torch.zeros(2, 6),))
