@@ -93,8 +93,6 @@ class Tracer:
         self._model = nn.Module()
         self.begin({})
 
-    # ---- one pass
-
     def begin(self, tensors: Mapping[str, Tensor], constants: Iterable[tuple[Constant, Tensor]] = ()) -> None:
         """Begin a pass with the state `tensors`: key → entry. Other tensors that modules hold get nodes once an
         operator meets them.
@@ -139,8 +137,6 @@ class Tracer:
     def running(self) -> nn.Module:
         """The innermost module that runs now."""
         return self._model.get_submodule(self.module)
-
-    # ---- labels of tensors
 
     def labels(self, tensor: Tensor, *whole: int) -> TensorLabels:
         """Labels of a tensor. Joint labels are settled: one axis tells units apart from here on, the others are tied.
@@ -191,8 +187,6 @@ class Tracer:
     def forget(self, tensor: Tensor) -> TensorLabels | None:
         """Take the labels of a tensor away and return them."""
         return self._known.pop(id(tensor), None)
-
-    # ---- entries and sources
 
     def meet(self, tensor: Tensor) -> None:
         """Note that an operator is given a tensor."""
@@ -262,8 +256,6 @@ class Tracer:
             if x != NOT_ZERO and y != NOT_ZERO:
                 out[(a == x) & (b == y)] = self.source(self._sources[x] | self._sources[y])
         return out
-
-    # ---- what happens to units
 
     def unite(self, a: IntArray, b: IntArray, *, quiet: bool = False) -> None:
         """Make two runs of nodes one unit, position by position; fix those that meet no unit, `quiet` if that is normal."""
