@@ -201,3 +201,17 @@ def test_values_of_the_whole_model_are_compared_only_if_operators_differ(monkeyp
     torch.manual_seed(0)
     model = Outside(lambda _m, y, _a, _b: y).eval()
     assert len(sk.trace_units(model, torch.zeros(2, 6, dtype=torch.int64)).groups) == 6
+
+
+class OneToken(Outside):
+    def forward(self, tokens: Tensor) -> Any:
+        if tokens.any():
+            raise ValueError("no such token")
+        return super().forward(tokens)
+
+
+@pytest.mark.usefixtures("all_are_large")
+def test_a_model_that_refuses_other_tokens_is_verified_on_its_own() -> None:
+    torch.manual_seed(0)
+    model = OneToken(lambda _m, y, _a, _b: y).eval()
+    assert len(trace(model, torch.zeros(2, 6, dtype=torch.int64))[0].groups) == 6
