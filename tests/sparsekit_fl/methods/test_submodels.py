@@ -176,6 +176,11 @@ def test_statistics_reach_both_scores_and_not_the_state() -> None:
     assert own.final.personal == own.final.shared != plain.final.personal
 
 
+def test_the_global_model_gets_own_statistics_whichever_model_a_client_deploys() -> None:
+    last, best = (tiny_run("heterofl", rounds=1, deploy=deploy).final.shared for deploy in ("last", "best"))
+    assert best["loss"] == pytest.approx(last["loss"], rel=1e-4)
+
+
 @pytest.mark.parametrize("method", ["heterofl", "fjord", "hermes", "fedspa", "ditto"])
 def test_a_client_s_saved_model_is_the_one_that_was_scored(method, tmp_path) -> None:
     result, clients, problem = tiny_run(method, rounds=2, out=tmp_path), tiny_clients(), tiny_problem()
