@@ -176,6 +176,13 @@ def test_statistics_reach_both_scores_and_not_the_state() -> None:
     assert own.final.personal == own.final.shared != plain.final.personal
 
 
+def test_the_best_model_of_a_client_has_the_statistics_of_its_own_training_data(tmp_path) -> None:
+    result = tiny_run("fedavg", rounds=1, deploy="best", out=tmp_path)
+    for client_id in result.rounds[0].cohort:
+        module, x = load_model(tmp_path, client_id, model=TinyNet), tiny_clients()[client_id].data.train.inputs[0]
+        torch.testing.assert_close(module.norm.running_mean, module.first(x).mean(0).detach(), rtol=1e-4, atol=1e-5)
+
+
 def test_the_global_model_gets_own_statistics_whichever_model_a_client_deploys() -> None:
     last, best = (tiny_run("heterofl", rounds=1, deploy=deploy).final.shared for deploy in ("last", "best"))
     assert best["loss"] == pytest.approx(last["loss"], rel=1e-4)
