@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -118,7 +119,9 @@ def lent_copy(model: nn.Module) -> nn.Module:
 def keep_attributes(model: nn.Module) -> Callable[[], None]:
     """Return a function that restores all attributes of the modules: a pass may fill a cache of the width of its model."""
     held = [(vars(module), dict(vars(module))) for module in model.modules()]
-    containers = [(value, copy.copy(value)) for _, own in held for value in own.values() if type(value) in (dict, list)]
+    containers = [
+        (value, copy.copy(value)) for _, own in held for value in own.values() if type(value) in (dict, list, OrderedDict)
+    ]
 
     def put_back() -> None:
         for now, before in (*held, *containers):

@@ -186,6 +186,30 @@ def test_a_cache_that_the_first_pass_makes_is_no_obstacle(name: str) -> None:
         model(x)
 
 
+class Recorded(nn.Module):
+    """Reads what a hook recorded, and installs the hook in its first pass, as transformers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 6), nn.Linear(6, 2)
+        self.seen: list[Tensor] = []
+        self.is_ready = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_ready:
+            self.a.register_forward_hook(lambda _module, _inputs, output: self.seen.append(output))
+            self.is_ready = True
+        self.seen.clear()
+        self.a(x)
+        (recorded,) = self.seen
+        return self.b(recorded)
+
+
+def test_a_hook_that_the_first_pass_installs_is_installed_once() -> None:
+    graph, told = trace(Recorded(), torch.randn(4, 3))
+    assert (graph.fingerprint(), told) == ((("a", 6),), [])
+
+
 def test_a_constant_for_which_the_factory_has_no_place_is_refused(tmp_path: Path) -> None:
     model = Shifted("a list", torch.randn(12))
     sk.save_compact(model, tmp_path / "model.safetensors")
