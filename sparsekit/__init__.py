@@ -82,7 +82,7 @@ _HOMES = {
     "sparsekit.tracing.trace": "trace_units",
     "sparsekit.training.learnable": "LearnableMask",
     "sparsekit.training.narrowing": "LearnedNarrowing",
-    "sparsekit.surgery": "export_onnx",
+    "sparsekit.surgery.onnx": "export_onnx",
 }
 """What a script can rely on."""
 _FURTHER = {

@@ -41,7 +41,7 @@ def test_a_budget_of_milliseconds_is_measured_in_its_runtime(runtime: str, monke
         asked.append(args[:2])
         return prepare(*args)
 
-    for place in ("plan", "cutting"):
+    for place in ("settings", "cutting"):
         monkeypatch.setattr(f"sparsekit.pruning.{place}.prepare", noted)
     pruned = sk.prune(model, (X,), budget=sk.Budget(latency_ms="60%", runtime=runtime))
     assert {own for _, own in asked} == {runtime}
