@@ -88,6 +88,7 @@ class Session:
         """Run the dense copy, or a cut one, on all calls, and record what it computes."""
         guard, calls = self._calls[0].guard, self._calls
         unordered = [m for m in model.modules() if (rule := find_rule(m, self.rules)) is not None and rule.in_order_of_units]
+        before, put_back = held_tensors(model), keep_attributes(model)  # before the record has its hooks
         record = PassRecord(guard if isinstance(guard, ReadOnly) else None, model if self.by_module else None, unordered)
         if training:
             train_without_dropout(model)
@@ -95,7 +96,6 @@ class Session:
         else:
             model.eval()
         outputs: list[Tensor] = []
-        before, put_back = held_tensors(model), keep_attributes(model)
         try:
             with torch.no_grad(), seeded(seed):
                 self.state.restore_buffers()

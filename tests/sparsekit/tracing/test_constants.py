@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import sparsekit as sk
 from sparsekit.errors import CompactFileError, NoUnitsError
 from sparsekit.graph.edit import narrow, only
+from sparsekit.tracing.session import Session
 
 Put = Callable[[Any, Tensor], None]
 # How a module holds a tensor, and how it reads it again.
@@ -208,6 +209,20 @@ class Recorded(nn.Module):
 def test_a_hook_that_the_first_pass_installs_is_installed_once() -> None:
     graph, told = trace(Recorded(), torch.randn(4, 3))
     assert (graph.fingerprint(), told) == ((("a", 6),), [])
+
+
+def test_a_pass_leaves_no_hook_on_the_copy_that_it_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, left = Session.run, list[object]()
+
+    def noted(session: Session, model: nn.Module, **options: Any) -> Any:
+        session.by_module = True  # passes are recorded by hooks
+        record = run(session, model, **options)
+        left.extend(hook for module in model.modules() for hook in (*module._forward_hooks, *module._forward_pre_hooks))
+        return record
+
+    monkeypatch.setattr(Session, "run", noted)
+    trace(nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)), torch.randn(4, 3))
+    assert left == []
 
 
 def test_a_constant_for_which_the_factory_has_no_place_is_refused(tmp_path: Path) -> None:
