@@ -3,6 +3,7 @@
     python benchmarks/learning.py pretrain --out learning    the network: hours on one core, a minute on cuda
     python benchmarks/learning.py run --out learning --shares 0.016 --budgets 15 --seeds 0 1 2
     python benchmarks/learning.py table --out learning
+    python benchmarks/learning.py candidates --out learning    are candidates of `prune` better judged after a short training?
 
 A budget is a number of dense training steps of 64 images, and an arm may spend it as it likes: passes that score units, wide
 steps, refits and recalibration count, at three forward passes a step, two for Fisher and one for the others. All arms see the
@@ -11,6 +12,7 @@ same examples in the same order. A cell that is in OUT/learning.jsonl is not run
 
 import argparse
 import copy
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 import sparsekit as sk
 from sparsekit.allocation import Schedule, allocate, by_cost, ratio_counts, uniform
 from sparsekit.criteria import Fisher, ScoringContext
+from sparsekit.pruning.settings import CANDIDATES
 from sparsekit.training import ImportanceRegularizer
 
 WIDE = partial(by_cost, scale="none", width_penalty=2.0)  # widths for those who train on
@@ -271,9 +274,42 @@ def table(out: Path, against: str = "fixed n2") -> None:
             print(f"| {arm} | {len(own)} | {means[0]:.1f} | {means[1]:.1f} | {told} |")
 
 
+def candidates(out: Path, seeds: list[int], steps: int = 200) -> None:
+    """Cut the network by each candidate of `prune`; judge it as cut, after 20 steps, and after all on other images."""
+    from learning_nets import cifar10
+
+    (x, y), _ = cifar10(out)
+    task = tasks("turned", 0, out)
+
+    def judged(model: nn.Module, images: slice) -> tuple[float, float]:
+        model.eval()
+        with torch.no_grad():
+            outputs = torch.cat([model(part) for part in x[images].split(250)])
+        return float(F.cross_entropy(outputs, y[images])), 100 * float((outputs.argmax(1) == y[images]).float().mean())
+
+    for seed, share, (criterion, allocation) in itertools.product(seeds, (0.5, 0.25, 0.1), CANDIDATES):
+        drawn = torch.randperm(40_000, generator=torch.Generator().manual_seed(seed))[:256].split(32)
+        options: dict[str, Any] = {"batches": [(x[part], y[part]) for part in drawn], "loss": F.cross_entropy}
+        options |= {"criterion": criterion, "allocation": allocation, "reconstruct": "layers", "graph": task.graph}
+        model = sk.prune(task.model, task.example, budget=f"flops={share:.0%}", **options).model
+        row: dict[str, Any] = {"seed": seed, "share": share, "candidate": f"{criterion} {allocation}"}
+        row["cut"] = judged(model, slice(40_000, 40_512))
+        generator, optimizer = torch.Generator().manual_seed(seed), torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
+        for step in range(steps):
+            model.train()
+            part = torch.randint(0, 40_000, (64,), generator=generator)
+            optimizer.param_groups[0]["lr"] = 0.02 * (1 - step / steps)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[part]), y[part]).backward()
+            optimizer.step()
+            if step == 19:
+                row["after 20"] = judged(model, slice(40_000, 40_512))
+        add(out / "candidates.jsonl", row | {"after all": judged(model, slice(47_000, None))})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["pretrain", "run", "table"])
+    parser.add_argument("command", choices=["pretrain", "run", "table", "candidates"])
     parser.add_argument("--out", type=Path, default=Path("learning"))
     parser.add_argument("--tasks", nargs="+", default=["cat dog", "car ship truck", "bird deer frog", "turned"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -292,6 +328,8 @@ def main() -> None:
         pretrain(options.out, options.epochs, options.device)
     elif options.command == "run":
         run_cells(options.out, options)
+    elif options.command == "candidates":
+        candidates(options.out, options.seeds)
     else:
         table(options.out)
 
