@@ -1,4 +1,4 @@
-"""Run every block and command of README and pages in environments made of what these pages tell a reader to install.
+"""Run every block and command of README and pages, in environments that hold only what these pages tell a reader to install.
 
     python .ci/pages.py [--only tune deploy] [--work DIR]
 

@@ -22,7 +22,7 @@ def _cut(cell: Cell, **options: Any) -> Any:
 
 
 def _reconstructed(cell: Cell, dense: nn.Module, pruned: Any) -> nn.Module:
-    """A copy of what was cut out of `dense`, reconstructed."""
+    """Return a reconstructed copy of a model that was cut out of `dense`."""
     small = copy.deepcopy(pruned.model)
     sk.reconstruct(dense, small, pruned.graph, pruned.mask, cell.once("batches", cell.scoring))
     return small

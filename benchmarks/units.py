@@ -22,24 +22,9 @@ import torch
 from common import in_process, in_turns, processor_seconds, show
 from nets import NETS
 from torch import Tensor, nn
+from zoo_base import Refused
 
 from sparsekit import trace_units
-
-
-class Refused(nn.Module):
-    """A block with one group that can be cut, and another that cannot."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 16), nn.Linear(16, width)
-        self.first, self.second = nn.Linear(width, 6), nn.Linear(6, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x).relu()
-        if h.shape[-1] != 16:
-            raise ValueError(f"a width of {h.shape[-1]}")
-        x = x + self.down(h)
-        return x + self.second(self.first(x).relu())
 
 
 def llama(device: str, **sizes: int) -> nn.Module:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ZOO", "Architecture", "Lambda", "add", "build", "images", "tokens"]
+__all__ = ["ZOO", "Architecture", "Lambda", "Refused", "add", "build", "images", "tokens"]
 
 
 @dataclass(frozen=True)
@@ -98,3 +98,19 @@ def add(
         zoo[name] = Architecture(net if children else make, inputs, groups, **more)
 
     return of
+
+
+class Refused(nn.Module):
+    """A block with one group that can be cut, and another that cannot."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 16), nn.Linear(16, width)
+        self.first, self.second = nn.Linear(width, 6), nn.Linear(6, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x).relu()
+        if h.shape[-1] != 16:
+            raise ValueError(f"a width of {h.shape[-1]}")
+        x = x + self.down(h)
+        return x + self.second(self.first(x).relu())

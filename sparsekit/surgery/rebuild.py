@@ -62,7 +62,7 @@ def named_constants(model: nn.Module, graph: UnitGraph) -> dict[str, Tensor]:
 
 
 def put_constants(model: nn.Module, tensors: Mapping[str, Tensor], places: Iterable[Constant]) -> None:
-    """Let modules hold other tensors at some places; those that `tensors` lacks stay."""
+    """Let modules hold other tensors at some places; a tensor that `tensors` lacks stays."""
     for constant in places:
         home = model.get_submodule(constant.module)
         if constant.name in tensors and held_at(home, constant.path) is not tensors[constant.name]:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from laws import spoiled
 from torch import Tensor, nn
-from zoo_base import Lambda
+from zoo_base import Lambda, Refused
 
 import sparsekit as sk
 from sparsekit.errors import NoUnitsError
@@ -205,22 +205,6 @@ def test_only_widths_that_code_compares_cost_more_trials(monkeypatch: pytest.Mon
     assert list(sk.trace_units(Branches(asks), torch.randn(4, 4)).groups) == ["a", "b"]
     assert drawn
     assert all(trial.widths is None for trial in drawn)
-
-
-class Refused(nn.Module):
-    """A block with one group that can be cut, and another that cannot."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 16), nn.Linear(16, width)
-        self.first, self.second = nn.Linear(width, 6), nn.Linear(6, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x).relu()
-        if h.shape[-1] != 16:
-            raise ValueError(f"a width of {h.shape[-1]}")
-        x = x + self.down(h)
-        return x + self.second(self.first(x).relu())
 
 
 @pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
