@@ -207,7 +207,10 @@ class BlockVerifier:
         if kind not in self._results:
             failed = self._compared(graph, home, names)
             self._results[kind] = {names.index(name): why for name, why in failed.items()}
-        return {names[number]: why for number, why in self._results[kind].items()}
+        found = {names[number]: why for number, why in self._results[kind].items()}
+        # A comparison ends at the first trial that convicts somebody: the others have not been through all of them.
+        left = [tied for tied in sets if not found.keys() & set(tied)] if found else []
+        return found | self._block(graph, home, left) if left else found
 
     def _kind(self, graph: UnitGraph, home: str, names: list[str]) -> str:
         """Return what tells a module with its units from others: its operators, entries and index tables, not its values.
@@ -263,7 +266,8 @@ class BlockVerifier:
         for tied, home in places.items():
             levels.setdefault(home.count(".") + 1 if home else 0, []).append(tied)
         some = [tied for tied in places if not set(compared).isdisjoint(tied)]
-        schedules = [(OUTSIDE, sets, level > 0) for level, sets in levels.items()]
+        # Blocks that are cut are not looked into, so each must once be cut while another one is whole.
+        schedules = [(OUTSIDE, part, level > 0) for level, sets in levels.items() for part in _parts(sets, places)]
         for trials, sets, shapes in (*schedules, (width_trials(graph, some, (False,)), some, False)):
             homes = {places[tied] for tied in sets} - {""}
             for trial in trials:
@@ -291,6 +295,14 @@ class BlockVerifier:
         finally:
             self._copy.eval()
         return None
+
+
+def _parts(sets: Sequence[Tied], places: Places) -> list[list[Tied]]:
+    """Return all sets, and parts by the bits of their homes' numbers: of two homes, each is in a part without the other."""
+    number = {home: at for at, home in enumerate(dict.fromkeys(places[tied] for tied in sets))}
+    bits = range((len(number) - 1).bit_length())
+    chosen = ([tied for tied in sets if number[places[tied]] >> bit & 1 == side] for bit in bits for side in (0, 1))
+    return [[*sets], *(part for part in chosen if part)]
 
 
 def _count(module: nn.Module) -> int:

@@ -194,6 +194,46 @@ def test_what_code_outside_of_blocks_does_with_their_widths_is_found(reads: Call
     assert not {"blocks.0.up", "blocks.2.up"} <= groups.keys()
 
 
+class Neighbor(nn.Module):
+    """A block that multiplies what it adds by a factor that is read off another one."""
+
+    def __init__(self, other: nn.Module | None, reads: Callable[[nn.Module, Tensor], Any]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.other, self.reads = [other], reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.down(F.relu(self.up(x)))
+        return x + (h if self.other[0] is None else h * self.reads(self.other[0], h))
+
+
+@pytest.mark.usefixtures("all_are_large")
+@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("from_", [0, 1, 2], ids=["the next", "the last but one", "the last"])
+@pytest.mark.parametrize(
+    "reads",
+    [
+        lambda other, h: torch.ones(other.up.weight.shape[0], device=h.device).sum(),
+        lambda other, _h: torch.ones_like(other.up.bias).sum(),
+        lambda other, _h: other.up.weight.numel() / 96,
+        lambda other, h: torch.tensor(float(len(other.up.bias)), device=h.device),
+        lambda other, h: other.up(h).relu().ne(-1.0).to(h.dtype).sum(),
+    ],
+    ids=["ones", "ones like a bias", "numel", "tensor of a length", "count of values"],
+)
+def test_what_one_block_does_with_the_width_of_another_is_found(
+    reads: Callable[[nn.Module, Tensor], Any], from_: int, device: str
+) -> None:
+    torch.manual_seed(0)
+    readers = [Neighbor(None, reads) for _ in range(4)]
+    readers[from_ + 1].other[0] = readers[0]
+    model = nn.Sequential(*readers, nn.Linear(8, 3)).eval().to(device)
+    groups = sk.trace_units(model, torch.randn(2, 8, device=device)).groups
+    lost = {"0.up", "1.up", "2.up", "3.up"} - groups.keys()
+    assert {"0.up"} <= lost <= {"0.up", f"{from_ + 1}.up"}
+
+
 @pytest.mark.usefixtures("all_are_large")
 @pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
 def test_values_of_the_whole_model_are_compared_only_if_operators_differ(monkeypatch: pytest.MonkeyPatch) -> None:
