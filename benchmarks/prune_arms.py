@@ -9,12 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from common import mask_of
-from prune_cells import RATE, Cell, Cut, flops_of, train
+from prune_cells import Cell, Cut, flops_of
 from torch import nn
 
 import sparsekit as sk
-from sparsekit.criteria import Magnitude
-from sparsekit.finetuning import GroupSL
 
 
 def _cut(cell: Cell, **options: Any) -> Any:
@@ -44,21 +42,6 @@ def ours(cell: Cell, *, teacher: bool = False) -> Cut:
     """The default with batches; the dense model may teach, while rivals are fine-tuned on labels alone."""
     pruned, small = _default(cell)
     return Cut(copy.deepcopy(pruned.model), small, teacher=teacher, notes={"widths": pruned.mask.counts()})
-
-
-def ours_group_sl(cell: Cell) -> Cut:
-    """Sparse training by our GroupSL, then magnitudes by cost, reconstructed against that network; the dense model teaches."""
-
-    def sparse() -> tuple[nn.Module, float]:
-        dense = copy.deepcopy(cell.dense)
-        graph = sk.trace_units(dense.eval(), cell.example)
-        shared = cell.of_all_budgets()
-        return dense, train(dense, shared, "sparse", cell.task.sparse, RATE, regularizer=GroupSL(graph, 5e-4))
-
-    dense, spent = cell.once("sparse", sparse)
-    pruned = _cut(replace(cell, dense=dense.eval()), criterion=Magnitude(order=2, coupled=True))
-    small = _reconstructed(cell, dense, pruned)
-    return Cut(pruned.model, small, teacher=True, sparse_flops=spent, notes={"widths": pruned.mask.counts()})
 
 
 def _reset(model: nn.Module, seed: int) -> nn.Module:
@@ -130,7 +113,6 @@ def torch_pruning_refitted(cell: Cell, *, teacher: bool = False) -> Cut:
 ARMS: dict[str, Callable[[Cell], Cut]] = {
     "ours": partial(ours, teacher=True),
     "ours, no teacher": ours,
-    "ours: group-sl, repaired": ours_group_sl,
     "torch-pruning: L2": torch_pruning,
     "torch-pruning: L2, our refit": torch_pruning_refitted,
     "torch-pruning: L2, our refit and teacher": partial(torch_pruning_refitted, teacher=True),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class Task:
     Args:
         dataset: Name in the registry of data sets.
         make: Builds the dense model.
-        pretrain, finetune, sparse: Epochs of the dense model, after the cut, and with a regularizer before it.
+        pretrain, finetune: Epochs of the dense model, and after the cut.
         train: Training images used.
         score_batches: Batches for criteria, recalibration and reconstruction.
         test: Test images used, the first ones.
@@ -52,7 +52,6 @@ class Task:
     make: Callable[[], nn.Module]
     pretrain: int
     finetune: int
-    sparse: int
     train: int
     score_batches: int
     test: int
@@ -61,9 +60,9 @@ class Task:
 
 
 TASKS = {
-    "resnet20-cifar10": Task("cifar10", lambda: small_resnet(3, 10), 6, 1, 1, 5_000, 16, 2_000),
-    "vgg11-cifar100": Task("cifar100", lambda: vgg(100, *VGG11), 15, 5, 3, 10_000, 16, 4_000),
-    "tiny-digits": Task("digits", lambda: small_resnet(2, 10, 8, channels=1), 2, 1, 1, 400, 2, 300, 1, augment=False),
+    "resnet20-cifar10": Task("cifar10", lambda: small_resnet(3, 10), 6, 1, 5_000, 16, 2_000),
+    "vgg11-cifar100": Task("cifar100", lambda: vgg(100, *VGG11), 15, 5, 10_000, 16, 4_000),
+    "tiny-digits": Task("digits", lambda: small_resnet(2, 10, 8, channels=1), 2, 1, 400, 2, 300, 1, augment=False),
 }
 BATCH = 64
 PRETRAIN_RATE, RATE = 0.1, 0.03
@@ -156,10 +155,6 @@ class Cell:
             self.shared[name] = make()
         return self.shared[name]
 
-    def of_all_budgets(self) -> Cell:
-        """The cell for parts that do not depend on the budget; its checkpoints are next to the dense model's."""
-        return replace(self, folder=self.folder.parent)
-
     @property
     def example(self) -> Tensor:
         """One image."""
@@ -180,7 +175,6 @@ class Cut:
         reconstructed: The same, reconstructed, where the arm does so.
         teacher: Whether the dense model teaches while fine-tuning.
         scratch: Whether it starts from random weights.
-        sparse_flops: Training FLOPs that were spent before the cut, without pretraining.
         notes: What else is to be said, for the file of results.
     """
 
@@ -188,7 +182,6 @@ class Cut:
     reconstructed: nn.Module | None = None
     teacher: bool = False
     scratch: bool = False
-    sparse_flops: float = 0.0
     notes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -212,7 +205,6 @@ def train(
     epochs: int,
     rate: float,
     *,
-    regularizer: Any = None,
     teacher: nn.Module | None = None,
 ) -> float:
     """Train in place, resumable; returns the training FLOPs (a backward pass is two forward passes)."""
@@ -226,7 +218,6 @@ def train(
         optimizer=lambda p: torch.optim.SGD(p, lr=rate, momentum=0.9, nesterov=True, weight_decay=5e-4),
         scheduler=lambda o: torch.optim.lr_scheduler.OneCycleLR(o, rate, total_steps=steps + 1, pct_start=0.2),
         scheduler_step="batch",
-        regularizer=regularizer,
         distillation=None if teacher is None else Distillation(teacher, temperature=4.0, share=0.7),
         checkpoint=cell.folder / f"{name}.safetensors",
         seed=cell.seed,

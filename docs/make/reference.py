@@ -32,7 +32,7 @@ TASKS: dict[str, str] = {
     "Write a federated method": "fl.Method fl.Task fl.Update fl.mean fl.sgd fl.units fl.Result fl.ClientContext"
     " fl.ServerContext fl.Setup fl.Model fl.option",
     "Extend": "Criterion ScoringContext mask_from_scores Allocation allocation.Problem LayerRule layers.Tracer"
-    " layers.TensorLabels UnitGroup Bandit Pull GradientImportance finetuning.GroupSL fit_config surgery.export_program"
+    " layers.TensorLabels UnitGroup Bandit Pull GradientImportance fit_config surgery.export_program"
     " fl.Callback fl.DataSource fl.Engine fl.Request fl.Reply",
 }
 """Page → names, the most important ones first; `fl` is sparsekit_fl. A module of errors brings all that are in it."""

@@ -67,7 +67,7 @@ def _prune(options: PruneOptions) -> None:
 def _print(report: PruneReport, how: str) -> None:
     typer.echo(f"{report.model}: criterion {report.criterion}, allocation {report.allocation}{how}")
     tables = report.tables()
-    for title in ("Costs", "Candidates", "Groups", "Time", "Most time", "Measured"):
+    for title in ("Costs", "Candidates", "Groups", "Time", "Measured"):
         head, rows = tables.get(title, ((), ()))
         if rows:
             print_table(head, rows)

@@ -3,7 +3,6 @@
 from sparsekit.criteria.base import Criterion, ScoringContext, is_comparable
 from sparsekit.criteria.orders import Learned, Ordered, Random, Scored
 from sparsekit.criteria.taylor import Fisher, Taylor
-from sparsekit.criteria.torch_pruning import TorchPruning
 from sparsekit.criteria.wanda import Wanda
 from sparsekit.criteria.weights import Magnitude, unit_magnitudes
 from sparsekit.registry import Registry
@@ -18,7 +17,6 @@ __all__ = [
     "Scored",
     "ScoringContext",
     "Taylor",
-    "TorchPruning",
     "Wanda",
     "is_comparable",
     "registry",

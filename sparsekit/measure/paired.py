@@ -1,7 +1,6 @@
-"""Time before and after a cut: passes of both models in turns, by several runtimes, and by layers."""
+"""Time before and after a cut: passes of both models in turns, by several runtimes."""
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 
 from sparsekit.errors import InvalidValueError, require
-from sparsekit.layers import find_rule
 from sparsekit.measure.budget import RUNTIMES
 from sparsekit.measure.clock import device_of, evaluated, stopwatch
 from sparsekit.surgery.onnx import onnx_of
@@ -78,37 +76,6 @@ def measure_pair(
         for number, own in inputs.items()
         for count in threads
     )
-
-
-def measure_layers(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, passes: int = 5) -> dict[str, float]:
-    """Return name of each module with weights → its milliseconds in the fastest of some passes; "" is a whole pass."""
-    synchronize = torch.get_device_module(device_of(model, args, kwargs)).synchronize
-    begun: dict[str, float] = {}
-    spent: dict[str, float] = {}
-    least: dict[str, float] = {}
-
-    def begin(name: str) -> None:
-        synchronize()
-        begun[name] = time.perf_counter()
-
-    def end(name: str) -> None:
-        synchronize()
-        spent[name] = spent.get(name, 0.0) + time.perf_counter() - begun[name]
-
-    with torch.no_grad(), evaluated(model), contextlib.ExitStack() as hooks:
-        for name, module in model.named_modules():
-            own = any(True for _ in module.parameters(recurse=False))
-            if name and own and (find_rule(module) is not None or not any(True for _ in module.children())):
-                hooks.callback(module.register_forward_pre_hook(lambda *_, name=name: begin(name)).remove)
-                hooks.callback(module.register_forward_hook(lambda *_, name=name: end(name)).remove)
-        for number in range(passes + 1):
-            spent.clear()
-            begin("")
-            model(*args, **kwargs)
-            end("")
-            if number:
-                least.update((name, min(least.get(name, math.inf), 1000 * value)) for name, value in spent.items())
-    return least
 
 
 def measure_turns(

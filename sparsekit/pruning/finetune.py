@@ -18,7 +18,6 @@ from sparsekit.criteria.batches import Batch, Loss, loss_of, read_batches, run_m
 from sparsekit.errors import InvalidValueError
 from sparsekit.measure.clock import evaluated, measured
 from sparsekit.pruning.distillation import Distillation
-from sparsekit.pruning.regularizers import GroupSL
 from sparsekit.registry import calling
 from sparsekit.rng import torch_scope
 from sparsekit.tracing.inputs import refuse_inference
@@ -76,7 +75,6 @@ def finetune(
     scheduler_step: str = "epoch",
     validation: Metric | Iterable[Batch] | None = None,
     distillation: Distillation | None = None,
-    regularizer: GroupSL | None = None,
     clip_norm: float | None = None,
     amp: torch.dtype | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -106,7 +104,6 @@ def finetune(
         validation: `metric(model)`, larger is better, or batches, on which minus the mean loss is the score. The weights of the
             best epoch are kept; without it, the last weights.
         distillation: The dense model as a teacher.
-        regularizer: Adds to the gradients, such as `GroupSL(graph)` on a dense model before it is cut.
         clip_norm: Largest norm of all gradients together, above 0; None does not clip.
         amp: Computes in this type, torch.bfloat16 or torch.float16 (whose gradients are scaled), with weights as they are.
         checkpoint: File that is written after each epoch; no code can hide in it.
@@ -176,11 +173,8 @@ def finetune(
                 )
             optimizer.zero_grad(set_to_none=True)
             scaler.scale(value).backward()
-            if clip_norm is not None or regularizer is not None:
-                scaler.unscale_(optimizer)
-            if regularizer is not None:
-                regularizer.add_gradients(model)
             if clip_norm is not None:
+                scaler.unscale_(optimizer)
                 nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
             scaler.step(optimizer)
             scaler.update()

@@ -83,7 +83,6 @@ class PruneReport:
         candidates: Cuts that were tried, with the loss that decided; empty if there was no choice.
         notes: Sentences for the reader.
         times: Milliseconds before and after, if they were measured: `measure_times`.
-        slowest: Name of a module with weights → milliseconds of a pass of the pruned model, for the five slowest.
     """
 
     model: str
@@ -101,7 +100,6 @@ class PruneReport:
     candidates: Sequence[CandidateReport] = ()
     notes: Sequence[str] = ()
     times: Sequence[TimePair] = ()
-    slowest: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON data."""
@@ -151,7 +149,6 @@ class PruneReport:
         found: dict[str, Table] = {
             "Costs": (("metric", "before", "after", "share", "requested", "minimum"), costs),
             "Time": (("forward pass", "before", "after", "speed-up (quartiles)", "FLOPs reduction", "efficiency"), times),
-            "Most time": (("module", "after"), [(name, f"{each:.3g} ms") for name, each in self.slowest.items()]),
             "Candidates": (
                 ("criterion", "allocation", "loss on held-out examples", ""),
                 [

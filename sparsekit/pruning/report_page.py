@@ -17,7 +17,6 @@ _SECTIONS = (
     ("Costs", "Cost of one forward pass of the example inputs. The minimum keeps as few units as limits and multiples allow."),
     ("Measured", "Scores of the dense model, after pruning, and after fine-tuning, where there was validation data."),
     ("Time", "Both models timed in turns. Efficiency is the speed-up divided by the FLOPs reduction."),
-    ("Most time", "The layers of the pruned model that take most of its time."),
     (
         "Candidates",
         "Cuts that were tried; the one with the lowest loss on examples that neither scored nor reconstructed it was chosen.",

@@ -14,7 +14,7 @@ from sparsekit.criteria.orders import Scored
 from sparsekit.errors import SparsekitError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
-from sparsekit.measure.paired import measure_layers, measure_pair, measure_turns
+from sparsekit.measure.paired import measure_pair, measure_turns
 from sparsekit.pruning.report import PruneReport
 from sparsekit.pruning.report_page import PAGE, prune_page
 from sparsekit.surgery.saving import save_compact
@@ -80,7 +80,7 @@ class Pruned(PrunePlan):
     inputs: ModelInputs | None = None
 
     def measure_times(self, dense: nn.Module, example_inputs: Any, *, runtimes: Sequence[str] = ("eager",)) -> Pruned:
-        """Time the dense and the smaller model in turns, in a few seconds: milliseconds, and the slowest layers.
+        """Time the dense and the smaller model in turns, in a few seconds.
 
         Args:
             dense: The dense model.
@@ -89,7 +89,7 @@ class Pruned(PrunePlan):
                 program of torch.export), "onnx" (ONNX Runtime). A runtime that cannot run the models leaves a note.
 
         Returns:
-            The same with `times` and `slowest` in its report.
+            The same with `times` in its report.
         """
         call = ModelInputs.of(example_inputs)
         args, kwargs = call.args, call.kwargs
@@ -105,9 +105,7 @@ class Pruned(PrunePlan):
             except Exception as error:  # noqa: BLE001 - whatever a compiler or an exporter raises; the cut is good without
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 notes.append(f"the models could not be timed by {runtime}: {reason}")
-        spent = ((name, value) for name, value in measure_layers(self.model, args, kwargs).items() if name)
-        slowest = dict(sorted(spent, key=lambda item: -item[1])[:5])
-        return replace(self, report=replace(self.report, times=times, slowest=slowest, notes=notes))
+        return replace(self, report=replace(self.report, times=times, notes=notes))
 
     def save(self, path: str | os.PathLike[str], *, page: str | None = PAGE) -> None:
         """Write model, mask and a proof of the model's outputs to one safetensors file, and a page that shows the report.

@@ -273,9 +273,6 @@ print(first.loss)
 # sparsekit.Distillation
 tuned = sk.finetune(small, batches, nn.functional.cross_entropy, epochs=1, distillation=sk.Distillation(model))
 
-# sparsekit.finetuning.GroupSL
-tuned = sk.finetune(model, batches, nn.functional.cross_entropy, epochs=1, regularizer=sk.finetuning.GroupSL(graph))
-
 # sparsekit.recalibrate_batchnorm
 sk.recalibrate_batchnorm(small, [x])  # the statistics of batch norms, from data
 

@@ -31,7 +31,6 @@ def test_it_writes_the_model_and_the_report(nets: str, tmp_path: Path, capsys: p
     assert report["after"]["flops"] <= 0.5 * report["before"]["flops"]
     assert {pair["batch"] for pair in report["times"]} >= {1}
     assert all(0 < pair["low"] <= pair["faster"] <= pair["high"] for pair in report["times"])
-    assert report["slowest"]
     assert {path.name for path in out.iterdir()} == {"model.safetensors", "report.html", "report.json"}
     page = (out / "report.html").read_text()
     for part in (

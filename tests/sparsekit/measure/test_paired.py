@@ -50,7 +50,6 @@ def test_a_report_with_times_survives_json_and_says_them() -> None:
     report = pruned.report
     assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
     assert len(report.tables()["Time"][1]) == len(report.times)
-    assert all(name in dict(pruned.model.named_modules()) for name in report.slowest)
     assert "times faster" in str(report)
     assert "6 examples, 1 thread" in str(pruned.report)
 
