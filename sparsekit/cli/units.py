@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -78,7 +78,7 @@ def _describe(name: str, graph: UnitGraph, costs: CostModel) -> dict[str, Any]:
         "prunable_parameters": 1.0 - least["params"] / max(1.0, dense["params"]),
         "prunable_flops": 1.0 - least["flops"] / max(1.0, dense["flops"]),
         "groups": groups,
-        "unprunable": [{"module": item.module, "size": item.size, "reason": item.text} for item in graph.unprunable],
+        "unprunable": [asdict(item) for item in graph.unprunable],
     }
 
 

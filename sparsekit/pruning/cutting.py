@@ -98,7 +98,7 @@ def decide(
             tried.append(CandidateReport(label, way, None, False, f"could not be made: {error}"))
             continue
         loss = calibration.measure(small)
-        told = "" if loss == loss else "its loss on held-out examples is NaN"
+        told = "" if loss == loss else "the loss on held-out examples is NaN"
         tried.append(CandidateReport(label, way, None if told else loss, False, told))
         rank = float("inf") if told else loss
         if best is None or rank < best[0]:
@@ -107,8 +107,15 @@ def decide(
         raise refused
     _, candidate, cut = best
     rows = [replace(each, chosen=(each.criterion, each.allocation) == (candidate.label, candidate.way)) for each in tried]
-    notes = [f"Candidate {each.criterion}, {each.allocation}: {each.note}." for each in tried if each.note]
-    return Decision(candidate, cut, rows, scores, notes)
+    return Decision(candidate, cut, rows, scores, _notes(tried))
+
+
+def _notes(tried: Sequence[CandidateReport]) -> list[str]:
+    """Return a sentence for each reason why candidates could not be made or judged."""
+    alike: dict[str, list[str]] = {}
+    for each in tried:
+        alike.setdefault(each.note, []).append(f"{each.criterion}, {each.allocation}")
+    return [f"Candidate{'s' if names[1:] else ''} {'; '.join(names)}: {note}." for note, names in alike.items() if note]
 
 
 def execute(settings: Settings, cut: Cut, model: nn.Module, graph: UnitGraph) -> tuple[nn.Module, Mapping[str, Any]]:

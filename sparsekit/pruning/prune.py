@@ -271,7 +271,7 @@ def _report(
         after=costs.costs(counts) | ({} if latency_ms is None else {"latency_ms": latency_ms}),
         minimum=costs.costs(least_counts(free_counts(graph, settings.limits, multiples))),
         groups=describe(costs, counts),
-        unprunable=[{"module": item.module, "size": item.size, "reason": item.text} for item in graph.unprunable],
+        unprunable=graph.unprunable,
         steps=history,
         measured=found,
         candidates=decision.tried,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
+from sparsekit.graph.groups import Unprunable
 from sparsekit.measure.budget import format_cost
 from sparsekit.measure.cost import CostModel
 from sparsekit.measure.paired import TimePair
@@ -75,7 +76,7 @@ class PruneReport:
         after: Metric → cost of the pruned model.
         minimum: Metric → cost if every group keeps as few units as limits and multiples allow.
         groups: Before and after.
-        unprunable: Units that cannot be pruned: module, number and reason.
+        unprunable: Units that cannot be pruned, and why.
         steps: Metric → cost after each step of the schedule.
         measured: Identifier → other measurements. `reconstruction_error` is the mean share of the error in the outputs of
             refitted layers that is left. A metric named `accuracy` gives `accuracy_dense`, `accuracy_pruned` and
@@ -94,7 +95,7 @@ class PruneReport:
     after: Mapping[str, float]
     minimum: Mapping[str, float]
     groups: Sequence[GroupReport]
-    unprunable: Sequence[Mapping[str, Any]]
+    unprunable: Sequence[Unprunable]
     steps: Sequence[Mapping[str, float]] = ()
     measured: Mapping[str, Any] = field(default_factory=dict)
     candidates: Sequence[CandidateReport] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from sparsekit.graph.refusals import by_cause
 from sparsekit.measure.budget import format_cost
 from sparsekit.page import bars, code, heading, page, paragraph, table
 
@@ -53,8 +54,8 @@ def prune_page(report: PruneReport, *, file: str, sizes: Mapping[str, int], fact
         bars(("group", "units", "kept", "FLOPs of affected layers, before (light) and after (dark)"), rows),
     ]
     if report.unprunable:
-        reasons = [(str(each["module"]), str(each["size"]), str(each["reason"])) for each in report.unprunable]
-        parts += [heading("Cannot be pruned"), table(("module", "units", "reason"), reasons, texts=("reason",))]
+        reasons = table(("modules", "units", "reason"), by_cause(report.unprunable), texts=("reason",))
+        parts += [heading("Cannot be pruned"), reasons]
     parts += [paragraph(note) for note in report.notes]
     maker = f"{factory or report.model})  # a class or function that makes the dense model"
     load = f'import sparsekit as sk\n\nmodel = sk.load_compact("{file}", {maker}'

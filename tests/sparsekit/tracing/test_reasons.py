@@ -2,14 +2,18 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
+from html import escape
 
 import pytest
 import torch
 from laws import trace
 from torch import Tensor, nn
 
+import sparsekit as sk
 from sparsekit.errors import NoUnitsError
 from sparsekit.graph.refusals import by_cause
+from sparsekit.pruning.report_page import prune_page
 
 
 class Block(nn.Module):
@@ -75,6 +79,13 @@ def test_a_refusal_in_several_blocks_is_one_line_with_place_and_remedy(name: str
     assert line[:2] == ("{1–3}.a", f"3 × {units}")
 
     assert re.search(expected, told[0]), told[0]
+
+    report = sk.prune(model, (x,), allocation=partial(sk.allocation.by_ratio, ratios=0.5), graph=graph).report
+    page = prune_page(report, file="small.safetensors", sizes={})
+    row = f'<tr><th>{line[0]}</th><td>{line[1]}</td><td class="text">{escape(line[2])}</td></tr>'
+    assert page.count(escape(refused[0].reason)) == page.count(row) == 1
+    keys = {key for each in report.to_dict()["unprunable"] for key in each}
+    assert keys == {"module", "size", "reason", "kind", "inside", "remedy"}
 
 
 def test_positions_that_all_go_together_are_listed() -> None:
