@@ -3,9 +3,10 @@
     python .ci/pages.py [--only tune deploy] [--work DIR]
 
 A page's environment is the first install line of the README and each `pip install` command on the page. Pages with
-the same set share an environment. The Python of a page runs as one program in an empty folder, then its commands from blocks
-without a language or in bash, in a shell, with fewer rounds, trials and seeds. Takes some minutes and needs a package index.
-Prints a line for each page; the exit code is 1 where something failed.
+the same set share an environment; one that `--work` has kept is brought up to date. The Python of a page runs as one program
+in an empty folder, then its commands from blocks without a language or in bash, in a shell, with fewer rounds, trials and
+seeds. Data sets that a command would download come from the folder in SPARSEKIT_DATA, if it is set. Takes some minutes and
+needs a package index. Prints a line for each page; the exit code is 1 where something failed.
 """
 
 import argparse
@@ -22,6 +23,7 @@ FRAGMENTS = ("after-the-cut", "callbacks", "criteria", "flower-first", "int8", "
 NOT_HERE = r"HEAD:|--head|flower-superlink|flower-supernode|flwr run|^python main\.py|--device cuda|benchmarks/gpu"
 """Commands that need a second machine, a second terminal, a GPU or another project."""
 SHORTER = (r"--trials \d+", "--trials 2"), (r"--seeds \d+", "--seeds 1"), (r"--rounds \d+", "--rounds 2")
+DOWNLOADED = r"--(dataset|preset) (mnist|cifar10|cifar100)\b"
 READERS = """
 import torch
 from torch import nn
@@ -69,6 +71,8 @@ def commands_of(text: str) -> list[str]:
     found = [line.removeprefix("$ ").split("  #")[0].strip() for line in joined.splitlines()]
     for pattern, short in SHORTER:
         found = [re.sub(pattern, short, line) for line in found]
+    if "SPARSEKIT_DATA" in os.environ:
+        found = [line if "--data-dir" in line else re.sub(DOWNLOADED, r"\g<0> --data-dir data", line) for line in found]
     return [line for line in found if line.startswith("sparsekit ") and not re.search(NOT_HERE, line)]
 
 
@@ -121,12 +125,11 @@ def main() -> int:
         for installs, members in sets.items():
             home = (chosen.work or Path(name)) / re.sub(r"\W+", "-", " ".join(installs))[-80:]
             programs = home / "bin"
-            if not programs.exists():
-                home.mkdir(parents=True)
-                run(f"{sys.executable} -m venv {home}", ROOT)
-                for line in installs:
-                    run(line, ROOT, programs)
             print(f"== {' && '.join(installs)}", flush=True)
+            if not programs.exists():
+                run(f"{sys.executable} -m venv {home}", ROOT)
+            for line in installs:
+                run(line, ROOT, programs)
             for page in members:
                 try:
                     with tempfile.TemporaryDirectory() as folder:

@@ -128,7 +128,14 @@ def _method(
     Exit codes: 0 finished · 1 the run failed · 2 a wrong option or file · 3 finished, but a client could never train or be
     scored · 130 stopped by Ctrl-C.
     """
+    from sparsekit_fl.checkpoint import holds_run
+
     if method is None and options.resume:
+        if options.out is not None and holds_run(options.out):
+            raise InvalidValueError(
+                f"{options.out} holds a run that was started in Python; resume it there, with"
+                f" fl.run(…, out={str(options.out)!r}, resume=True)"
+            )
         raise InvalidValueError(f"no run to resume in {options.out}; check --out, or name METHOD and leave out --resume")
     if method is None:
         raise InvalidValueError("METHOD is missing; name one, as in `sparsekit run fedavg`, or pass a --config FILE that does")

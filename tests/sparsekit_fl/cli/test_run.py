@@ -77,6 +77,9 @@ def test_a_run_resumes_by_its_folder_alone_and_refuses_all_else(tmp_path: Path, 
     assert "--resume" in capsys.readouterr().err
     assert execute(["run", "--resume", *out, "--lr", "0.1"]) == 2
     assert "config.training.lr: was 0.05, now 0.1" in capsys.readouterr().err
+    (tmp_path / "run/run.toml").unlink()  # which a run from Python does not write
+    assert execute(["run", "--resume", *out]) == 2
+    assert "started in Python; resume it there" in " ".join(capsys.readouterr().err.split())
 
 
 FACTORIES = """
