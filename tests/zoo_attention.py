@@ -131,7 +131,7 @@ add(
 
 
 class Hardcoded(nn.Module):
-    """The width of the input is taken for the width of the heads, as in many a tutorial: they must stay."""
+    """The width of the input is taken for the width of the heads, as in many a tutorial: they go together, or stay."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -145,9 +145,19 @@ class Hardcoded(nn.Module):
         return self.c_proj(y.transpose(1, 2).contiguous().view(b, t, c))
 
 
-_TOLD = ("the compacted model fails: RuntimeError: shape", "zoo_attention.py")
+_TOLD = ("its width is read from units that cannot be pruned at zoo_attention.py", "write -1 in place")
 add("gpt-hard-coded-width", tokens(11, 2, 6), {"blocks.0.fc1": 10}, fixed=_TOLD)(
     lambda: Language(8, Block(8, Hardcoded(8, 4), 10))
+)
+add("hard-coded-width", images(2, 5, 3), {"stem": 4, "attn.c_proj": 8})(
+    lambda m, x: m.head(F.relu(m.attn(F.relu(m.stem(x))))), stem=(3, 8), attn=lambda: Hardcoded(8, 4), head=(8, 2)
+)
+add("heads-at-positions", images(1, 5, 3, 3), {"stem": 8, "attn.q": 4, "attn.out": 8})(
+    lambda m, x: m.head(F.relu(m.attn((m.stem(x) + m.position).flatten(0, 1)))),
+    stem=(3, 8),
+    position=lambda: nn.Parameter(torch.randn(1, 5, 1, 1)),
+    attn=lambda: Separate(8, 4, 2, fused=False),
+    head=(8, 2),
 )
 
 

@@ -30,6 +30,7 @@ widened(
     "gpt",
     {"tokens": 12, "blocks.0.attn.c_attn": 3, "blocks.0.fc1": 10, "blocks.1.attn.c_attn": 6, "blocks.1.fc1": 8},
 )
+widened("gpt-hard-coded-width", {"tokens": 4, "blocks.0.fc1": 10})
 widened(
     "transformer-encoder",
     {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sparsekit.graph.groups import Constant, Kind, Refusal
 from sparsekit.graph.held import Path
-from sparsekit.labels.numbers import Given, Held, Source
+from sparsekit.labels.numbers import Given, Held, Number, Size, Source
 from sparsekit.labels.origin import mark_inputs
 from sparsekit.labels.values import (
     ALWAYS_ZERO,
@@ -51,6 +51,7 @@ class Tracer:
         equals: (nodes, integers held) of comparisons of the length of an axis that were true.
         compared: Sources of integers that code has compared, rounded or converted.
         literals: (nodes, number, where) of lengths that were given and read from nowhere.
+        borrowed: (nodes, nodes, cause) of axes whose length was given as the length of an axis of other units.
         attempts: Module → how many choices of integers that follow the number of its units have failed.
         held: Module → the integers that it holds.
         given: The integers of the call that runs now.
@@ -78,6 +79,7 @@ class Tracer:
         self.equals: list[tuple[IntArray, frozenset[Held]]] = []
         self.compared: list[Source] = []
         self.literals: list[tuple[IntArray, int, Cause]] = []
+        self.borrowed: list[tuple[IntArray, IntArray, Cause]] = []
         self.attempts: dict[str, int] = {}
         self.held: dict[str, list[Held]] = {}
         self.given = Given()
@@ -87,6 +89,7 @@ class Tracer:
         self.rearranged: dict[Any, list[IntArray]] = {}
         self._entry_labels: dict[int, TensorLabels] = {}
         self._constants: dict[tuple[Any, ...], Entry] = {}
+        self._whole: set[int] = set()  # nodes that were fixed
         self._starts: list[int] = []  # the first node of each entry
         self._sources: list[frozenset[tuple[int, int]]] = [frozenset(), frozenset()]
         self._source_ids: dict[frozenset[tuple[int, int]], int] = {}
@@ -214,6 +217,10 @@ class Tracer:
         self.entries.append(entry)
         return entry
 
+    def is_fixed(self, labels: Labels) -> bool:
+        """Tell whether all positions of an axis were fixed."""
+        return self._whole.issuperset(labels.nodes[labels.nodes >= 0].tolist())
+
     def is_constant(self, labels: Labels) -> bool:
         """Tell whether the units of an axis were read from buffers and constants, which tell no units apart by themselves."""
         met = labels.nodes[labels.nodes >= 0]
@@ -309,6 +316,7 @@ class Tracer:
         nodes = what.all_nodes() if isinstance(what, TensorLabels) else what.nodes if isinstance(what, Labels) else what
         nodes = nodes[nodes >= 0]
         if nodes.size:
+            self._whole.update(nodes.tolist())
             kind: Refusal = "expected" if quiet else "average" if averaged else "operator"
             self.fixed.append((nodes, self.cause(reason, kind) if isinstance(reason, str) else reason))
 
@@ -425,6 +433,8 @@ class Tracer:
         read = [number.held if (number := g.numbers.get(size)) else frozenset() for g, size in zip(given, lengths, strict=True)]
         literal = [size in g.plain for g, size in zip(given, lengths, strict=True)]
         self.lengths.append(GivenLength(nodes, tuple(read)))
+        if nodes.ndim == 1:
+            self._borrow(nodes, given[0].numbers.get(lengths[0]))
         for axis, (size, is_literal) in enumerate(zip(lengths, literal, strict=True)):
             if is_literal:
                 self.literals.append((nodes, size, self.cause("")))
@@ -432,6 +442,14 @@ class Tracer:
                     if held.value == size:
                         alone = [frozenset({held}) if other == axis else frozenset() for other in range(len(lengths))]
                         self.lengths.append(GivenLength(nodes, tuple(alone), "equal"))
+
+    def _borrow(self, nodes: IntArray, length: Number | None) -> None:
+        """Note that the length of an axis was read from an axis of other units."""
+        for source in () if length is None else length.factors:
+            if isinstance(source, Size) and source.nodes.size == nodes.size and not np.array_equal(source.nodes, nodes):
+                remedy = "write -1 in place of the width of another tensor"
+                cause = self.cause("its width is read from units that cannot be pruned", "number", remedy)
+                self.borrowed.append((nodes, source.nodes, cause))
 
     def held_by(self, length: int) -> frozenset[Held]:
         """Return the integers held that gave a length in the call that runs now."""

@@ -13,7 +13,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import Kind, NormSite, Refusal, UnitGroup, UnitSlice, Unprunable
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import NOT_ZERO, Cause, Entry, IntArray
-from sparsekit.tracing.grouping.sizes import Candidate, chosen_sizes, counted_parts, find_sizes, tie_splits
+from sparsekit.tracing.grouping.sizes import Candidate, chosen_sizes, counted_parts, find_sizes, share_widths, tie_splits
 
 _UNREAD = Cause("", "nothing reads its units", "expected")
 _AVERAGED = Cause("", "nothing but an average over its units reads them")
@@ -250,6 +250,8 @@ def build(tracer: Tracer, shapes: Mapping[str, torch.Size]) -> Built:
     """Make the graph from the labels of a trace. `shapes`: state-dict key → shape of the whole state."""
     while True:
         builder = _Builder(tracer)
+        if share_widths(tracer, builder.root, builder.cause != -1):
+            continue
         taken: set[str] = set()
         groups: dict[str, UnitGroup] = {}
         nodes: dict[str, IntArray] = {}

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import SizeAttribute, UnitGroup
@@ -56,6 +57,32 @@ def tie_splits(tracer: Tracer, root: IntArray) -> bool:
                 tracer.united.append((first[apart], count.nodes[apart]))
                 tied = True
     return tied
+
+
+def share_widths(tracer: Tracer, root: IntArray, fixed: npt.NDArray[np.bool_]) -> bool:
+    """Unite axes where code reads the length of one from the other; if units on one cannot be pruned, fix those on the other.
+
+    Args:
+        tracer: The trace.
+        root: The unit of each node.
+        fixed: By root, whether the unit cannot be pruned.
+
+    Returns:
+        True if anything changed.
+    """
+    changed = False
+    for nodes, others, cause in tracer.borrowed:
+        if np.array_equal(np.sort(root[nodes]), np.sort(root[others])):  # the same units, maybe in another order
+            continue
+        apart = root[nodes] != root[others]
+        first, second = fixed[root[nodes]], fixed[root[others]]
+        for own, which in ((nodes, second & ~first), (others, first & ~second)):
+            tracer.fix(own[which], cause)
+        free = apart & ~first & ~second
+        if free.any():
+            tracer.united.append((nodes[free], others[free]))
+        changed |= bool(free.any() or (first != second).any())
+    return changed
 
 
 def _varying(nodes: IntArray, root: IntArray) -> list[int]:

@@ -107,12 +107,14 @@ def _rearranged(call: Call, labels: Labels) -> list[Labels] | None:
 
 
 def _moved(call: Call, labels: TensorLabels, reason: str) -> list[TensorLabels]:
-    """Labels of the outputs. Of two axes of units that become one, the first is followed and the other stays whole."""
+    """Labels of the outputs. Of two axes of units that become one, the first that is not fixed is followed, the other fixed."""
     rank, shapes = len(labels.axes), [tensor.shape for tensor in call.outputs]
     spaces = [] if labels.joint is None else [labels.joint]
     units = [(dim, axis) for dim, axis in enumerate(labels.axes) if axis is not None and not axis.is_uniform]
     if labels.entry is not None:
         units.sort(key=lambda pair: int(pair[1].nodes.max()))  # the first axis of the entry itself
+    if len(units) > 1:
+        units.sort(key=lambda pair: call.tracer.is_fixed(pair[1]))
     spaces += [axis.at(dim, rank) for dim, axis in units]
     axes: list[list[Labels | None]] = [[None] * len(shape) for shape in shapes]
     joints: list[Labels | None] = [None] * len(shapes)
