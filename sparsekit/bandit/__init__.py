@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from sparsekit.bandit.base import Bandit, Box, BoxPull, Interval, Pull
+from sparsekit.bandit.base import Bandit, Box, Interval, Pull
 from sparsekit.bandit.logged import Arm
 from sparsekit.bandit.make import make_bandit, registry
 from sparsekit.bandit.pucbv import PUCBV
 from sparsekit.bandit.split_ucbv import SplitUCBV
 
-__all__ = [
-    "PUCBV",
-    "Arm",
-    "Bandit",
-    "Box",
-    "BoxPull",
-    "Interval",
-    "Pull",
-    "SplitUCBV",
-    "make_bandit",
-    "registry",
-]
+__all__ = ["PUCBV", "Arm", "Bandit", "Box", "Interval", "Pull", "SplitUCBV", "make_bandit", "registry"]

@@ -1,4 +1,4 @@
-"""Interval and Box, the spaces of a search; Pull and BoxPull, one trial there; Bandit, the search itself."""
+"""Interval and Box, the spaces of a search; Pull, one trial there; Bandit, the search itself."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,10 @@ Side = Literal["below", "above"]
 
 
 def check_number(value: float, what: str) -> float:
-    """Return `value` as a Python float: of an int, a float, a numpy scalar or a tensor of one entry; `what` names it in the
-    message.
+    """Return `value`, an int, a float, a numpy scalar or a tensor of one entry, as a Python float.
 
     Raises:
-        InvalidValueError: not a number (text and booleans are not), or NaN.
+        InvalidValueError: not a number (text and booleans are not), or NaN; the message names it `what`.
     """
     if not isinstance(value, (bool, np.bool_, str, bytes)):
         try:
@@ -165,24 +164,12 @@ class Pull:
 
     Args:
         id: Counted from 0 by the bandit that proposed it.
-        value: The value to try. If another value was tried instead, tell `Pull(pull.id, tried)`.
+        value: The value to try: a number of an `Interval`, or name → number of a `Box`. If another value was tried instead,
+            tell `Pull(pull.id, tried)`.
     """
 
     id: int
-    value: float
-
-
-@dataclass(frozen=True)
-class BoxPull:
-    """One trial of one point of a Box.
-
-    Args:
-        id: Counted from 0 by the bandit that proposed it.
-        value: Name → value to try. If another point was tried instead, tell `BoxPull(pull.id, tried)`.
-    """
-
-    id: int
-    value: Mapping[str, float]
+    value: Any
 
 
 @runtime_checkable

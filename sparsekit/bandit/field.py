@@ -1,4 +1,7 @@
-"""Field: the arms of a SplitUCBV in the unit cube, their rewards, and the choice of the next arm."""
+"""Field: the arms of a SplitUCBV in the unit cube, their rewards, and the choice of the next arm.
+
+`docs/concepts/bandit-constants.md` says what each constant does.
+"""
 
 import math
 from collections.abc import Mapping
@@ -9,33 +12,17 @@ import numpy.typing as npt
 from sparsekit.bandit.base import Side
 from sparsekit.bandit.tree import DEEPEST, NARROWEST, Floats, Integers, Tree
 
-# Cells to begin with on an interval, and in a box of two axes or more.
 _LINE, _CUBE = 5, 6
-# Width of the middle part of a cell from which its arm is drawn, as a share of the cell.
 _JITTER = 0.2
-# p: value of a unit of posterior variance at the arm; φ: share of the variation that counts next to a better arm.
-_CERTAINTY, _FACING = 1.0, 0.2
-# κ: a cell is split when its arm's variance is below so much of the variation.
-_PATIENCE = 2.0
-# At most so many cells are split in search of an arm below a bound.
+_CERTAINTY, _FACING = 1.0, 0.2  # p and φ of the index
+_PATIENCE = 2.0  # κ
 _SPLITS = 6
-# All arms learn from one another after so many more rewards, as a share of those told since arms fell.
 _REFRESH = 0.04
-# A variance that rounds to nothing in floating point is not a scale.
-_LEAST_SCALE = 1e-250
-# The first guess of the noise, as a share of the variance of the first rewards, and how many repeated rewards it counts for.
+_LEAST_SCALE, _LEAST = 1e-250, 1e-14
 _GUESS, _GUESS_WEIGHT = 0.2, 3.0
-# Cells are split from so many repeated rewards on, if these are at least this share of all, unless rewards have no noise.
 _REPEATS, _REPEATED = 2, 0.2
-# The noise is taken for no less than this share of the scale, so that nothing is divided by 0.
-_LEAST = 1e-14
-# What a repeated reward that is equal to the last bit leaves of the noise that is expected before any is repeated.
 _EXACT = 0.01
-# Falls are looked for from so many repeated rewards on; after one, each arm keeps so much of a reward.
 _SETTLED, _FADED = 8, 0.05
-# k: a fall by less than so many deviations does not count; h: the sum of falls from which on they are not chance. Deviations
-# beyond
-# the third count as that: one outlier is not a change.
 _ALLOWANCE, _ALARM, _LARGEST = 0.5, 9.0, 3.0
 
 
@@ -45,8 +32,7 @@ class Field(Tree):
     def __init__(self, axes: int, *, discount: float | None, rng: np.random.Generator) -> None:
         """Cut the cube into a few equal cells, in random order, each with an arm near its middle.
 
-        `discount` is the share of knowledge that survives a reward, in (0, 1]; None keeps all of it until arms are seen to
-        fall.
+        `discount`: share of knowledge that survives a reward, in (0, 1]; None keeps all of it until rewards fall.
         """
         super().__init__(_LINE if axes == 1 else _CUBE, axes, rng)
         self._rng = rng
@@ -56,11 +42,11 @@ class Field(Tree):
         self.points[:size] = [self._middle(*box) for box in zip(self.low[:size], self.high[:size])]
         self._weights: Floats = np.zeros(self.capacity)
         self._rewards: Floats = np.zeros(self.capacity)
-        # How many rewards went to other points that were executed in place of the arm, and whether any did.
+        # Rewards of points that were executed in place of the arm, and whether there were any.
         self._tries: Floats = np.zeros(self.capacity)
         self._tried = False
         self._pulls: Integers = np.zeros(self.capacity, dtype=np.int64)
-        # The first told pull of each arm, as its place among all told.
+        # Place of the first told pull of each arm among all told.
         self._first: Integers = np.full(self.capacity, -1)
         self._dropped: npt.NDArray[np.bool_] = np.zeros(self.capacity, dtype=np.bool_)
         self._drops = False
@@ -68,28 +54,27 @@ class Field(Tree):
         # Arms that have failed; the smallest and the largest reward.
         self._failed: set[int] = set()
         self._least, self._most = math.inf, -math.inf
-        # Of repeated rewards: squared deviations from the mean before them, how many count, and how many there were. The noise
-        # never comes from differences between points: noise that is taken for variation has every cell split and no point
-        # repeated, and so is never found out.
+        # Of repeated rewards: squared deviations from the mean before them, effective number, and number. Differences between
+        # points never count as noise: if noise counts as variation, cells are split, points are not repeated, and the mistake
+        # is never noticed.
         self._within = self._replicates = self._repeats = 0.0
-        # Whether the first arms differ in their rewards, as they do unless rewards are counts or classes.
+        # Whether the rewards of the first arms differ, as they do unless rewards are counts or classes.
         self._distinct = False
         # S of `_falls`.
         self._fall = 0.0
-        # What of the index of each cell is owed to a better neighboring arm, as of the last time that all arms learned.
+        # Second term of the index of each cell, from a better neighboring arm, when all arms last learned.
         self._beside: Floats = np.zeros(0)
-        # The index of each arm but for open pulls; None where it is to be computed.
+        # Index of each arm without open pulls; None if it must be computed.
         self._index: Floats | None = None
-        # Rewards since all arms learned from one another, and whether they must before the next proposal.
+        # Rewards since all arms learned from each other, and whether they must before the next proposal.
         self._since = 0.0
         self._stale = True
         # Rewards since the first, or since arms fell.
         self._clock = 0.0
-        # Open pulls: the arm of each, -1 if no cell could hold one.
+        # Open pull → arm; -1 if no cell could hold one.
         self.open: dict[int, int] = {}
 
     def _middle(self, low: Floats, high: Floats) -> Floats:
-        """Return a point drawn from the middle part of a box."""
         point: Floats = low + (high - low) * (0.5 + _JITTER * (self._rng.random(len(low)) - 0.5))
         return point
 
@@ -133,7 +118,7 @@ class Field(Tree):
     # --- learning ---
 
     def learn(self, arm: int, reward: float, weight: float, place: int) -> None:
-        """Take in the reward of an arm, which counts for `weight` rewards and is at this place among all told."""
+        """Learn from a reward that counts for `weight` rewards and is at this place among all told."""
         faded = self._discount < 1.0
         if faded:
             self._weights[: self.size] *= self._discount
@@ -147,7 +132,7 @@ class Field(Tree):
             if had > 0.0:
                 fallen = self._falls(reward - mean, 1.0 / had + 1.0 / weight)
                 self._within += (reward - mean) ** 2 * had * weight / (had + weight)
-                # A mean that has faded is not better for it than it was, so its deviation tells less than its weight says.
+                # A faded mean is as exact as before, so its deviation tells less than its weight says.
                 self._replicates += min(1.0, 2.0 * had / (had + weight)) if faded else 1.0
         else:
             self._stale = True
@@ -167,9 +152,9 @@ class Field(Tree):
             self._index[arm] = self._index_of(arm, 0)
 
     def fail(self, arm: int) -> None:
-        """Take in a failed trial of an arm: a visit with the worst reward, which says nothing about the noise.
+        """Count a failed trial as a visit with the worst reward, which says nothing about the noise.
 
-        As long as there is no scale, it counts as a visit alone. The arm's cell is split before the arm is pulled again.
+        The arm's cell is split before the arm is pulled again.
         """
         self._failed.add(arm)
         if self.scale:
@@ -180,7 +165,7 @@ class Field(Tree):
 
     @property
     def _worst(self) -> float:
-        """The smallest reward, or a smaller number if all are equal: failures are then all that matters."""
+        """The smallest reward, or a smaller number if all are equal."""
         return self._least if self._least < self._most else self._least - abs(self._least)
 
     def _add(self, arm: int, reward: float, weight: float) -> None:
@@ -194,16 +179,16 @@ class Field(Tree):
             self.observe(arm, reward, self._noise / weight)
 
     def miss(self, arm: int, weight: float) -> None:
-        """Another point was executed in place of an arm, which then counts as told, though nothing is known about it.
+        """Count an arm as told, in place of which another point was executed.
 
-        Otherwise, a proposal that is always executed elsewhere, say rounded, would be made for ever.
+        Otherwise, a proposal that is always executed elsewhere, such as rounded, would be repeated forever.
         """
         self._tries[arm] += weight
         self._repeats += 1.0
         self._tried = True
 
     def _refresh(self) -> None:
-        """Let all arms learn from one another, if that is due; the first rewards set the scale."""
+        """Let all arms learn from each other if that is due; the first rewards set the scale."""
         if not self.scale:
             if not self._told or self._told + len(self._failed) < self._begin:
                 return
@@ -228,10 +213,7 @@ class Field(Tree):
     # --- the index ---
 
     def indices(self, pending: Mapping[int, int]) -> Floats:
-        """Return the index of each arm, float (arms,); -inf for dropped ones. `pending` has the number of open pulls of arms.
-
-        Cells that were split since all arms last learned are owed nothing yet.
-        """
+        """Return the index of each arm, float (arms,); -inf for dropped ones. `pending`: arm → number of open pulls."""
         size = self.size
         if not self.scale:
             # Nothing is known yet: the arms in turn, from the widest cells to the narrowest.
@@ -255,26 +237,22 @@ class Field(Tree):
         return index
 
     def _index_of(self, arm: int, times: int) -> float:
-        """Return the index of one arm as if so many open pulls of it had been told."""
+        # As if so many open pulls of the arm had been told, like the two below.
         worth = self._worth(arm, times)
         return max(worth, self._beside.item(arm)) if arm < len(self._beside) else worth
 
     def _worth(self, arm: int, times: int) -> float:
-        """Return the same without the debt to a better neighboring arm."""
         room = self.room.item(self.depth.item(arm))
         return self.means.item(arm) + math.sqrt(_CERTAINTY * self._variance(arm, times) + room)
 
     def _variance(self, arm: int, times: int) -> float:
-        """Return the posterior variance of an arm as if so many open pulls of it had been told; pulls executed elsewhere
-        count as told.
-        """
         variance, rewards = self.variances.item(arm), times + self._tries.item(arm)
         return variance / (1.0 + variance * rewards / self._noise) if rewards else variance
 
     # --- which arm is next ---
 
     def choose(self, *, lost: int, upper: float | None = None) -> int:
-        """Return the next arm; -1 if no cell can hold an arm below the bound `upper` of the first coordinate.
+        """Return the next arm; -1 if no cell can hold an arm below `upper`, a bound of the first coordinate.
 
         Open pulls with an id below `lost` are ignored.
         """
@@ -301,11 +279,10 @@ class Field(Tree):
         return self._below(index, bound)
 
     def _pulled_or_split(self, cell: int, index: float, pending: Mapping[int, int]) -> int:
-        """Return the arm to pull after the choice of a cell: its own, a part split off from it, or a better arm next to it."""
+        """Return the arm to pull for a chosen cell: its own, a new one in it, or a better one next to it."""
         if not self.scale:
             ready = bool(self._pulls[cell] or self._tries[cell]) or cell in pending
             return self._halve(cell) if ready else cell
-        # The index is the larger of the worth of its own arm and its debt to a better neighbor.
         if self._beside.item(cell) >= index and self._beside.item(cell) > self._worth(cell, pending.get(cell, 0)):
             sides = self.facing[cell]
             side = int(self.means[sides].argmax())
@@ -314,9 +291,7 @@ class Field(Tree):
         return self._halve(cell) if self._ripe(cell, cell, pending) else cell
 
     def _ripe(self, arm: int, cell: int, pending: Mapping[int, int]) -> bool:
-        """Tell whether the variance of an arm, with its open pulls, is below the variation in a cell, and the noise is known
-        well enough.
-        """
+        """Tell whether an arm varies less than its cell and the noise is known well enough, or the arm has failed."""
         if arm in self._failed:
             return True
         within = self.variation.item(self.depth.item(cell) + 1)
@@ -326,10 +301,7 @@ class Field(Tree):
     # --- splitting ---
 
     def _split(self, cell: int, axis: int, at: float, point: Floats, *, keeps_low: bool | None = None) -> int:
-        """Cut a cell in two; the new cell gets an arm at a point, which is returned, the other one keeps its own.
-
-        `keeps_low` says which part has the cell's own arm; None if the arm is not on the cut.
-        """
+        """Cut a cell in two and return the new arm, at `point`. `keeps_low`: the part of the old arm, if that is on the cut."""
         new = self.cut(cell, axis, at, keeps_low=bool(self.points[cell, axis] < at) if keeps_low is None else keeps_low)
         self.points[new] = point
         self._dropped[new] = self._dropped[cell]
@@ -337,9 +309,7 @@ class Field(Tree):
         return new
 
     def _halve(self, cell: int) -> int:
-        """Split a cell across its longest side; returns the new arm, or its own if the cell is too narrow or there is no
-        room.
-        """
+        """Split a cell across its longest side; return the new arm, or its own if there is no room."""
         half = self.halves(cell)
         if half is None or self.full:
             return cell
@@ -349,7 +319,7 @@ class Field(Tree):
         return self._split(cell, axis, cut, self._middle(low, high))
 
     def _halve_towards(self, cell: int, side: int) -> int:
-        """Split off the part of a cell at one of its sides: half of it, or the part between its arm and that side."""
+        """Split off half of a cell at one of its sides, or the part between its arm and that side."""
         axis, above = divmod(side, 2)
         low, high = self.low[cell].copy(), self.high[cell].copy()
         start, at, end = float(low[axis]), float(self.points[cell, axis]), float(high[axis])
@@ -362,7 +332,7 @@ class Field(Tree):
         return self._split(cell, axis, 0.5 * (at + float(point[axis])) if between else middle, point)
 
     def _below(self, index: Floats, upper: float) -> int:
-        """Return the arm of largest index below a bound, made if need be; -1 if there is no room."""
+        """Return the arm of largest index below a bound, made if necessary; -1 if there is no room."""
         for arm in np.argsort(-index, kind="stable").tolist():
             if index[arm] == -math.inf:
                 break
@@ -376,16 +346,12 @@ class Field(Tree):
         return -1
 
     def _split_between(self, cell: int, point: Floats) -> int:
-        """Split a cell half way between its arm and another point, which becomes the new arm."""
         gaps = np.abs(point - self.points[cell])
         axis = int(gaps.argmax())
         return self._split(cell, axis, 0.5 * float(point[axis] + self.points[cell, axis]), point)
 
     def arm_at(self, point: Floats) -> int:
-        """Return the arm at a point of the cube, a new one in a cell split off for it if need be.
-
-        Without room for another cell, it is the arm of the cell that holds the point.
-        """
+        """Return the arm at a point of the cube, made if necessary; without room, the arm of the cell around it."""
         cell = self.find(point)
         if self.full or float(np.abs(point - self.points[cell]).max()) < 2.0 * NARROWEST:
             return cell
@@ -400,8 +366,6 @@ class Field(Tree):
         point[0] = 0.5 * (low + at if side == "below" else at + high)
         self._dropped[self._split(arm, 0, at, point, keeps_low=side == "above")] = self._drops = True
 
-    # --- what came of it ---
-
     def best(self) -> int:
         """Return the place, among all told, of the first pull of the arm that is best with some confidence."""
         size = self.size
@@ -412,12 +376,3 @@ class Field(Tree):
         if standing.any():
             merit[~standing] = -math.inf
         return int(self._first[int(merit.argmax())])
-
-    def rows(self) -> list[tuple[float, float, int, float, float, float]]:
-        """Return, for each cell: low and high on the first axis, pulls, posterior mean and variance, index; from low up."""
-        size = self.size
-        means = self.level + self.means[:size] if self.scale else self._rewards[:size]
-        index = self.level + self.indices({}) if self.scale else np.full(size, math.inf)
-        columns = (self.low[:size, 0], self.high[:size, 0], self._pulls[:size], means, self.variances[:size], index)
-        rows = list(zip(*(column.tolist() for column in columns), strict=True))
-        return sorted(row for row, dropped in zip(rows, self._dropped[:size].tolist(), strict=True) if not dropped)

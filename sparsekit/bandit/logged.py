@@ -6,28 +6,26 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Generic, TypeVar, cast
+from typing import Any
 
 import numpy as np
 
-from sparsekit.bandit.base import Box, BoxPull, Interval, Pull, Side, check_number
+from sparsekit.bandit.base import Box, Interval, Pull, Side, check_number
 from sparsekit.errors import InvalidValueError
-
-Trial = TypeVar("Trial", Pull, BoxPull)
 
 LARGEST_REWARD = 1e100
 """Sums of squares of larger rewards overflow, and an infinite variance would poison every later comparison."""
 
 
-class LoggedBandit(ABC, Generic[Trial]):
+class LoggedBandit(ABC):
     """The common part of our bandits: open and told pulls, their checks, and a state.
 
     The state holds the settings, the first state of the generator, and every `ask`, `tell` and `forget` in order. A bandit is
-    restored by repeating them, so a subclass keeps any attributes and needs no code for them here.
+    restored by repeating them, so subclasses may have any attributes.
     """
 
     def __init__(self, space: Interval | Box, settings: Mapping[str, Any], rng: np.random.Generator) -> None:
-        """Open an empty log. `settings` are the other arguments of the subclass but `rng`, as plain JSON values."""
+        """Open an empty log. `settings`: the other arguments of the subclass, as plain JSON values."""
         if not isinstance(rng, np.random.Generator):
             raise InvalidValueError(f"rng must be a numpy.random.Generator, got {rng!r}; pass np.random.default_rng(0), say")
         self.space = space
@@ -37,7 +35,7 @@ class LoggedBandit(ABC, Generic[Trial]):
         self._start: dict[str, Any] = json.loads(json.dumps(rng.bit_generator.state, default=lambda value: value.tolist()))
         self._log: list[dict[str, Any]] = []
         self._open: dict[int, Any] = {}
-        self._told: list[tuple[Trial, float]] = []
+        self._told: list[tuple[Pull, float]] = []
         self._next = 0
 
     def __repr__(self) -> str:
@@ -53,36 +51,27 @@ class LoggedBandit(ABC, Generic[Trial]):
         """Return the value of the pull `self._next`, at most `bound` unless that is None."""
 
     @abstractmethod
-    def tell(self, pull: Trial, reward: float, *, eliminate: Side | None = None) -> None:
-        """Report what came of a pull; see `Bandit.tell`."""
+    def tell(self, pull: Pull, reward: float, *, eliminate: Side | None = None) -> None:
+        """Report the reward of a pull; see `Bandit.tell`."""
 
     @abstractmethod
     def _place_of_best(self) -> int:
         """Return the place, in `self.told`, of the pull to be recommended."""
 
     @abstractmethod
-    def forget(self, pull: Trial) -> None:
+    def forget(self, pull: Pull) -> None:
         """Close a pull that has failed; see `Bandit.forget`."""
 
-    def _close(self, pull: Trial) -> tuple[Any, bool]:
+    def _close(self, pull: Pull) -> tuple[Any, bool]:
         """Check, note and close a failed pull; return the executed value, and whether another had been proposed."""
-        self._check_open(pull)
-        proposed = self._open[pull.id]
-        value: Any = proposed if pull.value == proposed else self.space.check(pull.value)  # type: ignore[arg-type]
+        value, elsewhere = self._executed_value(pull)
         del self._open[pull.id]
-        self._log.append({"forget": pull.id} if value == proposed else {"forget": pull.id, "value": value})
-        return value, value != proposed
+        self._log.append({"forget": pull.id, "value": value} if elsewhere else {"forget": pull.id})
+        return value, elsewhere
 
-    def _take(self, pull: Trial, reward: float, eliminate: Side | None, *, cost: float = 1.0) -> tuple[Any, float, bool]:
-        """Check, note and close a told pull; return the executed value, the reward, and whether another value had been
-        proposed.
-
-        Raises:
-            InvalidValueError: see `Bandit.tell`.
-        """
-        self._check_open(pull)
-        proposed = self._open[pull.id]
-        value: Any = proposed if pull.value == proposed else self.space.check(pull.value)  # type: ignore[arg-type]
+    def _take(self, pull: Pull, reward: float, eliminate: Side | None, *, cost: float = 1.0) -> tuple[Any, float, bool]:
+        """Check, note and close a told pull; return the executed value, the reward, and whether another value was proposed."""
+        value, elsewhere = self._executed_value(pull)
         number = reward if type(reward) is float else check_number(reward, "reward")
         if not max(abs(number / cost), abs(number)) <= LARGEST_REWARD:
             raise InvalidValueError(
@@ -98,16 +87,16 @@ class LoggedBandit(ABC, Generic[Trial]):
         said |= {} if eliminate is None else {"eliminate": eliminate}
         self._log.append({"tell": pull.id, "value": value, "reward": number, **said})
         self._told.append((self._pull(pull.id, value), number / cost))
-        return value, number, value != proposed
+        return value, number, elsewhere
 
     # --- called by users ---
 
     @property
-    def told(self) -> tuple[tuple[Trial, float], ...]:
+    def told(self) -> tuple[tuple[Pull, float], ...]:
         """The told pulls with the values that were executed, and their rewards per cost, in the order of telling."""
         return tuple(self._told)
 
-    def ask(self, *, upper: float | None = None) -> Trial:
+    def ask(self, *, upper: float | None = None) -> Pull:
         """Propose a value; see `Bandit.ask`. A bound is for an `Interval` alone.
 
         Raises:
@@ -120,7 +109,7 @@ class LoggedBandit(ABC, Generic[Trial]):
         self._log.append({"ask": id} if bound is None else {"ask": id, "upper": bound})
         return self._pull(id, value)
 
-    def best(self) -> Trial:
+    def best(self) -> Pull:
         """Return the told pull to be recommended so far, with the value that was executed; see `Bandit.best`."""
         if not self._told:
             raise InvalidValueError("no reward has been told yet, so no pull is best; tell() one first")
@@ -141,32 +130,36 @@ class LoggedBandit(ABC, Generic[Trial]):
             )
         return bound if bound < self.space.high else None
 
-    def _check_open(self, pull: Trial) -> None:
+    def _executed_value(self, pull: Pull) -> tuple[Any, bool]:
+        """Check an open pull; return its value, and whether another one was proposed."""
         if not hasattr(pull, "id") or not hasattr(pull, "value"):
             raise InvalidValueError(
                 f"a pull must be what ask() gave, got {type(pull).__name__} {pull!r};"
                 " write pull = bandit.ask(), then bandit.tell(pull, reward)"
             )
         if pull.id in self._open:
-            return
+            proposed, space = self._open[pull.id], self.space
+            if pull.value == proposed:
+                return proposed, False
+            value: Any = space.check(pull.value)
+            return value, bool(value != proposed)
         known = isinstance(pull.id, int) and 0 <= pull.id < self._next
         told = any(pull.id == other.id for other, _ in self._told)
         what = "has already been told" if told else "was forgotten" if known else "was never proposed"
         raise InvalidValueError(f"pull {pull.id!r} {what}; open are {sorted(self._open)[:10] or 'none'}; ask() gives a new one")
 
-    def _pull(self, id: int, value: Any) -> Trial:
-        return cast("Trial", Pull(id, value) if isinstance(self.space, Interval) else BoxPull(id, dict(value)))
+    def _pull(self, id: int, value: Any) -> Pull:
+        return Pull(id, value if isinstance(self.space, Interval) else dict(value))
 
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
         """Return a snapshot of settings, generator and log as plain JSON values."""
         # The log alone grows, and its entries never change.
-        return {
-            "settings": {"space": asdict(self.space), **self._settings},
-            "generator": self._start,
-            "log": list(self._log),
-        }
+        return {"settings": self._all_settings(), "generator": self._start, "log": list(self._log)}
+
+    def _all_settings(self) -> dict[str, Any]:
+        return {"space": asdict(self.space), **self._settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state; see `Bandit.load_state_dict`.
@@ -174,15 +167,14 @@ class LoggedBandit(ABC, Generic[Trial]):
         The bandit then has a generator of its own, of the same kind as the constructor's, which is left alone.
         """
         try:
-            mine, theirs = {"space": asdict(self.space), **self._settings}, dict(state["settings"])
+            mine, theirs = self._all_settings(), dict(state["settings"])
             differing = [key for key in mine | theirs if key not in mine or theirs.get(key) != mine[key]]
             if differing:
                 shown = ", ".join(f"{key} {theirs.get(key)!r} (here {mine.get(key)!r})" for key in differing)
                 raise InvalidValueError(f"the state comes from a bandit with other settings: {shown}; build one with these")
             bits = type(self._rng.bit_generator)(0)
             bits.state = dict(state["generator"])
-            kind: Any = type(self)
-            fresh = kind(self.space, rng=np.random.Generator(bits), **self._settings)
+            fresh: Any = type(self)(self.space, rng=np.random.Generator(bits), **self._settings)
             for entry in state["log"]:
                 fresh._redo(dict(entry))
         except InvalidValueError:

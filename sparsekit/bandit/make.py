@@ -14,10 +14,7 @@ DEFAULT = "split-ucbv"
 
 registry = Registry(
     "bandit",
-    {
-        "p-ucbv": "sparsekit.bandit.pucbv:PUCBV",
-        "split-ucbv": "sparsekit.bandit.split_ucbv:SplitUCBV",
-    },
+    {"p-ucbv": "sparsekit.bandit.pucbv:PUCBV", "split-ucbv": "sparsekit.bandit.split_ucbv:SplitUCBV"},
     group="sparsekit.bandits",
 )
 """Bandits by name. Each is called with a space, `rng=`, `horizon=` if it has such a parameter, and its own options."""

@@ -3,6 +3,7 @@
 import math
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias, TypeGuard
 
@@ -22,20 +23,14 @@ except ImportError:
     require("optuna")
     raise
 
-# Values that gave the same reward so often, or failed so often, are taken to do so always.
-_TIMES = 2
-# So often a bandit may ask for values that are known before they are proposed after all.
-_REPLAYS = 64
-
+_TIMES = 2  # equal rewards or failures after which a value is not tried again
+_REPLAYS = 64  # known values in a row that a bandit may ask for before one is proposed anyway
 
 _Range: TypeAlias = FloatDistribution | IntDistribution
 
 
 def _interval(d: _Range) -> Interval:
-    """Return a parameter as an interval: steps and whole numbers get half a step more at both ends, so that all are as
-    likely.
-    """
-    # Whole numbers on a log scale have no other step than 1.
+    """Return a parameter as an interval, with half a step more at both ends, so that all steps are equally likely."""
     half = 0.5 if isinstance(d, IntDistribution) and d.log else (d.step or 0.0) / 2.0
     return Interval(d.low - half, d.high + half, "log" if d.log else "linear")
 
@@ -56,23 +51,20 @@ class _Bandits:
     def __init__(self, make: Any, axes: Mapping[str, _Range], times: int) -> None:
         self.axes = dict(axes)
         self._times = times
-        # Rewards of the values that were run; None where they failed.
+        # Values → their rewards; None for failures.
         self._seen: dict[tuple[float, ...], list[float | None]] = {}
         self.known: set[int] = set()
-        # Of trials: their open pulls; and the trial that each told pull belongs to, where one bandit proposes all.
+        # Trial → its open pulls; told pull → its trial, if one bandit proposes all parameters.
         self._asked: dict[int, list[Any]] = {}
         self._trials: dict[int, int] = {}
-        # Rewards between which an infinite one is put, as soon as there is one; trials that wait for that.
+        # Range of the rewards, which replaces infinite ones; trials that wait for a finite one.
         self._least, self._most = math.inf, -math.inf
         self._waiting: list[tuple[FrozenTrial, float]] = []
         intervals = {name: _interval(axis) for name, axis in self.axes.items()}
         self._groups: list[tuple[tuple[str, ...], Bandit]] = []
         if len(intervals) > 1:
-            try:
+            with suppress(InvalidValueError):  # a bandit over an interval alone: one for each parameter
                 self._groups = [(tuple(intervals), make(Box(intervals)))]
-            except InvalidValueError:
-                # A bandit over an interval: one for each parameter, as if the others were noise.
-                self._groups = []
         if not self._groups:
             self._groups = [((name,), make(interval)) for name, interval in intervals.items()]
 
@@ -80,7 +72,6 @@ class _Bandits:
         return self._executed(self._pulls(number))
 
     def _pulls(self, number: int) -> list[Any]:
-        """Return the open pulls of a trial; new ones if there are none."""
         if number not in self._asked:
             pulls = [bandit.ask() for _, bandit in self._groups]
             for _ in range(_REPLAYS):
@@ -109,10 +100,10 @@ class _Bandits:
                 bandit.tell(executed, reward)
 
     def learn(self, trial: FrozenTrial, reward: float | None) -> None:
-        """Take note of a finished trial. Larger rewards are better; None has failed; NaN is not told.
+        """Tell a finished trial. Larger rewards are better; None is a failure; NaN is not told.
 
         A trial that this object did not propose is asked for first, so that a study that continues from its storage has the
-        same bandit as without an interruption. An infinite reward counts as the best or worst of those known.
+        same bandit as without an interruption.
         """
         self.known.add(trial.number)
         values: dict[str, float | int] = {name: trial.params.get(name, math.nan) for name in self.axes}
@@ -140,7 +131,6 @@ class _Bandits:
             self.learn(before, infinite)
 
     def best(self) -> int | None:
-        """Return the number of the trial that the bandit recommends; None if each parameter has a bandit of its own."""
         if len(self._groups) > 1 or not self._trials:
             return None
         return self._trials.get(self._groups[0][1].best().id)
@@ -231,7 +221,7 @@ class BanditSampler(BaseSampler):
             self._intersection = IntersectionSearchSpace()
 
     def reseed_rng(self) -> None:
-        """Draw from elsewhere from now on; Optuna calls it where trials run in parallel."""
+        """Take a new seed; Optuna calls this if trials run in parallel."""
         with self._lock:
             self._seeds = np.random.SeedSequence()
             for rng, seed in zip(self._rngs, self._seeds.spawn(len(self._rngs))):
@@ -256,7 +246,7 @@ class BanditSampler(BaseSampler):
             }
 
     def recommended(self, study: Study) -> FrozenTrial | None:
-        """Return the trial that the bandit would bet on: it counts neighboring trials, not one lucky value.
+        """Return the trial that the bandit recommends: it counts neighboring trials, not one lucky value.
 
         None if nothing is known yet, or if each parameter has a bandit of its own.
         """
@@ -266,13 +256,10 @@ class BanditSampler(BaseSampler):
         return None if number is None else study.get_trials(deepcopy=False)[number]
 
     def _make(self, space: Interval | Box) -> Bandit:
-        rng = np.random.default_rng(self._seeds.spawn(1)[0])
-        made = make_bandit(self._bandit, space, rng=rng, **self._options)
-        self._rngs.append(rng)
-        return made
+        self._rngs.append(np.random.default_rng(self._seeds.spawn(1)[0]))
+        return make_bandit(self._bandit, space, rng=self._rngs[-1], **self._options)
 
     def _caught_up(self, study: Study, axes: Mapping[str, _Range]) -> _Bandits:
-        """Return the bandits of a space, told about all finished trials in the order of their numbers."""
         if self._search is None or self._search.axes != axes:
             self._rngs = []
             self._search = _Bandits(self._make, axes, self._times)

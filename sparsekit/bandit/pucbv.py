@@ -14,9 +14,7 @@ from sparsekit.errors import InvalidValueError
 
 
 def _hold(arms: Sequence[Arm], value: float, space: Interval) -> tuple[int, bool]:
-    """Return the position of the arm that holds `value`, True; or of the nearest on the scale of the space (ties: the
-    lower), False.
-    """
+    """Return the position of the arm that contains `value`, True; or of the nearest on the scale of the space, False."""
     at = bisect_right(arms, value, key=lambda arm: arm.low) - 1
     if at >= 0:
         high = arms[at].high
@@ -30,15 +28,7 @@ def _hold(arms: Sequence[Arm], value: float, space: Interval) -> tuple[int, bool
     return (at if down <= up else at + 1), False
 
 
-def _may_split(space: Interval, low: float, value: float, high: float, *, min_width: float) -> bool:
-    """Tell whether `value` cuts [low, high) in two parts of at least `min_width`, a share of the space on its scale."""
-    if not low < value < high:
-        return False
-    left, here, right = (space.to_unit(edge) for edge in (low, value, high))
-    return min(here - left, right - here) >= min_width
-
-
-class PUCBV(LoggedBandit[Pull]):
+class PUCBV(LoggedBandit):
     """Search an interval with P-UCBV, the bandit of FedLPS (Prompt Upper Confidence Bound with Variance).
 
     Use it to reproduce the paper, or if a trial can rule out one side of its value; `SplitUCBV` is the better default.
@@ -145,31 +135,27 @@ class PUCBV(LoggedBandit[Pull]):
         return tuple(self._arms)
 
     def _schedule(self) -> tuple[float, int]:
-        """Return ξ, and the number of rewards since which ε decays."""
+        """Return ξ, and for how many rewards ε has decayed."""
         told = len(self._told)
         if self.horizon is not None:
             return self.horizon, told
         least = 2 * int(self._settings["arms"])
         if told < least:
             return float(least), told
-        grown = 2 ** (told.bit_length() - 1)  # the power of two that t has passed last
+        grown = 2 ** (told.bit_length() - 1)
         return 2.0 * grown, told - max(grown, least)
 
     def indices(self) -> tuple[float, ...]:
         """Return the index U of each arm, in the order of `arms`."""
         horizon, age = self._schedule()
-        # log(ξ ψ ε), taken apart so that ε cannot underflow to 0 in a long run.
+        # The terms of log(ξ ψ ε): ε itself would underflow to 0 in a long run.
         epsilon = max(age * math.log(self.decay), math.log(self.floor) if self.floor else -math.inf)
         growth = 2.0 * math.log(horizon / len(self._arms)) + epsilon
         scale = self.exploration * max(0.0, growth) / 4.0
         return tuple(arm.mean + math.sqrt(scale * (arm.variance + 2.0) / (arm.pulls + 1)) for arm in self._arms)
 
     def _choose(self, bound: float | None) -> float:
-        """Draw a value from the arm of largest index; at first, from any arm; uniform on the scale.
-
-        Only arms that begin below the bound compete; without any, the bound itself is taken. An arm that begins at the bound
-        would be pulled at one point for ever, since it cannot be split there.
-        """
+        # An arm that begins at the bound would be pulled at one point forever, since it cannot be split there.
         limit = self.space.high if bound is None else bound
         count = sum(arm.low < limit for arm in self._arms)
         if count == 0:
@@ -182,7 +168,7 @@ class PUCBV(LoggedBandit[Pull]):
         low, high = self._arms[chosen].low, self._arms[chosen].high
         start, end = self.space.to_unit(low), self.space.to_unit(min(high, limit))
         value = self.space.from_unit(min(start + (end - start) * self._rng.random(), 1.0))
-        # The way through the unit interval may round across an edge.
+        # Conversion to the unit interval and back may round across an edge.
         last = limit if limit < high else math.nextafter(high, low)
         return min(max(value, low), last)
 
@@ -204,8 +190,8 @@ class PUCBV(LoggedBandit[Pull]):
     def _credit(self, value: float, reward: float, eliminate: Side | None = None) -> None:
         position, _ = _hold(self._arms, value, self.space)
         arm = self._arms[position].rewarded(reward)
-        parts = [arm]
-        if _may_split(self.space, arm.low, value, arm.high, min_width=self.min_width):
+        parts, (left, here, right) = [arm], map(self.space.to_unit, (arm.low, value, arm.high))
+        if arm.low < value < arm.high and min(here - left, right - here) >= self.min_width:
             below, above = replace(arm, high=value), replace(arm, low=value)
             parts = [part for part, side in ((below, "below"), (above, "above")) if side != eliminate]
         self._arms[position : position + 1] = parts

@@ -23,11 +23,7 @@ _SIGNIFICANT = 6
 
 
 def parse_axes(texts: Sequence[str]) -> dict[str, Axis]:
-    """Read one text per axis, and return name → distribution.
-
-    Raises:
-        InvalidValueError: there is no text, a text does not have the form, its bounds are not a range, or a name occurs twice.
-    """
+    """Read one text per axis, and return name → distribution; anything else is an InvalidValueError."""
     axes: dict[str, Axis] = {}
     for text in texts:
         name, equals, rest = (part.strip() for part in text.partition("="))

@@ -33,20 +33,19 @@ Source: ours. After Bubeck, Munos, Stoltz, Szepesvári, "X-Armed Bandits", JMLR 
 from __future__ import annotations
 
 import math
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
-from sparsekit.bandit.base import Box, BoxPull, Interval, Pull, Side, check_number
+from sparsekit.bandit.base import Box, Interval, Pull, Side, check_number
 from sparsekit.bandit.field import Field
-from sparsekit.bandit.logged import Arm, LoggedBandit, Trial
+from sparsekit.bandit.logged import LoggedBandit
 from sparsekit.errors import InvalidValueError
 
-# A pull that is still open after so many others counts as lost: until then its arm is taken for better known than it is.
 _LOST_AFTER = 64
 
 
-class SplitUCBV(LoggedBandit[Trial]):
+class SplitUCBV(LoggedBandit):
     """Find the value of largest mean reward from noisy trials, in an interval or a box.
 
     Use it where each trial costs something and earns its own reward: it keeps trying the best regions more finely, and
@@ -70,10 +69,6 @@ class SplitUCBV(LoggedBandit[Trial]):
     How it chooses is described at the top of `sparsekit/bandit/split_ucbv.py`.
     """
 
-    @overload
-    def __init__(self: SplitUCBV[Pull], space: Interval, *, rng: np.random.Generator, discount: float | None = ...) -> None: ...
-    @overload
-    def __init__(self: SplitUCBV[BoxPull], space: Box, *, rng: np.random.Generator, discount: float | None = ...) -> None: ...
     def __init__(self, space: Interval | Box, *, rng: np.random.Generator, discount: float | None = None) -> None:
         """Start a search.
 
@@ -98,7 +93,7 @@ class SplitUCBV(LoggedBandit[Trial]):
         super().__init__(space, {"discount": self.discount}, rng)
         self._field = Field(1 if isinstance(space, Interval) else len(space.intervals), discount=self.discount, rng=rng)
         self._unit_cost: float | None = None
-        # What arms are called in the space, of those proposed so far.
+        # Arm → value, of arms proposed so far.
         self._values: dict[int, Any] = {}
 
     def _choose(self, bound: float | None) -> Any:
@@ -112,13 +107,13 @@ class SplitUCBV(LoggedBandit[Trial]):
             point = self._field.points[arm].tolist()
             value = self.space.from_unit(point[0]) if isinstance(self.space, Interval) else self.space.from_unit(point)
             self._values[arm] = value
-        # The way through the unit interval may round across the bound.
+        # Conversion to the unit interval and back may round across the bound.
         return value if bound is None else min(value, bound)
 
     def _point(self, value: Any) -> tuple[float, ...]:
         return (self.space.to_unit(value),) if isinstance(self.space, Interval) else self.space.to_unit(value)
 
-    def tell(self, pull: Trial, reward: float, *, cost: float = 1.0, eliminate: Side | None = None) -> None:
+    def tell(self, pull: Pull, reward: float, *, cost: float = 1.0, eliminate: Side | None = None) -> None:
         """Report the reward of a pull.
 
         Args:
@@ -142,7 +137,7 @@ class SplitUCBV(LoggedBandit[Trial]):
         if eliminate is not None:
             self._field.eliminate_side(arm, eliminate)
 
-    def forget(self, pull: Trial) -> None:
+    def forget(self, pull: Pull) -> None:
         value, elsewhere = self._close(pull)
         self._field.fail(self._executed(pull.id, value, 1.0, elsewhere=elsewhere))
 
@@ -157,22 +152,3 @@ class SplitUCBV(LoggedBandit[Trial]):
 
     def _place_of_best(self) -> int:
         return self._field.best()
-
-    @property
-    def arms(self) -> tuple[Arm, ...]:
-        """The cells over an `Interval`, from low to high, with the beliefs about their arms; empty for a `Box`.
-
-        The mean is the posterior mean, and `variance / pulls` its variance: the squared standard error of the mean. Dropped
-        cells are left out.
-        """
-        space = self.space
-        if not isinstance(space, Interval):
-            return ()
-        return tuple(
-            Arm(space.from_unit(low), space.from_unit(high), pulls, mean, variance * pulls)
-            for low, high, pulls, mean, variance, _ in self._field.rows()
-        )
-
-    def indices(self) -> tuple[float, ...]:
-        """Return the index U of each arm, in the order of `arms`; infinite until there are enough rewards to learn from."""
-        return tuple(row[-1] for row in self._field.rows()) if isinstance(self.space, Interval) else ()

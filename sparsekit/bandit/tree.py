@@ -9,36 +9,25 @@ import numpy.typing as npt
 Floats: TypeAlias = npt.NDArray[np.float64]
 Integers: TypeAlias = npt.NDArray[np.int64]
 
-NARROWEST = 1e-7
-"""The narrowest side that a split leaves, as a share of the space: floats are still far apart, and so are the arms."""
-# Cells that were split more often than this count as split so often; the largest number of cells.
-DEEPEST, _CAPACITY = 64, 2048
-# Where nothing is known: the ratio of the deviations of cells one of whose sides is half as long, and the number of arms that
-# it counts for at each depth.
+# docs/concepts/bandit-constants.md says what each of these does.
+NARROWEST, DEEPEST, _CAPACITY = 1e-7, 64, 2048
 _SHRINK, _SHRINK_WEIGHT = 0.7, 3.0
-# Degrees of freedom of an unseen arm at depth 0, and the share of them that the next depth begins with; it adds
-# the arms born there.
 _TAIL, _TAIL_KEPT = 2.0, 0.15
-# a, b and c: value of a unit of variation within the cell, by how much more with each factor e of rewards, and what each
-# level that the best cell is deeper is worth.
-_BASE, _GROWTH, _DEEPER = 0.25, 0.07, 0.1
+_BASE, _GROWTH, _DEEPER = 0.25, 0.07, 0.1  # a, b and c of the index
 
 
 class Tree:
     """A partition of the unit cube; arm k belongs to cell k, the first `size` rows of all arrays.
 
-    Each cell has a depth, and on each of its sides a cell that it faces there. On an interval, these are its neighbors. In a
-    box, a side may touch many cells, and one of them is known: the last one split off there, or the common one before a split.
-    -1 stands for the border of the cube.
+    Each cell faces one cell on each of its sides, or the border, -1. In a box, a side may touch many cells; the last one that
+    was split off there is known, or the common one before a split.
 
     Posterior means and variances are relative to a level, under f(arm) - f(its parent) ~ N(0, D[depth at its birth]). An arm
     without a parent is around 0 with variance D[0] = `scale`, which is 0 until there are rewards.
     """
 
     def __init__(self, count: int, axes: int, rng: np.random.Generator) -> None:
-        """Begin with at least `count` equal cells in random order: the axes are cut one after the other, the first ones
-        first.
-        """
+        """Begin with at least `count` equal cells in random order."""
         cuts = [1] * axes
         while math.prod(cuts) < count:
             cuts[cuts.index(min(cuts))] += 1
@@ -48,11 +37,11 @@ class Tree:
         self.low: Floats = np.zeros((most, axes))
         self.high: Floats = np.zeros((most, axes))
         self.low[:size], self.high[:size] = places / cuts, (places + 1) / cuts
-        # How often the cell was split, and how often that which it was split off from had been when it was; the largest depth.
+        # Number of splits of the cell, and of its parent when they were parted; the largest depth.
         self.depth: Integers = np.zeros(most, dtype=np.int64)
         self.born: Integers = np.zeros(most, dtype=np.int64)
         self.deepest = 0
-        # From which cell each was split off; itself, if from none.
+        # The cell from which each was split off; the cell itself at the start.
         self.parent: Integers = np.arange(most)
         # Columns 2 axis and 2 axis + 1: below and above.
         self.facing: Integers = np.full((most, 2 * axes), -1)
@@ -63,19 +52,18 @@ class Tree:
             beside[:, side // 2] += 1 if side % 2 else -1
             self.facing[:size, side] = numbers[tuple(beside.T)]
         self.scale = self.level = 0.0
-        # The more axes, the more splits it takes until a cell is half as wide.
         self._ratio = _SHRINK ** (2.0 / axes)
         # The last place stays free and below all others: arm -1 stands for none.
         self.means: Floats = np.zeros(most + 1)
         self.means[-1] = -math.inf
         self.variances: Floats = np.zeros(most + 1)
-        # By depth: D, and the contribution of the variation within a cell under the root of the index.
+        # By depth: D, and B of the index.
         self.variation: Floats = np.zeros(DEEPEST + 2)
         self.room: Floats = np.zeros(DEEPEST + 1)
 
     @property
     def full(self) -> bool:
-        """Whether no cell may be split any more."""
+        """Whether no cell can be split anymore."""
         return self.size >= self.capacity
 
     def halves(self, cell: int) -> tuple[int, float] | None:
@@ -111,7 +99,7 @@ class Tree:
         return new
 
     def find(self, point: Floats) -> int:
-        """Return the cell that holds a point; on a border, the first one."""
+        """Return the first cell that contains a point."""
         inside = (self.low[: self.size] <= point) & (point <= self.high[: self.size])
         return int(inside.all(axis=1).argmax())
 
@@ -124,7 +112,7 @@ class Tree:
         self.variation = scale * self._ratio ** np.arange(DEEPEST + 2.0)
 
     def observe(self, arm: int, reward: float, noise: float) -> None:
-        """Take in a reward of such variance; the other arms learn of it with the next `sweep`."""
+        """Learn from a reward with variance `noise`; the other arms learn from it with the next `sweep`."""
         mean, variance = self.means.item(arm), self.variances.item(arm)
         gain = variance / (variance + noise)
         self.means[arm] = mean + gain * (reward - self.level - mean)
@@ -133,8 +121,7 @@ class Tree:
     def sweep(self, weights: Floats, rewards: Floats, noise: float, told: float) -> None:
         """Learn D again, and let each arm learn from its own rewards, its parent's posterior and its children's rewards.
 
-        `weights` is the number of rewards of each arm and `rewards` their mean, float (arms,); `told` is the number of all
-        rewards.
+        `weights` has the number of rewards of each arm, `rewards` their means, float (arms,); `told` counts all rewards.
         """
         size = self.size
         own = rewards - self.level
@@ -162,11 +149,11 @@ class Tree:
         np.divide(weighed, precision, out=self.means[:size])
 
     def _learn_variation(self, counts: list[float], squares: list[float], best: int, log_told: float) -> None:
-        """Learn D and the rooms by depth, from the number of arms born there and their distances from their parents."""
+        """Learn D and B by depth, from the number of arms born there and their squared distances from their parents."""
         prior = _SHRINK_WEIGHT * self._ratio
         freedom, variation = _TAIL, self.scale
         variations, rooms = [variation], []
-        # Cells one level deeper than any are there by the next sweep, and their halves are one deeper again.
+        # By the next sweep, cells are one level deeper, and their halves one more.
         for depth in range(1, min(self.deepest + 2, DEEPEST + 1) + 1):
             count = counts[depth]
             variation = (prior * variation + squares[depth]) / (_SHRINK_WEIGHT + count)

@@ -209,7 +209,7 @@ class BanditRatios:
         """Return the ratio of a node for this round. A draw without an answer is proposed again."""
         if node not in self._pulls:
             self._pulls[node] = self._bandit(node).ask()
-        return self._pulls[node].value
+        return float(self._pulls[node].value)
 
     def _bandit(self, node: int) -> sk.PUCBV:
         if node not in self._bandits:
