@@ -1,4 +1,4 @@
-"""without(), only(), narrow(): a graph with fewer groups or fewer units."""
+"""without(), only(), compact_graph(), tie_layers(): a graph with fewer groups, fewer units, or more ties."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -17,14 +17,11 @@ _REASON = "left out on purpose"
 
 
 def without(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
-    """Return the graph without some groups: their units count as unprunable.
+    """Return a new graph of the same model without some groups: their units count as unprunable.
 
     Args:
         graph: Any graph. Not changed.
         groups: Names of the groups to leave out. Tied groups are left out together or not at all.
-
-    Returns:
-        A new graph of the same model; masks of it have no entry for the groups that were left out.
 
     Raises:
         UnknownNameError: no group has such a name.
@@ -49,19 +46,12 @@ def without(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
 
 
 def only(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
-    """Return the graph with some groups alone, named as for `without`, which makes the units of all others unprunable."""
+    """Return the graph with some groups alone, named as for `without`; the units of all others are unprunable."""
     return without(graph, graph.groups.keys() - _checked(graph, groups))
 
 
-def narrow(graph: UnitGraph, mask: UnitMask) -> UnitGraph:
+def compact_graph(graph: UnitGraph, mask: UnitMask) -> UnitGraph:
     """Return the graph of the compacted model, with the same groups and the units that are kept, in their order.
-
-    Args:
-        graph: Any graph. Not changed.
-        mask: The units that are kept.
-
-    Returns:
-        A new graph, as a trace of the compacted model would find it.
 
     Raises:
         ForeignMaskError: the mask belongs to another graph.
@@ -121,14 +111,8 @@ def _checked(graph: UnitGraph, groups: Collection[str]) -> frozenset[str]:
 def tie_layers(graph: UnitGraph) -> UnitGraph:
     """Return the graph with like groups of all layers tied, so that every allocation keeps equally many units of each.
 
-    Groups are alike where their names differ in numbers alone, as `layers.0.mlp` and `layers.7.mlp` do, and their sizes and
-    kinds are equal. A model whose layers are all of one shape can be described by a configuration again.
-
-    Args:
-        graph: Any graph. Not changed.
-
-    Returns:
-        A new graph of the same model; masks of one belong to the other where their counts agree.
+    Groups are alike if only numbers in their names differ (`layers.0.mlp`, `layers.7.mlp`) and their sizes and kinds are equal.
+    A model whose layers all have one shape can be described by a configuration again.
     """
     alike: dict[tuple[str, int, str], list[str]] = {}
     for name, group in graph.groups.items():

@@ -1,8 +1,4 @@
-"""UnitGraph: what can be removed from a model, as data only.
-
-Gates, masks, magnitudes, compaction, expansion, costs and uploads all follow from its index tables; nothing here depends on
-the kind of layer.
-"""
+"""UnitGraph: what can be removed from a model, as data only; nothing here depends on the kind of layer."""
 
 from __future__ import annotations
 
@@ -118,11 +114,7 @@ class UnitGraph:
         return {key: place for key, place in keys.items() if key in self.shapes}
 
     def check_counts(self, counts: Mapping[str, int]) -> None:
-        """Raise unless tied groups keep equally many units.
-
-        Raises:
-            InvalidValueError: two tied groups differ.
-        """
+        """Raise InvalidValueError unless tied groups keep equally many units. `counts`: group name → units kept."""
         for tied in self.ties:
             kept = {name: counts[name] for name in tied}
             if len(set(kept.values())) > 1:
@@ -208,8 +200,8 @@ class UnitGraph:
     def rotated_indices(self, keep: Mapping[str, Tensor], groups: Collection[str]) -> dict[str, dict[int, Tensor]]:
         """Return kept positions of entries and constants, with each kept unit of some groups in the place of the next one.
 
-        A model that is cut with them has the same units, in every tensor alike, and computes the same if each unit has the
-        positions that the graph says. Masks alone cannot tell whether two kept units have each other's.
+        A model that is cut with them computes the same if each unit has the positions that the graph says. Masks alone do not
+        show whether two kept units have swapped positions.
         """
         moved: list[npt.NDArray[np.int64]] = []
         for name, group in self.groups.items():
@@ -225,7 +217,7 @@ class UnitGraph:
 
     @cached_property
     def _recent(self) -> dict[bytes, dict[str, dict[int, Tensor]]]:
-        """What the last few masks keep: loading, cutting, sending and checking all ask, about the same mask."""
+        """Positions kept by the last few masks: loading, cutting, sending and checking all ask about the same mask."""
         return {}
 
     def fingerprint(self) -> tuple[tuple[str, int], ...]:
@@ -235,21 +227,13 @@ class UnitGraph:
 
 @dataclass(frozen=True, eq=False)
 class _Table:
-    """All slices of a graph as arrays. The axes that units touch are concatenated, so that a position is one number.
+    """All slices of a graph as arrays. The axes that units touch are concatenated, so that a position is one number."""
 
-    Args:
-        axes: (state-dict key, axis) of each axis.
-        bounds: int64 (axes + 1,), where each begins and the last ends.
-        positions: int64, every position that belongs to a unit.
-        units: The unit of each position, numbered through all groups.
-        spans: Number of positions that the unit has in the slice. The positions of the next unit follow in `positions`.
-    """
-
-    axes: list[tuple[str, int]]
-    bounds: npt.NDArray[np.int64]
-    positions: npt.NDArray[np.int64]
-    units: npt.NDArray[np.int64]
-    spans: npt.NDArray[np.int64]
+    axes: list[tuple[str, int]]  # (state-dict key, axis)
+    bounds: npt.NDArray[np.int64]  # (axes + 1,): where each begins, and the last ends
+    positions: npt.NDArray[np.int64]  # every position that belongs to a unit, slice by slice and unit by unit
+    units: npt.NDArray[np.int64]  # the unit of each position, numbered through all groups
+    spans: npt.NDArray[np.int64]  # positions of that unit in the slice
 
     @classmethod
     def of(cls, graph: UnitGraph) -> _Table:
@@ -271,9 +255,7 @@ class _Table:
         return cls(axes, bounds, positions, units, span)
 
     def kept(self, keep: npt.NDArray[np.bool_], moved: npt.NDArray[np.int64] | None = None) -> dict[str, dict[int, Tensor]]:
-        """Return state-dict key → axis → the positions kept, ascending; with `moved` those of the unit so many further on
-        instead.
-        """
+        """Return state-dict key → axis → positions kept, ascending; with `moved`, of the unit that many units later instead."""
         stays = np.ones(self.bounds[-1], dtype=bool)
         own = keep[self.units]
         stays[self.positions[~own]] = False

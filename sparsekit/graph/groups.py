@@ -1,4 +1,4 @@
-"""UnitSlice, UnitGroup: where units are in tensors; Constant, SizeAttribute, NormSite, Unprunable: what else a trace finds."""
+"""UnitSlice, UnitGroup: positions of units in tensors; Constant, SizeAttribute, NormSite, Unprunable: other findings."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -104,12 +104,12 @@ class Unprunable:
 
     @property
     def is_expected(self) -> bool:
-        """True for what needs no warning."""
+        """Whether it needs no warning."""
         return self.kind in ("output", "expected", "choice")
 
     @property
     def text(self) -> str:
-        """All of it in one sentence."""
+        """Reason, place and remedy in one sentence."""
         return self.told(self.inside)
 
     def told(self, inside: str) -> str:
@@ -184,7 +184,7 @@ class NormSite:
     units: Mapping[str, tuple[Tensor, Tensor]]
 
     def stays(self, keep: Mapping[str, Tensor]) -> Tensor:
-        """Return which positions of the axis are kept, bool (size,), of group name → bool (units,)."""
+        """Return which positions of the axis are kept, bool (size,). `keep`: group name → bool (units,)."""
         stays = torch.ones(self.size, dtype=torch.bool)
         for name, (positions, units) in self.units.items():
             stays[positions] = keep[name].cpu()[units]

@@ -1,8 +1,7 @@
-"""Integers and tensors that a module holds outside its state: where they are, and how to replace one of them.
+"""Integers and tensors that a module holds outside its state, in attributes, buffers and containers: find and replace them.
 
-A module holds them in attributes and buffers, and in the lists, dicts, tuples, dataclasses, configurations, partial functions
-and closures that attributes refer to. Such containers are often shared between modules and with the user, so whoever changes
-one copies it first.
+Containers are lists, dicts, tuples, dataclasses, configurations, partial functions and closures. Modules and users often share
+them, so a change copies them first.
 """
 
 import copy
@@ -26,14 +25,10 @@ _SEALED = (nn.Module, type, types.ModuleType, torch.Generator, np.ndarray, str, 
 
 
 def map_numbers(module: nn.Module, change: Callable[[Path, int], int]) -> dict[str, Any]:
-    """Return the attributes of a module that change if each integer in them is replaced by `change(path, integer)`.
+    """Return name → new value of the attributes that change if `change(path, integer)` replaces each integer in them.
 
-    Args:
-        module: Not changed. Integers of its class count as attributes of its own, and so do integer buffers of one number.
-        change: Returns the very same integer to leave it.
-
-    Returns:
-        Name of attribute → new value. Containers on the way to an integer are copies, all else is the same object.
+    Integers of the class count as attributes of the module, and so do integer buffers of one number. `change` returns the same
+    object to leave an integer.
     """
     changed = {}
     for name, value in _attributes(module).items():
@@ -49,13 +44,13 @@ def held_numbers(module: nn.Module) -> dict[Path, int]:
 
 
 def held_tensors(module: nn.Module) -> dict[Path, Tensor]:
-    """Return path → tensor, of all buffers and other tensors that a module holds; parameters and single integers are absent."""
+    """Return path → tensor, of all tensors that a module holds, without parameters and single integers."""
     leaves = _leaves(module).items()
     return {path: leaf for path, leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)}
 
 
 def set_held(module: nn.Module, path: Path, new: int | Tensor) -> bool:
-    """Replace an integer or tensor that a module holds, in copies of the containers on the way; False if nothing is there."""
+    """Replace an integer or tensor that a module holds, in copies of its containers; False if nothing is there."""
     found = []
 
     def one(at: Path, old: Any) -> Any:
@@ -75,7 +70,6 @@ def set_held(module: nn.Module, path: Path, new: int | Tensor) -> bool:
 
 
 def held_at(module: nn.Module, path: Path) -> Any:
-    """Return the value that a module holds at a path; None if nothing is there."""
     value = _attributes(module).get(str(path[0]))
     for step in path[1:]:
         value = _parts(value).get(step)
@@ -140,7 +134,6 @@ def _mapped(value: Any, path: Path, change: Callable[[Path, Any], Any], depth: i
 
 
 def _parts(value: Any) -> Mapping[str | int, Any]:
-    """Return the members of a container, by key, index or name."""
     if isinstance(value, tuple | list):
         return dict(enumerate(value))
     if isinstance(value, functools.partial):
@@ -159,7 +152,6 @@ def _parts(value: Any) -> Mapping[str | int, Any]:
 
 
 def _with(value: Any, changed: Mapping[Any, Any]) -> Any:
-    """Return a copy of a container with some parts replaced."""
     if isinstance(value, tuple):
         items = [changed.get(number, item) for number, item in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

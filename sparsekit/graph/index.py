@@ -19,12 +19,12 @@ StateDict: TypeAlias = Mapping[str, Tensor]
 
 
 def narrow_shape(shape: Sequence[int], axes: Axes) -> torch.Size:
-    """Return the shape of what `gather` returns for a tensor of `shape`."""
+    """Return the shape after `gather` of a tensor of `shape`."""
     return torch.Size(axes[dim].numel() if dim in axes else size for dim, size in enumerate(shape))
 
 
 def cut_axes(shape: Sequence[int], axes: Axes) -> dict[int, Tensor]:
-    """Return the axes that lose positions. With ascending positions the others need no index."""
+    """Return the axes that lose positions. If positions ascend, the others need no index."""
     return {dim: index for dim, index in axes.items() if index.numel() < shape[dim]}
 
 
@@ -38,11 +38,7 @@ def moved_axes(shape: Sequence[int], axes: Axes) -> dict[int, Tensor]:
 
 
 def inverse_index(index: Tensor, size: int) -> Tensor:
-    """Return the inverse of an index: int64 (size,), the place of each position in `index`, -1 for positions that are not in
-    it.
-
-    Example: `inverse_index([4, 1], 5)` is `[-1, 1, -1, -1, 0]`.
-    """
+    """Return the inverse of an index, int64 (size,), -1 for absent positions: of `[4, 1]`, 5 it is `[-1, 1, -1, -1, 0]`."""
     found = torch.full((size,), -1, dtype=torch.int64)
     found[index] = torch.arange(index.numel())
     return found
@@ -51,7 +47,7 @@ def inverse_index(index: Tensor, size: int) -> Tensor:
 def gather(dense: Tensor, axes: Axes) -> Tensor:
     """Select the entries at `axes`: a new tensor, or `dense` itself where `axes` is empty. Differentiable."""
     narrow = dense
-    # The axis of which the least is kept goes first: the others are then looked at within what is left.
+    # The axis that loses most goes first, so that the others have less to copy.
     for dim in sorted(axes, key=lambda dim: (axes[dim].numel() / max(1, dense.shape[dim]), dim)):
         narrow = narrow.index_select(dim, axes[dim].to(dense.device))
     return narrow
@@ -101,11 +97,8 @@ def along(vector: Tensor, dim: int, rank: int) -> Tensor:
 
 
 def _mesh(dense: Tensor, axes: Axes) -> tuple[Any, ...]:
-    """Return what `dense` is indexed with to reach the entries at `axes`.
-
-    Advanced indices with a slice between them would move their axes to the front, so whole axes between are spelt out.
-    Example: axes 0 and 2 of three give tensors of the shapes (k, 1, 1), (1, n, 1) and (1, 1, m).
-    """
+    # Advanced indices with a slice between them would move their axes to the front, so whole axes between are spelt out: axes 0
+    # and 2 of three give indices of the shapes (k, 1, 1), (1, n, 1) and (1, 1, m).
     first, last = min(axes, default=0), max(axes, default=-1)
     block = [axes[dim] if dim in axes else torch.arange(dense.shape[dim]) for dim in range(first, last + 1)]
     meshed = (along(index.to(dense.device), place, len(block)) for place, index in enumerate(block))

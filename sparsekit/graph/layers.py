@@ -26,21 +26,15 @@ class Layer:
 
 
 def head_entries(layers: Sequence[Layer], count: int = 1) -> tuple[str, ...]:
-    """Return state-dict keys of the last `count` of some layers in forward order.
-
-    What an earlier layer reads is not among them: there are none where the output layer shares all its entries.
-    """
+    """Return state-dict keys of the last `count` of some layers in forward order, without entries that earlier layers read."""
     return tuple(name for layer in layers[max(0, len(layers) - count) :] for name in layer.entries)
 
 
 def layer_weights(layers: Sequence[Layer], shapes: Mapping[str, torch.Size]) -> tuple[str, ...]:
     """Return state-dict keys of the weight matrices that may be pruned by entry, in forward order.
 
-    These are the weights that train and have at least two axes and two entries, except in the output layer.
-
-    Args:
-        layers: The layers of the model, in forward order.
-        shapes: State-dict key → shape.
+    These are the weights that train and have at least two axes and two entries, except in the output layer. `shapes`:
+    state-dict key → shape.
     """
     last = set(layers[-1].reads) if layers else set()
     return tuple(

@@ -15,8 +15,6 @@ from sparsekit.graph.index import along, narrow_shape
 
 
 class _Mask(Mapping[str, Tensor]):
-    """Shared by both masks: an immutable mapping of boolean tensors that compares by value."""
-
     _what = "the mask"
 
     def __init__(self, entries: Mapping[str, Tensor]) -> None:
@@ -25,7 +23,7 @@ class _Mask(Mapping[str, Tensor]):
                 raise InvalidValueError(
                     f"{self._what} of {name!r} must be boolean, True = kept, got {keep.dtype}; compare first: scores >= 0.5"
                 )
-        # Of the caller's own tensors, which may change later.
+        # The caller's own tensors may change later.
         self._entries = {name: keep.detach().clone() for name, keep in entries.items()}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -95,9 +93,7 @@ class UnitMask(_Mask):
         graph.check_counts(self.counts())
 
     def density(self, graph: UnitGraph) -> float:
-        """Return entries kept / all entries of the model's state, in (0, 1], tied tensors once. Measured, not the requested
-        ratio.
-        """
+        """Return the share of entries of the model's state that are kept, in (0, 1], tied tensors once."""
         self.check(graph)
         indices = graph.kept_indices(self)
         kept = total = 0
@@ -126,15 +122,7 @@ class WeightMask(_Mask):
 
 
 def to_weights(graph: UnitGraph, mask: UnitMask) -> WeightMask:
-    """Return the same mask by entry: True where no axis belongs to a dropped unit.
-
-    Args:
-        graph: The graph that `mask` belongs to.
-        mask: The units or entries that are kept.
-
-    Returns:
-        One entry for each state-dict key that units touch.
-    """
+    """Return the same mask by entry, True where no axis belongs to a dropped unit, for each state-dict key with units."""
     mask.check(graph)
     entries: dict[str, Tensor] = {}
     for name, axes in graph.kept_indices(mask).items():

@@ -1,4 +1,4 @@
-"""Units that cannot be pruned, in few lines: one for each cause, however many blocks it repeats in."""
+"""Units that cannot be pruned, in one line for each cause."""
 
 import math
 import re
@@ -26,7 +26,7 @@ def by_cause(items: Iterable[Unprunable]) -> list[tuple[str, str, str]]:
 
 
 def folded(names: Sequence[str]) -> str:
-    """Return names of modules in one line; names that differ in numbers alone are one: `encoder.layer.{0–11}.output`."""
+    """Return names of modules in one line, with numbers as ranges: `encoder.layer.{0–11}.output`."""
     patterns: dict[str, list[tuple[str, ...]]] = {}
     for name in names:
         patterns.setdefault(pattern_of(name), []).append(tuple(filter(str.isdecimal, name.split("."))))

@@ -14,7 +14,7 @@ from sparsekit.allocation.limits import PreferredMultiple, free_counts, least_co
 from sparsekit.allocation.schedule import Schedule
 from sparsekit.criteria.batches import Batch, Loss
 from sparsekit.errors import InvalidValueError, level_of_user
-from sparsekit.graph.edit import narrow
+from sparsekit.graph.edit import compact_graph
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule
@@ -208,7 +208,7 @@ def _run(settings: Settings, metric: Metric | None, finetune: AfterCut | None, *
             break
         small, more = execute(settings, decision.cut, small, units)
         found |= more
-        units = narrow(settings.graph, mask)
+        units = compact_graph(settings.graph, mask)
         score(f"pruned{when}")
         if finetune is not None:
             small = _finetuned(finetune, small, step)

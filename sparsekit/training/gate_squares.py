@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.criteria.gate_gradients import inputs_of, unit_readers
-from sparsekit.graph.edit import narrow
+from sparsekit.graph.edit import compact_graph
 from sparsekit.graph.index import wide
 from sparsekit.runtime.narrow_attention import NarrowMultiheadAttention
 from sparsekit.training.importance import UnitVectors, split_units
@@ -31,7 +31,9 @@ class GateSquares:
             if type(module) is nn.MultiheadAttention:  # a fused kernel would not call the layer that reads the heads
                 module.__class__ = NarrowMultiheadAttention
         compiled = any(hasattr(module, "_orig_mod") for module in model.modules())  # its hooks would compile it again
-        self._readers = {} if compiled else unit_readers(model, narrow(vectors.narrow_model.graph, vectors.narrow_model.mask))
+        self._readers = (
+            {} if compiled else unit_readers(model, compact_graph(vectors.narrow_model.graph, vectors.narrow_model.mask))
+        )
         self.version = vectors.narrow_model.version
         """That of the narrow model for whose mask this was made."""
         self._passes: list[dict[str, Tensor]] = []

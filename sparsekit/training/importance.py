@@ -222,7 +222,7 @@ def unit_tables(sizes: tuple[int, ...], device: torch.device | None) -> tuple[Te
         return torch.arange(len(sizes)).repeat_interleave(counts).to(device), counts.to(device)
 
 
-class Reader(NamedTuple):
+class GateReader(NamedTuple):
     """A leaf axis whose positions belong to units: sums over the other axes are added to those units."""
 
     leaf: nn.Parameter
@@ -252,7 +252,7 @@ class Reader(NamedTuple):
         return product.sum([d for d in range(product.dim()) if d != self.dim])
 
 
-def _products(reader: Reader, gradients: Mapping[Tensor, Tensor] | None) -> Tensor:
+def _products(reader: GateReader, gradients: Mapping[Tensor, Tensor] | None) -> Tensor:
     weight = reader.leaf.detach()
     gradient = reader.leaf.grad if gradients is None else gradients.get(reader.leaf)
     return wide(weight).new_zeros(weight.shape[reader.dim]) if gradient is None else reader.products(weight, gradient)
@@ -275,10 +275,10 @@ class UnitVectors:
         device = next((leaf.device for leaf in self._leaves.values()), None)
         self.group_sizes = tuple(group.size for group in graph.groups.values())
         self.group_of, self.sizes = unit_tables(self.group_sizes, device)
-        self._consumers = self._readers()
+        self._consumers = self._gate_readers()
         self.follow()
 
-    def _readers(self) -> list[Reader]:
+    def _gate_readers(self) -> list[GateReader]:
         graph = self.narrow_model.graph
         wanted: dict[tuple[str, int], Tensor] = {}
         for name, group in graph.groups.items():
@@ -290,7 +290,7 @@ class UnitVectors:
                     table[piece.index.reshape(-1)] = units.repeat_interleave(piece.index.shape[1])
         # Vectors after matrices, so that the vectors' values come from one fused call.
         ordered = sorted(wanted.items(), key=lambda item: self._leaves[item[0][0]].dim() == 1)
-        return [Reader(self._leaves[name], dim, name, units) for (name, dim), units in ordered]
+        return [GateReader(self._leaves[name], dim, name, units) for (name, dim), units in ordered]
 
     def set_mask(self, mask: UnitMask, optimizers: Sequence[HasState] = ()) -> None:
         self.narrow_model.set_mask(mask, optimizers)
@@ -309,7 +309,7 @@ class UnitVectors:
         """bool (J,)."""
         self._consumer_units = _cat([self._narrow_units(reader) for reader in self._consumers], device)
 
-    def _narrow_units(self, reader: Reader) -> Tensor:
+    def _narrow_units(self, reader: GateReader) -> Tensor:
         """Return the unit of each narrow position: int64 (narrow size,); J if there is none."""
         return reader.units[self.narrow_model.positions(reader.name)[reader.dim]]
 

@@ -18,7 +18,7 @@ from sparsekit.allocation.problem import Problem, allocate
 from sparsekit.allocation.shares import ratio_counts
 from sparsekit.criteria.batches import Batch, example_count
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.edit import narrow
+from sparsekit.graph.edit import compact_graph
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.measure.budget import Budget, format_cost
@@ -257,7 +257,7 @@ class NarrowingSteps:
     def refit(self, before: nn.Module, small: nn.Module, old: UnitMask, new: UnitMask) -> None:
         """Refit the layers that read the units that have just left, on the batches."""
         inner = UnitMask({name: new[name][old[name]] for name in new})
-        reconstruct(before, small, narrow(self.graph, old), inner, self.batches)
+        reconstruct(before, small, compact_graph(self.graph, old), inner, self.batches)
         if self.costs is not None:
             self._flops += float(sum(map(example_count, self.batches))) * self.costs.forward_flops(old)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import sparsekit as sk
 from sparsekit.allocation import Schedule
 from sparsekit.errors import InvalidValueError, UnknownNameError
-from sparsekit.graph.edit import narrow
+from sparsekit.graph.edit import compact_graph
 
 
 def _net() -> nn.Module:
@@ -148,7 +148,7 @@ def test_a_schedule_trains_between_the_cuts_and_ends_within_the_budget() -> None
 def test_a_cut_of_a_cut_is_the_cut_that_is_made_at_once(name: str) -> None:
     model, args, _, graph = zoo.traced(name)
     mask = sk.UnitMask({name: torch.arange(group.size) % 2 == 0 for name, group in graph.groups.items()})
-    small = narrow(graph, mask)
+    small = compact_graph(graph, mask)
     half = sk.UnitMask({name: torch.arange(group.size) < max(1, group.size // 2) for name, group in small.groups.items()})
     both = dict(mask)
     for name, inner in half.items():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.errors import CompactFileError, NoUnitsError
-from sparsekit.graph.edit import narrow, only
+from sparsekit.graph.edit import compact_graph, only
 from sparsekit.tracing.session import Session
 
 Put = Callable[[Any, Tensor], None]
@@ -239,5 +239,5 @@ def test_the_graph_of_a_cut_model_has_its_constants_cut() -> None:
     graph, _ = trace(model, x)
     mask = random_mask(graph, 0.5, 0)
     again, _ = trace(sk.compact(model, graph, mask), x)
-    assert narrow(graph, mask).constants == again.constants
+    assert compact_graph(graph, mask).constants == again.constants
     assert only(graph, [next(iter(graph.groups))]).constants.keys() < graph.constants.keys()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zoo_base import Lambda
 
 from sparsekit.errors import NoUnitsError
-from sparsekit.graph.edit import narrow
+from sparsekit.graph.edit import compact_graph
 from sparsekit.graph.held import held_numbers, set_held
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.compaction import compact, compact_state, expand
@@ -145,7 +145,7 @@ def test_a_width_is_found_however_it_is_written_and_the_users_own_objects_stay(t
     small = compact(model.eval(), graph, mask)
     check_masked_equals_compact(model, (x,), {}, graph, mask)
     assert {name: held_numbers(module) for name, module in model.named_modules()} == before
-    left = narrow(graph, mask)
+    left = compact_graph(graph, mask)
     assert torch.equal(compact(small, left, UnitMask.full(left))(x), small(x))
 
     save_compact(small, tmp_path / "small.safetensors")
