@@ -25,14 +25,12 @@ class Failing(Method):
     unscored: int = -1  # an id that cannot be scored; -1: all can be
 
     def train(self, client: ClientContext, task: Task) -> Result:
-        """Train, or raise."""
         if self.clients is None or client.client.id in self.clients:
             raise ArithmeticError(f"no luck with {client.client.id}")
         client.memory["count"] = client.memory.get("count", 0) + 1
         return replace(sgd(client, task), extra={"count": torch.tensor([client.memory["count"]])})
 
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
-        """Return the global model, or raise."""
         if client.client.id == self.unscored:
             raise ArithmeticError(f"no score for {client.client.id}")
         return Model(state=state)

@@ -23,8 +23,6 @@ _ACTIVATIONS = (nn.ReLU, nn.Tanh, nn.GELU, nn.Sigmoid, nn.SiLU, nn.ELU, nn.Softp
 
 
 class Network(nn.Module):
-    """Runs its operations one after the other; each reads earlier values and appends its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.ops = nn.ModuleList()
@@ -32,7 +30,6 @@ class Network(nn.Module):
         self.outputs: tuple[int, ...] = ()
 
     def append(self, op: nn.Module, reads: tuple[int, ...], values: list[Tensor]) -> None:
-        """Add an operation and run it on the example values."""
         self.ops.append(op)
         self.wiring.append(reads)
         made = op(*(values[i] for i in reads))
@@ -48,14 +45,6 @@ class Network(nn.Module):
 
 @dataclass
 class _Draw:
-    """What an operation is drawn from.
-
-    Args:
-        rng: The only source of chance.
-        values: What was made so far.
-        at: The value to go on with.
-    """
-
     rng: Rng
     values: list[Tensor]
     at: int
@@ -82,7 +71,6 @@ class _Draw:
         return _ACTIVATIONS[int(self.rng.integers(len(_ACTIVATIONS)))]()
 
     def twins(self) -> list[int]:
-        """Values of the same shape, this one included."""
         return [i for i, value in enumerate(self.values) if value.shape == self.x.shape and value.is_floating_point()]
 
     def partner(self) -> int:
@@ -103,7 +91,6 @@ class _Draw:
         return nn.Conv2d(wide, out, 1) if self.x.dim() == 4 else nn.Linear(wide, out)
 
     def layer(self, out: int) -> nn.Module:
-        """A layer of `out` units that reads this value."""
         return self.conv(out, self.one(1, 3)) if self.x.dim() == 4 else nn.Linear(self.width, out, bias=self.flip())
 
 

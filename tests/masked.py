@@ -52,7 +52,6 @@ def convolutions(
 
 
 def shake(masked: LearnableMask, seed: int) -> None:
-    """Give every unit another importance."""
     generator = torch.Generator().manual_seed(seed)
     masked.load_importance({name: torch.rand(v.shape, generator=generator).to(v) for name, v in masked.importance().items()})
 
@@ -170,7 +169,6 @@ class MaskedModel:
 
     @property
     def narrow_model(self) -> "MaskedModel":
-        """What the vectors belong to."""
         return self
 
     def _dropped_by_name(self, names: Iterable[str], mask: UnitMask | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -258,12 +256,10 @@ class MaskedModel:
         return {name: tensor.detach().clone() for name, tensor in named_entries(self.module).items()}
 
     def before_step(self) -> None:
-        """Save the weights: a step may call the model and so change which are dropped."""
         self._saved = {name: parameter.detach().clone() for name, parameter in self.module.named_parameters()}
         self._stepped = self.mask
 
     def after_step(self) -> None:
-        """Restore the weights of dropped entries."""
         parameters = dict(self.module.named_parameters())
         for name, dropped in self._dropped_by_name(parameters, self._stepped):
             parameters[name].detach()[dropped] = self._saved[name][dropped]

@@ -21,7 +21,6 @@ NATIVE = (
 
 
 def _fresh(module: Any) -> nn.Module:
-    """A layer of its class with the sizes that it declares."""
     kind = type_before_parametrizations(module)
     names = set(inspect.signature(nn.RNNBase if issubclass(kind, nn.RNNBase) else kind).parameters) - {"mode", "proj_size"}
     given = {name: getattr(module, name) for name in names if hasattr(module, name)}

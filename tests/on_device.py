@@ -33,12 +33,6 @@ def _of_a_test() -> bool:
 
 
 class OnDevice(TorchFunctionMode):
-    """See the module.
-
-    Args:
-        device: Where tensors go.
-    """
-
     def __init__(self, device: str) -> None:
         super().__init__()
         self.device = torch.device(device)

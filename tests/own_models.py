@@ -10,14 +10,10 @@ from sparsekit_fl.methods.client import Model, Result, Task, keep_model, kept_mo
 
 @dataclass(frozen=True, kw_only=True)
 class OwnModels(Method):
-    """FedAvg whose clients deploy models that they trained themselves."""
-
     def train(self, client: ClientContext, task: Task) -> Result:
-        """Train, and keep the model."""
         result = sgd(client, task)
         keep_model(client, result)
         return result
 
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
-        """Return the kept model."""
         return kept_model(client) or Model(state=state)

@@ -5,7 +5,6 @@ from torch import Tensor, nn
 
 
 def make_model() -> nn.Module:
-    """Make a network whose passes in train mode draw, and change statistics."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return nn.Sequential(
@@ -14,7 +13,6 @@ def make_model() -> nn.Module:
 
 
 def make_batches(examples: int = 96, size: int = 16) -> list[tuple[Tensor, Tensor]]:
-    """Make batches of a rule that can be learned."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(examples, 6, generator=generator)
     y = (x @ torch.randn(6, 3, generator=generator)).argmax(1)

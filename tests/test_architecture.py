@@ -99,7 +99,6 @@ def _tree(path: Path) -> ast.Module:
 
 @cache
 def _imports(module: str) -> tuple[tuple[str, int], ...]:
-    """The imports of a module, anywhere in it, with their lines: whole dotted names."""
     found: list[tuple[str, int]] = []
     for node in ast.walk(_tree(MODULES[module])):
         if isinstance(node, ast.Import):
@@ -124,7 +123,6 @@ def _floor(module: str) -> int:
 
 
 def _folder(module: str) -> str:
-    """The first level that a module lies in: a folder, or itself where it lies loose."""
     return ".".join(module.split(".")[:2])
 
 
@@ -237,7 +235,6 @@ def _dotted(node: ast.AST) -> str:
 
 
 def _uses(pattern: str) -> list[str]:
-    """Files that use a name, dotted or not, that the pattern fits whole."""
     return [m for m in MODULES for n in ast.walk(_tree(MODULES[m])) if re.fullmatch(pattern, _dotted(n))]
 
 

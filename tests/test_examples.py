@@ -190,8 +190,6 @@ def test_a_notebook_runs_from_its_first_cell_to_its_last(path: Path, tmp_path: P
 
 
 class TestRulesOfTheExample(RuleContract):
-    """The contract of `sparsekit.testing`, on both rules of examples/layer_rule.py."""
-
     @pytest.fixture(params=["GatedLinear", "Centred"])
     def layer(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, str]:
         return _load("layer_rule", monkeypatch), request.param

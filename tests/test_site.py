@@ -51,7 +51,6 @@ def test_the_entry_of_a_class_of_options_describes_each() -> None:
 
 @cache
 def _prepared(package: str) -> dict[str, Any]:
-    """What the lines above the examples of a package define."""
     file = DOCS / "reference" / "examples" / f"{'federated' if package == 'sparsekit_fl' else 'core'}.py"
     names: dict[str, Any] = {"__name__": "page"}
     exec(compile(file.read_text(encoding="utf-8").split("# --- examples ---\n")[0], file.name, "exec"), names)

@@ -9,8 +9,6 @@ from zoo_base import add, images, tokens
 
 
 class Separate(nn.Module):
-    """Query, key and value from layers of their own."""
-
     def __init__(self, dim: int, heads: int, size: int, *, fused: bool = True) -> None:
         super().__init__()
         self.num_heads, self.head_dim, self.fused = heads, size, fused
@@ -29,8 +27,6 @@ class Separate(nn.Module):
 
 
 class Fused(nn.Module):
-    """One layer for all three, cut as in a vision transformer."""
-
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         self.num_heads, self.head_dim, self.attn_dim = heads, dim // heads, dim
@@ -61,8 +57,6 @@ class Chunked(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each behind a norm and beside a shortcut."""
-
     def __init__(self, dim: int, attention: nn.Module, hidden: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
@@ -75,8 +69,6 @@ class Block(nn.Module):
 
 
 class Vision(nn.Module):
-    """Patches, a class token, positions, blocks."""
-
     def __init__(self, dim: int, *blocks: nn.Module) -> None:
         super().__init__()
         self.patch = nn.Conv2d(1, dim, 2, stride=2)
@@ -94,8 +86,6 @@ class Vision(nn.Module):
 
 
 class Language(nn.Module):
-    """Tokens, positions, blocks; the decoder may be the embedding."""
-
     def __init__(self, dim: int, *blocks: nn.Module, tied: bool = False) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(11, dim), nn.Embedding(6, dim)
@@ -213,8 +203,6 @@ def _rotated(x: Tensor, angles: Tensor) -> Tensor:
 
 
 class Grouped(nn.Module):
-    """Grouped-query attention with rotary positions, as in Llama."""
-
     def __init__(self, dim: int, heads: int, kv_heads: int, size: int) -> None:
         super().__init__()
         self.n_heads, self.n_kv_heads, self.head_dim = heads, kv_heads, size
@@ -236,8 +224,6 @@ class Grouped(nn.Module):
 
 
 class Llama(nn.Module):
-    """Decoder layers with grouped queries and a gated feed-forward layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 8)

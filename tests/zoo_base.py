@@ -41,16 +41,17 @@ def build(name: str, architectures: Mapping[str, Architecture] | None = None) ->
 
 
 def hash_of(name: str) -> int:
-    """A seed that does not change from run to run."""
     return sum((i + 1) * ord(c) for i, c in enumerate(name))
 
 
 class Lambda(nn.Module):
-    """Children by keyword and a function of (self, inputs) as forward."""
+    """Children by keyword and a function of (self, inputs) as forward; two sizes make a linear layer, three a convolution."""
 
     def __init__(self, run: Callable[..., Any], **children: Any) -> None:
         super().__init__()
         for name, child in children.items():
+            if isinstance(child, tuple):
+                child = nn.Linear(*child) if len(child) == 2 else nn.Conv2d(*child)
             if isinstance(child, Tensor) and not isinstance(child, nn.Parameter):
                 self.register_buffer(name, child)
             else:
@@ -62,12 +63,10 @@ class Lambda(nn.Module):
 
 
 def images(*shape: int) -> Callable[[], tuple[Any, ...]]:
-    """Random numbers of a shape, as the only input."""
     return lambda: (torch.randn(*shape),)
 
 
 def tokens(size: int, *shape: int) -> Callable[[], tuple[Any, ...]]:
-    """Random token ids below `size`, as the only input."""
     return lambda: (torch.randint(size, shape),)
 
 
@@ -75,25 +74,16 @@ ZOO: dict[str, Architecture] = {}
 
 
 def add(
-    name: str,
-    inputs: Callable[[], tuple[Any, ...]],
-    groups: Mapping[str, int],
-    zoo: dict[str, Architecture] = ZOO,
-    **more: Any,
+    name: str, inputs: Callable[[], tuple[Any, ...]], groups: Mapping[str, int], zoo: dict[str, Architecture] = ZOO, **more: Any
 ) -> Callable[..., None]:
     """Put an architecture into the zoo: what this returns is called with a factory, or as `Lambda` with a forward and children.
 
-    Of a child two sizes make a linear layer and three a convolution; anything else is called for it.
+    A child that is not a tuple of sizes is called to make it.
     """
-
-    def child(spec: tuple[int, ...] | Callable[[], Any]) -> Any:
-        if not isinstance(spec, tuple):
-            return spec()
-        return nn.Linear(*spec) if len(spec) == 2 else nn.Conv2d(*spec)
 
     def of(make: Callable[..., Any], **children: Any) -> None:
         def net() -> nn.Module:
-            return Lambda(make, **{name: child(spec) for name, spec in children.items()})
+            return Lambda(make, **{name: each if isinstance(each, tuple) else each() for name, each in children.items()})
 
         zoo[name] = Architecture(net if children else make, inputs, groups, **more)
 

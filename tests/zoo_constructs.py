@@ -16,8 +16,6 @@ from zoo_base import Lambda, add, images
 
 
 class CellLoop(nn.Module):
-    """A cell called step by step, its outputs written into one tensor."""
-
     def __init__(self, cell: nn.Module) -> None:
         super().__init__()
         self.cell, self.head = cell, nn.Linear(6, 2)
@@ -195,12 +193,7 @@ add("maxout", images(4, 3), {"a": 6})(lambda m, x: m.head(m.a(x).view(x.shape[0]
 
 def _unsaved(**scale: Any) -> nn.Module:
     """A tensor of one number per unit outside the state: in a buffer that is not saved, or in an attribute."""
-    model = Lambda(
-        lambda m, x: m.head(F.relu(m.b(m.a(x) * m.scale.to(x.dtype)))),
-        a=nn.Linear(3, 6),
-        b=nn.Linear(6, 5),
-        head=nn.Linear(5, 2),
-    )
+    model = Lambda(lambda m, x: m.head(F.relu(m.b(m.a(x) * m.scale.to(x.dtype)))), a=(3, 6), b=(6, 5), head=(5, 2))
     if scale:
         model.register_buffer("scale", torch.rand(6), **scale)
     else:

@@ -48,8 +48,6 @@ add("gpt-tied", tokens(11, 2, 5), {"tokens": 8, "blocks.0.attn.q": 3, "blocks.0.
 
 
 class ChannelNorm(nn.Module):
-    """Layer norm over channels that come second, written out, as in ConvNeXt."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
@@ -61,8 +59,6 @@ class ChannelNorm(nn.Module):
 
 
 class ConvNeXt(nn.Module):
-    """Depthwise convolution, norm over channels last, inverted bottleneck, a learned scale of each channel."""
-
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.stem_norm = nn.Conv2d(1, 6, 2, stride=2), ChannelNorm(6)

@@ -36,8 +36,6 @@ add("vgg-small", images(2, 3, 8, 8), {"0": 6, "4": 8})(
 
 
 class Block(nn.Module):
-    """A residual block, with a projection where the width changes."""
-
     def __init__(self, wide: int, out: int) -> None:
         super().__init__()
         self.conv1, self.bn1 = nn.Conv2d(wide, out, 3, padding=1, bias=False), nn.BatchNorm2d(out)

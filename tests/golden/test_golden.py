@@ -34,17 +34,14 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
 
 
 def key_of(run: tuple[str, dict[str, Any]]) -> str:
-    """The text of a run in the file."""
     return " ".join([run[0], *(f"{name}={value}" for name, value in run[1].items())])
 
 
 def small_run(name: str, given: dict[str, Any], **options: Any) -> fl.RunResult:
-    """Six rounds of a method, the same whatever runs them."""
     return tiny_run(name, rounds=6, **given, **options)
 
 
 def observed(result: fl.RunResult) -> dict[str, object]:
-    """Costs, scores and ratios of a run."""
     return {
         **{field: getattr(result.cost, field) for field in EXACT},
         "personal_accuracy": result.final.personal["accuracy"],

@@ -37,12 +37,10 @@ class Cell:
 
     @property
     def kind(self) -> str:
-        """Class of the optimizer."""
         return self.optimizer.partition(" ")[0]
 
     @property
     def implementation(self) -> str:
-        """Its implementation: "", "foreach" or "fused"."""
         return self.optimizer.partition(" ")[2]
 
 

@@ -36,7 +36,6 @@ OVERFLOWS_AT = 5
 
 
 def _model(cell: Cell, device: str) -> tuple[nn.Module, Tensor]:
-    """A model and example inputs; large enough for 8-bit state where that is wanted."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         if cell.kind == "AdamW8bit":
@@ -70,7 +69,6 @@ def _optimizer(cell: Cell, weights: list[nn.Parameter], *, plain: bool) -> torch
 
 
 def _learns(cell: Cell) -> bool:
-    """Optimisers that cannot follow a change of mask are resumed under a mask that stands."""
     return not (cell.kind == "LBFGS" and cell.change == "resume")
 
 

@@ -33,7 +33,6 @@ def load() -> Any:
 
 
 def _module() -> types.ModuleType:
-    """What torch asks of `torch.elsewhere`."""
     module: Any = types.ModuleType("torch.elsewhere")
     module.is_available = lambda: True
     module.device_count = lambda: 1

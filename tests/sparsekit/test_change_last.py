@@ -31,8 +31,6 @@ def net() -> nn.Module:
 
 
 class Chain(nn.Module):
-    """Blocks that hold all units."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 6)) for _ in range(3))
@@ -44,7 +42,6 @@ class Chain(nn.Module):
 
 
 def masked() -> nn.Module:
-    """A learnable mask."""
     return sk.LearnableMask(net(), (torch.zeros(2, 6),), ratio=0.5, learning=sk.GradientImportance())
 
 
@@ -59,14 +56,12 @@ def lbfgs() -> nn.Module:
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """Batches of a rule that can be learned."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(64, 6, generator=generator)
     return list(zip(x.split(16), (x @ torch.randn(6, 3, generator=generator)).argmax(1).split(16)))
 
 
 def broken(fault: str) -> Any:
-    """Batches; the second fails."""
     first, (x, y), *rest = batches()
 
     def load() -> Iterator[Any]:
@@ -78,7 +73,6 @@ def broken(fault: str) -> Any:
 
 
 def at_second(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Fail when called for the second time."""
     calls = 0
 
     def fails(*args: Any, **kwargs: Any) -> Any:
@@ -110,7 +104,6 @@ def _graph(model: nn.Module) -> tuple[sk.UnitGraph, sk.UnitMask]:
 
 
 def small() -> nn.Module:
-    """Half of the network."""
     dense = net().eval()
     return sk.compact(dense, *_graph(dense))
 
@@ -141,7 +134,6 @@ def _score(model: nn.Module) -> float:
 
 
 def _other() -> dict[str, Tensor]:
-    """The state of another mask."""
     model = sk.LearnableMask(nn.Sequential(*net()), (torch.zeros(2, 6),), ratio=0.25, learning=sk.GradientImportance())
     with torch.no_grad():
         model.load({name: value + 1 if value.is_floating_point() else value for name, value in model.dense_state().items()})

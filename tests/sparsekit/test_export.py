@@ -23,7 +23,6 @@ SLOW = ("resnet-small", "lstm-bidirectional", "gpt")
 
 @functools.cache
 def compacted(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """A model of the zoo at ratio 0.5, in eval mode, with its inputs."""
     model, args, kwargs, graph = zoo.traced(name)
     return sk.compact(model, graph, random_mask(graph, 0.5, 3)).eval(), args, kwargs
 

@@ -32,8 +32,6 @@ UNIT = FloatDistribution(0.0, 1.0)
 # One that takes a box, and one that takes an interval alone.
 @pytest.mark.parametrize("bandit", ["split-ucbv", "p-ucbv"])
 class TestOptunaContract(BasicSamplerTestCase, RelativeSamplerTestCase, SingleOnlySamplerTestCase):
-    """All that Optuna asks of a sampler for one objective."""
-
     @pytest.fixture
     def sampler(self, bandit: str) -> Callable[[], Any]:
         return lambda: BanditSampler(bandit, seed=0)
@@ -44,7 +42,6 @@ def study_of(sampler: Any, direction: str = "maximize", **options: Any) -> Any:
 
 
 def told(sampler: Any) -> list[tuple[Any, float]]:
-    """What the only bandit was told: value, reward."""
     ((_, bandit),) = sampler._search._groups
     return [(pull.value, reward) for pull, reward in bandit.told]
 

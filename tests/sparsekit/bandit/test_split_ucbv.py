@@ -22,7 +22,6 @@ PLANE = Box({"lr": Interval(1e-4, 1.0, scale="log"), "width": Interval(16.0, 64.
 
 
 def play(bandit: Any, reward: Callable[[Any], float], pulls: int, *, seed: int = 0, noise: float = 0.1) -> list[Any]:
-    """The values proposed."""
     draws, asked = np.random.default_rng(seed).normal(0.0, noise, pulls).tolist(), []
     for draw in draws:
         pull = bandit.ask()

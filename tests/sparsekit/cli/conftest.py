@@ -76,7 +76,6 @@ def strict(outputs, target):
 
 @pytest.fixture
 def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The path of a file with models and data, in the folder of the test."""
     path = tmp_path / f"nets_{abs(hash(str(tmp_path)))}.py"
     path.write_text(NETS, encoding="utf-8")
     monkeypatch.setenv("SPARSEKIT_CACHE", str(tmp_path / "cache"))

@@ -37,8 +37,6 @@ DATA = [
 
 @dataclass(frozen=True)
 class Neighbors:
-    """Importance smoothed over neighboring units: the rule of somebody else, in double precision."""
-
     def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
         return {
             name: F.avg_pool1d((context.importance or {})[name].double()[None, None], 3, 1, 1)[0, 0] for name in graph.groups
@@ -66,8 +64,6 @@ class TestCriteria(CriterionContract):
 
 
 class TestActivation(CriterionContract):
-    """Whose units must be read by layers."""
-
     @pytest.fixture
     def criterion(self) -> Wanda:
         return Wanda(DATA)

@@ -15,8 +15,6 @@ from sparsekit.errors import InvalidValueError
 
 
 class Residual(nn.Module):
-    """A sum, a batch norm, a depthwise convolution and a flatten between the units and their readers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6)
@@ -108,7 +106,7 @@ def test_rows_that_merge_examples_with_time_or_windows_give_squares_of_examples(
         rows = x.reshape(examples * 2, -1, 3) if order == "windows" else x.reshape(-1, 3)
         return m.out(m.first(rows).tanh()).reshape(examples, -1, 5).mean(1)
 
-    model = Lambda(forward, first=nn.Linear(3, 6), out=nn.Linear(6, 5))
+    model = Lambda(forward, first=(3, 6), out=(6, 5))
     x, y = torch.randn(4, 8, 3), torch.randint(5, (4,))
     graph = sk.trace_units(model, x)
     rows = _gradients_of_examples(model, graph, [(x, y)])["first"]
@@ -121,7 +119,7 @@ def test_squares_of_single_positions_add_up_over_tokens_and_over_all_layers_that
     torch.manual_seed(0)
     model = Lambda(
         lambda m, x: m.out(torch.tanh(m.first(x))) + m.other(torch.tanh(m.first(x))),
-        first=nn.Linear(3, 6), out=nn.Linear(6, 5), other=nn.Linear(6, 5),
+        first=(3, 6), out=(6, 5), other=(6, 5),
     )  # fmt: skip
     x, y = torch.randn(4, 7, 3), torch.randint(5, (4, 7))
     graph = sk.trace_units(model, x)
@@ -143,8 +141,6 @@ def _token_loss(outputs: Tensor, target: Tensor) -> Tensor:
 
 
 class Named(nn.Module):
-    """Takes keyword inputs and, with labels, returns its own loss, as models of transformers do."""
-
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 5))

@@ -15,8 +15,6 @@ DEAD = torch.randperm(16, generator=torch.Generator().manual_seed(3))[:8]
 
 
 class Gate(nn.Module):
-    """A product with a buffer."""
-
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
         self.gate: Tensor
@@ -27,8 +25,6 @@ class Gate(nn.Module):
 
 
 class Computed(nn.Linear):
-    """A linear layer that computes its weight in the forward pass."""
-
     def __init__(self, how: str) -> None:
         super().__init__(6, 16)
         self.how, self.gate = how, Gate((16, 1))

@@ -62,9 +62,7 @@ def test_ties_that_share_a_group_are_one_set(ties: list[list[str]]) -> None:
 def test_gates_of_zero_and_one_are_exact_and_soft_ones_behind_what_scales(between: nn.Module) -> None:
     torch.manual_seed(0)
     # Its units have no reader with weights, so they are gated where they are made.
-    model = Lambda(
-        lambda m, x, scale=1.0: (m.between(m.a(x)) * scale).sum(-1, keepdim=True), a=nn.Linear(3, 6), between=between
-    )
+    model = Lambda(lambda m, x, scale=1.0: (m.between(m.a(x)) * scale).sum(-1, keepdim=True), a=(3, 6), between=between)
     x = torch.randn(4, 3)
     graph = trace_units(model, x)
     for gates, exact in ((torch.tensor([0.0, 1, 1, 0, 1, 0]), True), (torch.full((6,), 0.5), not isinstance(between, nn.Tanh))):

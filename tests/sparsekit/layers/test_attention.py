@@ -74,8 +74,8 @@ def test_float_masks_with_minus_infinity_are_inputs_like_any_other(
     model = zoo.Lambda(
         lambda m, x, mask: m.down(m.up(m.layer(x, **{option: mask})).relu()),
         layer=nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True),
-        up=nn.Linear(8, 10),
-        down=nn.Linear(10, 3),
+        up=(8, 10),
+        down=(10, 3),
     )
     x, mask = torch.randn(2, 5, 8), HIDDEN[hidden]
     graph = trace_units(model, (x, mask))

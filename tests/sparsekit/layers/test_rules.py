@@ -26,8 +26,6 @@ def test_without_its_rule_a_strange_layer_is_probed() -> None:
 
 
 class Careless(LAYER_RULE.CentredRule):  # type: ignore[name-defined, misc]
-    """A rule that forgets that the scale goes with the units."""
-
     def trace(
         self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
@@ -45,8 +43,6 @@ def test_a_wrong_rule_is_caught_by_the_verification() -> None:
 
 def test_a_layer_of_a_package_that_is_not_imported_is_known_by_its_name() -> None:
     class Conv1D(nn.Module):
-        """As in transformers."""
-
         def __init__(self, nf: int, nx: int) -> None:
             super().__init__()
             self.nf, self.nx = nf, nx

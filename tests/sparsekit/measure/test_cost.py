@@ -67,8 +67,6 @@ def test_compact_flops_are_what_torch_counts_on_the_compact_module(name: str) ->
 
 
 class Product(nn.Module):
-    """Applies an operator to the output of a layer and to a weight."""
-
     def __init__(self, operator: Callable[[Tensor, Tensor], Tensor], *shape: int, width: int = 6) -> None:
         super().__init__()
         self.operator, self.weight, self.first = operator, nn.Parameter(torch.randn(shape)), nn.Linear(4, width)

@@ -13,8 +13,6 @@ from sparsekit.measure.paired import measure_pair
 
 
 class _Counting(nn.Module):
-    """Remembers the sizes of its batches, its modes and the threads."""
-
     def __init__(self, size: int | None = None) -> None:
         super().__init__()
         self.layer, self.size = nn.Linear(3, 4), size

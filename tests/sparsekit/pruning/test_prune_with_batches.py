@@ -16,7 +16,6 @@ from sparsekit.pruning.trained import UncalibratedWarning
 
 
 def trained() -> tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """A small network with a batch norm that has learned a rule, and batches of it."""
     generator = torch.Generator().manual_seed(0)
     rule = torch.randn(12, 3, generator=generator)
     batches = []

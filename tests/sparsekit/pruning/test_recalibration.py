@@ -111,8 +111,6 @@ def test_units_that_are_sums_of_others_are_made_up_for() -> None:
 
 
 class Net(nn.Module):
-    """Convolutions with padding, stride and dilation, a sum, a flatten and a hidden layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm = nn.Conv2d(3, 12, 3, padding=1), nn.BatchNorm2d(12)

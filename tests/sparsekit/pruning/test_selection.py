@@ -19,8 +19,6 @@ X = torch.randn(1, 3, 5, 5)
 
 
 class _Net(nn.Module):
-    """Two stages and a head; the second stage is a residual sum."""
-
     def __init__(self) -> None:
         super().__init__()
         self.stage1 = nn.Sequential(OrderedDict(conv=nn.Conv2d(3, 8, 3, padding=1), bn=nn.BatchNorm2d(8), act=nn.ReLU()))

@@ -38,8 +38,6 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Four such blocks."""
-
     def __init__(self, how: str) -> None:
         super().__init__()
         self.layers, self.head = nn.ModuleList(Block(how) for _ in range(4)), nn.Linear(16, 5)

@@ -22,8 +22,6 @@ from sparsekit.tracing.trace import trace_units
 
 
 class _Catch(TorchFunctionMode):
-    """Keeps the first averaging call."""
-
     def __init__(self) -> None:
         super().__init__()
         self.call: NormCall | None = None
@@ -115,7 +113,7 @@ def test_a_model_that_takes_another_path_than_when_it_was_traced_is_told() -> No
         h = h - h.var(-1, keepdim=True) if m.swap else h
         return m.head(h - h.mean(-1, keepdim=True))
 
-    model = Lambda(fickle, a=nn.Linear(3, 6), head=nn.Linear(6, 2), swap=False)
+    model = Lambda(fickle, a=(3, 6), head=(6, 2), swap=False)
     graph = trace_units(model, torch.randn(4, 3), prune_hidden_size=True)
     model.swap = True
     with kept_norms(model, graph, random_mask(graph, 0.5, 0)), pytest.raises(TraceError, match=r"calls var .* called mean"):

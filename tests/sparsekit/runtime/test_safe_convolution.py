@@ -19,8 +19,6 @@ CHECKED = {"LD_PRELOAD": "libc_malloc_debug.so.0", "GLIBC_TUNABLES": "glibc.mall
 
 
 class Residual(nn.Module):
-    """A residual block whose shortcut is a strided 1×1 convolution, after a convolution whose channels can go."""
-
     def __init__(self, width: int = 32) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, width, 3, padding=1)
@@ -29,7 +27,6 @@ class Residual(nn.Module):
         self.head = nn.Linear(8, 4)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images of any size → logits."""
         hidden = self.stem(images).relu()
         logits: Tensor = self.head((self.main(hidden) + self.shortcut(hidden)).relu().mean((2, 3)))
         return logits

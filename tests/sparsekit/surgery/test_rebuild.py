@@ -9,8 +9,6 @@ from sparsekit.surgery.rebuild import copy_with
 
 
 class Odd(nn.Module):
-    """Refers to itself, to its parent, to shared tables and to one tensor by several ways."""
-
     def __init__(self, parent: list[nn.Module]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.arange(3.0))

@@ -124,8 +124,6 @@ def test_a_loaded_model_gives_the_bits_of_the_saved_one(width: int, dtype: torch
 
 
 class Pretrained(nn.Module):
-    """What of transformers matters here: a configuration, and `save_pretrained`."""
-
     def __init__(self) -> None:
         super().__init__()
         self.config = {"hidden": 8}
@@ -147,8 +145,6 @@ def test_save_pretrained_of_a_cut_model_names_the_function_that_can(tmp_path: Pa
 
 
 class Attention(nn.Module):
-    """Keeps its numbers in attributes of every kind."""
-
     def __init__(self) -> None:
         super().__init__()
         self._num_heads, self._scale, self.gain = 4, 32**-0.5, 1.0
@@ -205,8 +201,6 @@ def test_an_attribute_that_the_code_lacks_is_refused_or_if_private_set(tmp_path:
 
 
 class Scaled(nn.Module):
-    """Computes with a number that no attribute shows."""
-
     def __init__(self, factor: Callable[[Tensor], Tensor] = lambda y: y, noise: float = 0.0) -> None:
         super().__init__()
         self.first, self.last, self.factor, self.noise = nn.Linear(6, 8), nn.Linear(8, 3), factor, (lambda: noise)

@@ -32,8 +32,6 @@ HOLDERS: dict[str, tuple[Put, Callable[[Any], Tensor]]] = {
 
 
 class Shifted(nn.Module):
-    """A layer of twelve units, and a constant for each that is added to them."""
-
     def __init__(self, kind: str, table: Tensor) -> None:
         super().__init__()
         self.layer: nn.Module = nn.Linear(3, 12) if table.dim() == 1 else nn.Conv2d(3, 12, 1)
@@ -48,8 +46,6 @@ class Shifted(nn.Module):
 
 
 class Net(nn.Module):
-    """Two of them hold one tensor, and their parent holds another."""
-
     def __init__(self, kind: str, shape: tuple[int, ...]) -> None:
         super().__init__()
         shared, own = torch.randn(shape), torch.randn(shape)
@@ -111,8 +107,6 @@ def test_a_constant_that_no_module_holds_is_named_with_a_remedy() -> None:
 
 
 class Scratch(nn.Module):
-    """Memory that every pass writes before it is read."""
-
     def __init__(self, write: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self.a, self.b, self.write = nn.Linear(3, 6), nn.Linear(6, 2), write
@@ -153,8 +147,6 @@ def test_scratch_memory_is_cut_with_what_is_written_to_it(name: str) -> None:
 
 
 class Cached(nn.Module):
-    """Makes a tensor in its first pass, and keeps it."""
-
     def __init__(self, keep: Callable[["Cached", Tensor], Tensor]) -> None:
         super().__init__()
         self.a, self.b, self.keep = nn.Linear(3, 6), nn.Linear(6, 2), keep

@@ -16,7 +16,6 @@ Move = Callable[[Tensor], Tensor]
 
 
 def shuffled(h: Tensor) -> Tensor:
-    """Channel shuffle of two groups, as ShuffleNet writes it."""
     return h.view(len(h), 2, -1, *h.shape[2:]).transpose(1, 2).reshape(h.shape)
 
 
@@ -37,7 +36,6 @@ def halves(h: Tensor) -> Tensor:
 
 
 def joined(h: Tensor) -> Tensor:
-    """The way back."""
     return h.transpose(1, 2).flatten(2)
 
 
@@ -124,7 +122,7 @@ NOT_ZERO: list[Move] = [
 @pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
 @pytest.mark.parametrize("move", [*ZERO, *NOT_ZERO])
 def test_a_sum_over_units_is_exact_where_zero_stays_zero(move: Move) -> None:
-    model, x = Lambda(lambda m, x: move(m.a(x)).sum(-1, keepdim=True), a=nn.Linear(3, 6)), torch.randn(4, 3)
+    model, x = Lambda(lambda m, x: move(m.a(x)).sum(-1, keepdim=True), a=(3, 6)), torch.randn(4, 3)
     if move in NOT_ZERO:
         with pytest.raises(NoUnitsError, match="not zero"):
             trace(model, x, verify=False)

@@ -28,7 +28,6 @@ def trace(seed: int, **options: Any) -> tuple[nn.Module, Tensor, UnitGraph | Non
 
 
 def check(model: nn.Module, x: Tensor, graph: UnitGraph, mask: UnitMask, *, train: bool = False) -> str | None:
-    """What breaks a law under this mask, or None."""
     try:
         check_masked_equals_compact(model, (x,), {}, graph, mask, train=train)
         check_nothing_is_lost(model, graph, mask)
@@ -43,7 +42,6 @@ def describe(model: nn.Module) -> str:
 
 
 def check_seeds(seeds: Sequence[int], **options: Any) -> tuple[int, list[str]]:
-    """How many networks had units, and what went wrong."""
     cut, wrong = 0, []
     for seed in seeds:
         model, x, graph = trace(seed, **options)

@@ -25,8 +25,6 @@ trace = functools.partial(laws.trace, category=UnreadParametersWarning)
 
 
 class Restless(nn.Module):
-    """Changes all that a forward pass can change: parameters, buffers in and out of the state, attributes, generators."""
-
     def __init__(self) -> None:
         super().__init__()
         self.a, self.norm, self.head = nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
@@ -86,13 +84,10 @@ BARE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), (2, 4)),
     "convolution": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 3)), (2, 3, 8, 8)),
     "lstm": (
-        lambda: Lambda(lambda m, x: m.head(m.lstm(x)[0][:, -1]), lstm=nn.LSTM(4, 6, batch_first=True), head=nn.Linear(6, 3)),
+        lambda: Lambda(lambda m, x: m.head(m.lstm(x)[0][:, -1]), lstm=nn.LSTM(4, 6, batch_first=True), head=(6, 3)),
         (2, 5, 4),
     ),
-    "heads written out": (
-        lambda: Lambda(attended, q=nn.Linear(4, 4), out=nn.Linear(4, 4), up=nn.Linear(4, 8), down=nn.Linear(8, 3)),
-        (2, 5, 4),
-    ),
+    "heads written out": (lambda: Lambda(attended, q=(4, 4), out=(4, 4), up=(4, 8), down=(8, 3)), (2, 5, 4)),
 }
 
 
@@ -132,8 +127,6 @@ def test_what_needs_values_refuses_a_model_without_them_and_says_what_to_do(name
 
 
 class Stream(nn.Module):
-    """A residual stream with an outlier channel, as language models have."""
-
     def __init__(self, outlier: float, dtype: torch.dtype, fixed: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
@@ -198,7 +191,7 @@ def branching(m: nn.Module, x: Tensor) -> Tensor:
 
 def branches() -> nn.Module:
     torch.manual_seed(0)
-    return Lambda(branching, a=nn.Linear(3, 6), wide=nn.Linear(6, 2), narrow=nn.Linear(6, 2))
+    return Lambda(branching, a=(3, 6), wide=(6, 2), narrow=(6, 2))
 
 
 def test_parameters_that_no_pass_reads_are_named() -> None:
@@ -233,7 +226,7 @@ def test_a_branch_that_is_not_exact_is_found_on_the_example_that_takes_it() -> N
         h = m.a(x).relu()
         return m.head(h) if x.shape[0] > 2 else m.head(h) / h.shape[1]  # type: ignore[no-any-return]
 
-    model = Lambda(forward, a=nn.Linear(3, 6), head=nn.Linear(6, 2))
+    model = Lambda(forward, a=(3, 6), head=(6, 2))
     assert list(trace(model, torch.randn(4, 3))[0].groups) == ["a"]
     with pytest.warns(UnprunableWarning, match="removing units changes the output"), pytest.raises(sk.errors.NoUnitsError):
         sk.trace_units(model, [(torch.randn(4, 3),), (torch.randn(1, 3),)])

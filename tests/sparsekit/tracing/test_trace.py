@@ -17,12 +17,7 @@ from sparsekit.tracing.trace import UnprunableWarning, trace_units
 
 
 def test_one_warning_for_one_cause() -> None:
-    model = zoo.Lambda(
-        lambda m, x: m.head(torch.softmax(m.a(x) + m.b(x), -1)),
-        a=nn.Linear(3, 6),
-        b=nn.Linear(3, 6),
-        head=nn.Linear(6, 2),
-    )
+    model = zoo.Lambda(lambda m, x: m.head(torch.softmax(m.a(x) + m.b(x), -1)), a=(3, 6), b=(3, 6), head=(6, 2))
     with pytest.warns(UnprunableWarning) as caught, pytest.raises(NoUnitsError):
         trace_units(model, torch.zeros(1, 3))
     assert len(caught) == 1
@@ -91,7 +86,7 @@ INEXACT: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("name", INEXACT)
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
 def test_what_cannot_be_cut_exactly_is_never_cut(name: str, verify: bool) -> None:
-    model = zoo.Lambda(INEXACT[name], a=nn.Linear(3, 6), head=nn.Linear(6, 2), memory=torch.ones(6))
+    model = zoo.Lambda(INEXACT[name], a=(3, 6), head=(6, 2), memory=torch.ones(6))
     if not verify and name == "divided by the size":
         pytest.skip("only the verification can see sizes that live in Python")
     with pytest.raises(NoUnitsError):
@@ -99,7 +94,7 @@ def test_what_cannot_be_cut_exactly_is_never_cut(name: str, verify: bool) -> Non
 
 
 def test_a_branch_on_the_sum_of_units_is_exact_if_they_are_gated_where_they_are_made() -> None:
-    model = zoo.Lambda(branch_on_data, a=nn.Linear(3, 6), head=nn.Linear(6, 2))
+    model = zoo.Lambda(branch_on_data, a=(3, 6), head=(6, 2))
     graph, _ = trace(model, torch.randn(4, 3))
     assert {key for key, (_, gated, _) in slices(graph, "a").items() if gated} == {("a.weight", 0), ("a.bias", 0)}
 
@@ -146,14 +141,14 @@ REFUSED: dict[str, tuple[Any, Any, type[Exception], str]] = {
     ),
     "no module": (lambda x: x, torch.zeros(1, 2), UnsupportedModelError, "expected a torch.nn.Module, got function"),
     "no tensor": (
-        zoo.Lambda(lambda m, x: m.a(x).sum().item(), a=nn.Linear(2, 3)),
+        zoo.Lambda(lambda m, x: m.a(x).sum().item(), a=(2, 3)),
         torch.zeros(1, 2),
         UnsupportedModelError,
         "returned no tensor",
     ),
     "no units": (nn.Linear(3, 2), torch.zeros(1, 3), NoUnitsError, "hidden layer"),
     "an unknown operator": (
-        zoo.Lambda(lambda m, x: m.head(torch.linalg.qr(m.a(x))[0]), a=nn.Linear(3, 6), head=nn.Linear(6, 2)),
+        zoo.Lambda(lambda m, x: m.head(torch.linalg.qr(m.a(x))[0]), a=(3, 6), head=(6, 2)),
         torch.randn(8, 3),
         NoUnitsError,
         "linalg_qr",

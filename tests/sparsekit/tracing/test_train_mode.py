@@ -12,15 +12,12 @@ from torch import Tensor, nn
 
 
 def net(run: Callable[..., Any]) -> nn.Module:
-    return zoo.Lambda(run, a=nn.Linear(3, 6), b=nn.Linear(3, 5), c=nn.Linear(6, 2), d=nn.Linear(5, 2))
+    return zoo.Lambda(run, a=(3, 6), b=(3, 5), c=(6, 2), d=(5, 2))
 
 
 @pytest.mark.parametrize(
     ("trained", "told"),
-    [
-        (lambda out, h: (out, h.mean()), ""),
-        (lambda out, h: out / h.shape[1], "in training, removing units changes the output"),
-    ],
+    [(lambda out, h: (out, h.mean()), ""), (lambda out, h: out / h.shape[1], "in training, removing units changes the output")],
     ids=["a penalty on hidden values", "a size that only the verification sees"],
 )
 def test_what_only_training_does_with_units_keeps_them_whole(trained: Callable[..., Any], told: str) -> None:
@@ -63,7 +60,7 @@ def with_head(m: nn.Module, x: Tensor) -> Any:
 
 
 def test_an_auxiliary_head_of_training_behind_a_batch_norm_is_traced_from_one_example() -> None:
-    model = zoo.Lambda(with_head, a=nn.Linear(3, 6), norm=nn.BatchNorm1d(6), c=nn.Linear(6, 2), d=nn.Linear(6, 2))
+    model = zoo.Lambda(with_head, a=(3, 6), norm=nn.BatchNorm1d(6), c=(6, 2), d=(6, 2))
     graph, messages = trace(model, torch.randn(1, 3))
     assert {piece.name for piece in graph.groups["a"].slices if piece.gated} == {"c.weight", "d.weight"}
     assert messages == []

@@ -23,7 +23,6 @@ CASES = [(name, False) for name in zoo.ZOO] + [(name, True) for name in zoo_norm
 
 
 def check_trace(name: str, norms: bool) -> tuple[nn.Module, Any, Any, sk.UnitGraph | None]:
-    """Trace the model, and compare with what must be found."""
     expected: Architecture = (zoo_norms.KEPT if norms else zoo.ZOO)[name]
     model, args, kwargs = build(name, zoo_norms.KEPT if norms else None)
     before = snapshot(model.train())
@@ -53,7 +52,6 @@ def check_trace(name: str, norms: bool) -> tuple[nn.Module, Any, Any, sk.UnitGra
 
 
 def check_saved(name: str, norms: bool, model: nn.Module, args: Any, kwargs: Any, graph: sk.UnitGraph, path: Path) -> None:
-    """Save the compact model, load it again and compare bit for bit."""
     mask = random_mask(graph, 0.5, 2)
     small = sk.compact(model, graph, mask).eval()
     fresh = build(name, zoo_norms.KEPT if norms else None)[0]

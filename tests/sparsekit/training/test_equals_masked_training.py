@@ -31,7 +31,6 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def alike(name: str, optimizer: str = "momentum", **options: Any) -> tuple[sk.LearnableMask, sk.LearnableMask]:
-    """An architecture of the zoo, trained both ways."""
     model, args, _ = build(name, KEPT if options.get("prune_hidden_size") else None)
     return train_alike(model.double().train(), batches_like(args), OPTIMIZERS[optimizer], **options)
 
@@ -77,7 +76,7 @@ def test_norms_over_kept_units(name: str) -> None:
 def test_checkpointed_parts_run_again_with_the_same_gates_and_norms() -> None:
     torch.manual_seed(0)
     block = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
-    plain = Lambda(lambda m, x: m.head((h := m.stem(x)) + m.block(h)), stem=nn.Linear(3, 6), block=block, head=nn.Linear(6, 2))
+    plain = Lambda(lambda m, x: m.head((h := m.stem(x)) + m.block(h)), stem=(3, 6), block=block, head=(6, 2))
     saving = Lambda(
         lambda m, x: m.head((h := m.stem(x)) + checkpoint(m.block, h, use_reentrant=False)),
         **{name: copy.deepcopy(child) for name, child in plain.named_children()},

@@ -15,7 +15,6 @@ EAGER = sk.GradientImportance(lr=0.1)
 
 
 def _step(masked: sk.LearnableMask, optimizer: Any, x: Tensor, y: Tensor, *, zero_late: bool, parts: int = 1) -> None:
-    """Gradients are set to zero before the first pass, or as many loops do after it."""
     if not zero_late:
         optimizer.zero_grad()
     for number, (images, classes) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):

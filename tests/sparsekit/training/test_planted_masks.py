@@ -92,14 +92,12 @@ class Planted:
         return layer
 
     def examples(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Features with a step where the class is, and classes."""
         y = torch.tensor(self.classes)[torch.randint(2, (count,), generator=generator)]
         x = torch.randn(count, FEATURES, generator=generator)
         x[torch.arange(count)[:, None], y[:, None] * SERVE + torch.arange(SERVE)] += 1.0
         return x, y
 
     def trained(self, steps: int = 150, mask: Tensor | None = None, **options: Any) -> tuple[float, Tensor, sk.LearnableMask]:
-        """Train the client under a mask; returns accuracy on new examples, the last mask of the units, and all."""
         generator = torch.Generator().manual_seed(100 + self.seed)
         masked = sk.LearnableMask(copy.deepcopy(self.model), graph=self.graph, **options)
         if mask is not None:
@@ -118,11 +116,9 @@ class Planted:
         return accuracy, masked.unit_mask()[self.group], masked
 
     def by(self, scores: Tensor) -> Tensor:
-        """The mask of the largest scores, of as many units as are right."""
         return torch.zeros_like(self.right).index_fill_(0, scores.topk(int(self.right.sum())).indices, True)
 
     def fisher(self) -> Tensor:
-        """Once, on 320 examples of the client."""
         generator = torch.Generator().manual_seed(7)
         batches = [self.examples(32, generator) for _ in range(10)]
         return Fisher(batches, F.cross_entropy).scores(self.graph, ScoringContext(model=self.model))[self.group]

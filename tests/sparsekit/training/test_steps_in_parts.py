@@ -20,7 +20,6 @@ def _task() -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def _train(masked: LearnableMask, optimizer: Any, x: Tensor, y: Tensor, *, parts: bool, seeds: range) -> None:
-    """Steps of SAM whose climb changes the order of importance, in one call each or in two."""
     for seed in seeds:
         masked.ratio = 0.25 if seed % 4 == 3 else 0.5
         shake(masked, seed)

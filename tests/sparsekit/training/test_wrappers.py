@@ -45,7 +45,6 @@ def test_the_average_of_a_mask_that_does_not_learn_is_that_of_its_compact_model(
 
 
 def _train(masked: LearnableMask, ranks: Sequence[int], wrap: Callable[[LearnableMask], nn.Module]) -> dict[str, Any]:
-    """Ten steps, a change of ratio, and three more, each on the batches of some ranks; all that happened."""
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.05, momentum=0.5)
     masks, message = [], ""
 
@@ -97,7 +96,6 @@ def test_ranks_that_start_from_other_weights_train_the_first_ranks_model_as_one_
 
 
 def _narrow(masked: LearnableMask, ranks: Sequence[int], wrap: Callable[[LearnableMask], nn.Module]) -> dict[str, Any]:
-    """Train through all cuts, and wrap again after each."""
     optimizer, wrapped, masks = torch.optim.SGD(masked.parameters(), lr=0.05, momentum=0.5), wrap(masked), []
     for step in range(16):
         generators = [torch.Generator().manual_seed(100 * rank + step) for rank in ranks]
@@ -127,7 +125,6 @@ def _narrow_on_a_rank(rank: int, folder: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch was built without gloo")
 def test_ranks_that_narrow_make_the_cuts_of_one_process_on_the_batches_of_both(tmp_path: Path) -> None:
-    """Though each rank measures its own examples."""
     first, second = found_by_two_ranks(_narrow_on_a_rank, tmp_path)
     alone = _narrow(_narrowing(seed=0), [0, 1], lambda masked: masked)
     for found in (first, second):

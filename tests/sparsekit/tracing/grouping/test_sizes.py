@@ -98,8 +98,6 @@ SPELLINGS: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 class Spelled(Lambda):
-    """Six features, on the way to the output through code that keeps their number."""
-
     def __init__(self, name: str) -> None:
         held, run = SPELLINGS[name]
         super().__init__(lambda m, x: m.b(run(m, m.a(x).sigmoid())))
@@ -159,8 +157,6 @@ def test_a_width_is_found_however_it_is_written_and_the_users_own_objects_stay(t
 
 
 class Attention(nn.Module):
-    """Three heads of two that read their number from a configuration."""
-
     def __init__(self, config: Any, used: Any = lambda y, _: y) -> None:
         super().__init__()
         self.q, self.k, self.v, self.out = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
@@ -215,8 +211,6 @@ def test_heads_in_one_projection_are_found_if_queries_are_half_of_it_too(heads: 
 
 
 class Divided(nn.Module):
-    """Heads whose size is worked out from a width at each call."""
-
     def __init__(self) -> None:
         super().__init__()
         self.width, self.heads, self.packed, self.out = 12, 3, nn.Linear(6, 36), nn.Linear(12, 6)
@@ -262,7 +256,7 @@ def test_an_integer_that_counts_the_units_of_two_groups_is_their_sum() -> None:
         assert y.shape[-1] == m.both
         return m.out(y)
 
-    model = Lambda(run, both=10, a=nn.Linear(4, 6), b=nn.Linear(4, 4), out=nn.Linear(10, 2))
+    model = Lambda(run, both=10, a=(4, 6), b=(4, 4), out=(10, 2))
     graph, _ = trace(model, torch.randn(3, 4))
     mask = UnitMask({"a": torch.arange(6) < 2, "b": torch.arange(4) < 3})
     assert compact(model, graph, mask).both == 5
@@ -274,12 +268,12 @@ def test_code_that_takes_nothing_but_exact_integers_is_traced_without_following_
             raise TypeError("width")
         return m.out(m.a(x).relu())
 
-    graph, _ = trace(Lambda(run, width=6, a=nn.Linear(4, 6), out=nn.Linear(6, 2)), torch.randn(3, 4))
+    graph, _ = trace(Lambda(run, width=6, a=(4, 6), out=(6, 2)), torch.randn(3, 4))
     assert graph.groups["a"].size == 6
 
 
 def test_a_number_that_is_written_in_the_code_is_named_with_its_line() -> None:
-    model = Lambda(lambda m, x: m.b(m.a(x).sigmoid().reshape(2, 3, 6)), a=nn.Linear(4, 6), b=nn.Linear(6, 2))
+    model = Lambda(lambda m, x: m.b(m.a(x).sigmoid().reshape(2, 3, 6)), a=(4, 6), b=(6, 2))
     told = r"the number 6 is written in the code at test_sizes.py:\d+ .*; write -1"
     with pytest.warns(UnprunableWarning, match=told), pytest.raises(NoUnitsError):
         trace_units(model, torch.randn(2, 3, 4))

@@ -34,7 +34,6 @@ def filled(y: Tensor) -> Tensor:
 
 
 def in_place(name: str, *given: int) -> Callable[[Tensor], Tensor]:
-    """A tensor that becomes a view of itself."""
     return lambda y: getattr(y * 1.0, name)(*given)
 
 
@@ -80,8 +79,6 @@ APART: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Parts(nn.Module):
-    """Every operator between two convolutions, beside each other."""
-
     def __init__(self, runs: dict[str, Callable[[Tensor], Tensor]]) -> None:
         super().__init__()
         conv = nn.Conv2d
@@ -115,7 +112,7 @@ def test_operators_in_no_table_keep_the_units_that_they_keep_apart() -> None:
     ids=["svdvals", "qr", "renorm", "tril"],
 )
 def test_units_that_an_unknown_operator_mixes_stay(mixes: Any) -> None:
-    model = Lambda(lambda m, x: m.b(mixes(m.a(x)).flatten(1)), a=nn.Conv2d(3, 5, 1), b=nn.LazyLinear(2))
+    model = Lambda(lambda m, x: m.b(mixes(m.a(x)).flatten(1)), a=(3, 5, 1), b=nn.LazyLinear(2))
     model(x := torch.randn(2, 3, 6, 6))
     with pytest.warns(UserWarning, match="is not known to keep units apart"), pytest.raises(NoUnitsError):
         trace_units(model, x)
@@ -126,7 +123,7 @@ def test_steps_of_a_slice_take_neighbours_together() -> None:
         y = m.a(x)
         return m.b(y[..., ::2] * y[..., 1::2].sigmoid())
 
-    graph, _ = trace(Lambda(run, a=nn.Linear(3, 12), b=nn.Linear(6, 2)), torch.randn(4, 3))
+    graph, _ = trace(Lambda(run, a=(3, 12), b=(6, 2)), torch.randn(4, 3))
     assert graph.groups["a"].size == 6
     assert {piece.span for piece in graph.groups["a"].slices if piece.name == "a.weight"} == {2}
 
@@ -139,8 +136,8 @@ def filtered(x: Tensor, weight: Tensor) -> Tensor:
 def test_rows_of_a_weight_that_an_unknown_operator_reads_make_units() -> None:
     model = Lambda(
         lambda m, x: m.c(torch.ops.sparsekit_tests.filtered(m.a(x).relu(), m.w).relu()),
-        a=nn.Linear(3, 4),
-        c=nn.Linear(6, 2),
+        a=(3, 4),
+        c=(6, 2),
         w=nn.Parameter(torch.randn(6, 4)),
     )
     graph, told = trace(model, torch.randn(5, 3))

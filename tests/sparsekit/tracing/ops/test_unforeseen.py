@@ -40,10 +40,10 @@ def test_an_operator_out_of_the_ordinary_costs_at_most_its_own_units(name: str) 
     wide = 40 if name == "cdist" else 6
     model = Lambda(
         lambda m, x: (OPERATORS[name](m, m.a(x)), m.head(m.b(x).relu())),
-        a=nn.Linear(3, 6),
+        a=(3, 6),
         codes=nn.Parameter(torch.randn(40, 6)),
-        b=nn.Linear(3, 5),
-        head=nn.Linear(5, 2),
+        b=(3, 5),
+        head=(5, 2),
     )
     x = torch.randn(wide, 3)
     graph, _ = laws.trace(model, x)
@@ -67,7 +67,7 @@ def test_states_that_are_copied_or_no_tensors_are_no_obstacle() -> None:
     copied = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
     copied.register_state_dict_post_hook(lambda _m, state, _p, _l: state.update({k: v.clone() for k, v in state.items()}))
     assert list(sk.trace_units(copied, x).groups) == ["0"]
-    sparse = Lambda(lambda m, y: torch.sparse.mm(m.table, m.head(m.a(y).relu())), a=nn.Linear(3, 8), head=nn.Linear(8, 2))
+    sparse = Lambda(lambda m, y: torch.sparse.mm(m.table, m.head(m.a(y).relu())), a=(3, 8), head=(8, 2))
     sparse.register_buffer("table", torch.eye(4).to_sparse())
     assert list(sk.trace_units(sparse, x).groups) == ["a"]
 
@@ -81,7 +81,6 @@ def test_the_default_device_may_be_the_meta_device() -> None:
 
 @pytest.mark.parametrize("inside", [False, True], ids=["of the model", "of a layer"])
 def test_an_attribute_that_cannot_be_copied_is_named(inside: bool) -> None:
-    """Inputs are not to blame."""
     model = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2))
     (model[0] if inside else model).guard = threading.Lock()
     with pytest.raises(UnsupportedModelError, match=f"{'Linear' if inside else 'Sequential'}.guard cannot be copied"):
