@@ -133,13 +133,6 @@ def _score(model: nn.Module) -> float:
     return float(model(torch.randn(4, 6)).sum())
 
 
-def _other() -> dict[str, Tensor]:
-    model = sk.LearnableMask(nn.Sequential(*net()), (torch.zeros(2, 6),), ratio=0.25, learning=sk.GradientImportance())
-    with torch.no_grad():
-        model.load({name: value + 1 if value.is_floating_point() else value for name, value in model.dense_state().items()})
-    return dict(model.state_dict())
-
-
 NARROWING = sk.LearnedNarrowing(steps=20)
 DATA = ("loader", "device", "width", "kind")
 CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[..., None]]] = {
@@ -159,16 +152,6 @@ CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[..., None]]] = {
     "prune, loss": (net, lambda m, *_: _prune(m, criterion="fisher", loss=at_second(F.cross_entropy))),
     "prune, finetune": (net, lambda m, *_: _prune(m, schedule="linear", finetune=lambda *_: 1 / 0)),
     "load_importance": (masked, lambda m, *_: m.load_importance({"0": torch.ones(16), "3": torch.full((12,), torch.nan)})),
-    **{
-        f"load_state_dict, {key}": (masked, lambda m, *_, key=key, bad=bad: m.load_state_dict({**_other(), key: bad}))
-        for key, bad in {
-            "3.weight": torch.zeros(3, 3),
-            "sparsekit.mask.3": torch.ones(7) > 0,
-            "sparsekit.importance.3": torch.full((12,), torch.nan),
-            "sparsekit.ratio": torch.tensor(3.0),
-            "foreign": torch.zeros(1),
-        }.items()
-    },
     **{
         f"load, {fault}": (masked, lambda m, *_, options=options: m.load(**{"state": net().state_dict(), **options}))
         for fault, options in {

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from small import make_trained
 from torch import nn
 
 import sparsekit as sk
@@ -15,29 +16,13 @@ from sparsekit.pruning.settings import CANDIDATES
 from sparsekit.pruning.trained import UncalibratedWarning
 
 
-def trained() -> tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]:
-    generator = torch.Generator().manual_seed(0)
-    rule = torch.randn(12, 3, generator=generator)
-    batches = []
-    for _ in range(8):
-        x = torch.randn(32, 12, generator=generator)
-        batches.append((x, (x @ rule).argmax(1)))
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)
-        )
-        sk.finetune(model, batches, F.cross_entropy, epochs=15, optimizer=lambda p: torch.optim.SGD(p, 0.1))
-    return model.eval(), batches
-
-
 @torch.no_grad()
 def loss_of(model: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
     return sum(float(F.cross_entropy(model.eval()(x), y)) for x, y in batches) / len(batches)
 
 
 def test_the_default_is_the_best_candidate_on_unseen_batches_and_reconstruction_helps() -> None:
-    model, batches = trained()
+    model, batches = make_trained()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     x = batches[0][0][:1]
     pruned = sk.prune(model, x, budget="flops=25%", batches=batches, loss=F.cross_entropy)
@@ -61,7 +46,7 @@ def test_the_default_is_the_best_candidate_on_unseen_batches_and_reconstruction_
 
 @pytest.mark.same_bits
 def test_a_named_criterion_is_what_the_parts_do_one_after_the_other() -> None:
-    model, batches = trained()
+    model, batches = make_trained()
     x = batches[0][0][:1]
     whole = sk.prune(model, x, budget="flops=50%", batches=batches, loss=F.cross_entropy, criterion="fisher")
     assert whole.report.candidates == ()
@@ -75,7 +60,7 @@ def test_a_named_criterion_is_what_the_parts_do_one_after_the_other() -> None:
 
 
 def test_scores_are_computed_once_and_serve_other_budgets() -> None:
-    model, batches = trained()
+    model, batches = make_trained()
     x, calls = batches[0][0][:1], 0
 
     def loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -94,7 +79,7 @@ def test_scores_are_computed_once_and_serve_other_budgets() -> None:
 
 
 def test_batches_without_a_target_distil_from_the_dense_model() -> None:
-    model, batches = trained()
+    model, batches = make_trained()
     inputs = [x for x, _ in batches]
     pruned = sk.prune(model, inputs[0][:1], budget="flops=40%", batches=iter(inputs))
     assert {each.criterion for each in pruned.report.candidates} == {"Fisher", "Fisher per position", "Wanda"}
@@ -106,7 +91,7 @@ def test_batches_without_a_target_distil_from_the_dense_model() -> None:
 
 
 def test_gradients_that_are_all_zero_are_an_error_that_says_so() -> None:
-    model, batches = trained()
+    model, batches = make_trained()
     with torch.no_grad():
         own = [(x, model(x)) for x, _ in batches]
     options = {"budget": "flops=50%", "batches": own, "loss": F.mse_loss}
@@ -126,7 +111,7 @@ class _Stream(torch.utils.data.IterableDataset[tuple[torch.Tensor, torch.Tensor]
 
 
 def test_a_stream_without_a_length_prunes_recalibrates_and_finetunes() -> None:
-    model, batches = trained()
+    model, batches = make_trained()
     loader = torch.utils.data.DataLoader(_Stream(batches), batch_size=32)
     x = batches[0][0][:1]
     streamed = sk.prune(model, x, budget="flops=50%", batches=loader, loss=F.cross_entropy)
@@ -137,7 +122,7 @@ def test_a_stream_without_a_length_prunes_recalibrates_and_finetunes() -> None:
 
 
 def test_a_trained_network_is_not_cut_without_data_in_silence() -> None:
-    model, batches = trained()
+    model, batches = make_trained()
     x = batches[0][0][:1]
     with pytest.warns(UncalibratedWarning, match=r"was trained .* Pass batches="):
         report = sk.prune(model, x, budget="flops=50%").report

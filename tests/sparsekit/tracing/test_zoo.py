@@ -52,7 +52,7 @@ def check_trace(name: str, norms: bool) -> tuple[nn.Module, Any, Any, sk.UnitGra
 
 
 def check_saved(name: str, norms: bool, model: nn.Module, args: Any, kwargs: Any, graph: sk.UnitGraph, path: Path) -> None:
-    mask = random_mask(graph, 0.5, 2)
+    mask, before = random_mask(graph, 0.5, 2), {key: value.clone() for key, value in model.state_dict().items()}
     small = sk.compact(model, graph, mask).eval()
     fresh = build(name, zoo_norms.KEPT if norms else None)[0]
     small(*args, **kwargs)
@@ -67,6 +67,10 @@ def check_saved(name: str, norms: bool, model: nn.Module, args: Any, kwargs: Any
         for a, b in zip(find_tensors(small(*args, **kwargs)), find_tensors(again(*args, **kwargs)), strict=True):
             assert torch.equal(a, b)
     assert sk.load_mask(path, graph) == mask
+    with torch.no_grad():  # memory is not shared
+        for parameter in small.parameters():
+            parameter.fill_(3.0)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
 
 def check_costs(model: nn.Module, args: Any, kwargs: Any, graph: sk.UnitGraph) -> None:

@@ -1,6 +1,8 @@
 """A mask moves in one place, and its checkpoint is parsed before anything is changed."""
 
 import copy
+import io
+import pickle
 from typing import Any
 from unittest import mock
 
@@ -17,7 +19,7 @@ from sparsekit.training import moving_mask
 RULES: dict[str, Any] = {
     "fixed": {"ratio": 0.5},
     "budget": {"budget": "flops=40%"},
-    "gradients": {"ratio": 0.5, "learning": sk.GradientImportance(lr=0.01)},
+    "gradients": {"ratio": 0.5, "learning": sk.GradientImportance(lr=0.1)},
     "narrowing": {"budget": "flops=40%", "learning": sk.LearnedNarrowing(steps=12, least_steps=1)},
 }
 
@@ -38,6 +40,7 @@ FAULTS: dict[str, Any] = {
     "a value": lambda state: {**state, "3.weight": 5.0},
     "importance": lambda state: {**state, "sparsekit.importance.3": torch.full((6,), torch.nan)},
     "a mask of numbers": lambda state: {**state, "sparsekit.mask.3": torch.ones(6)},
+    "a mask of another width": lambda state: {**state, "sparsekit.mask.3": torch.ones(7) > 0},
     "an empty mask": lambda state: {**state, "sparsekit.mask.3": torch.zeros(6, dtype=torch.bool)},
     "a ratio": lambda state: {**state, "sparsekit.ratio": torch.tensor(1.5)},
 }
@@ -60,14 +63,50 @@ def test_a_checkpoint_that_is_refused_leaves_a_mask_as_its_copy_from_before(rule
     assert all(torch.equal(after[at][key], value) for at, each in moments["state"].items() for key, value in each.items())
 
 
-def test_a_checkpoint_of_another_budget_is_refused() -> None:
-    model, x, _ = convolutions()
-    state = sk.LearnableMask(model, (x,), budget="flops=60%").state_dict()
-    masked = sk.LearnableMask(model, (x,), budget="flops=40%")
-    with pytest.raises(InvalidValueError, match="made with a budget of flops ≤ 60%"):
-        masked.load_state_dict(state)
-    with pytest.raises(InvalidValueError, match="made with a ratio"):
-        masked.load_state_dict(sk.LearnableMask(model, (x,), ratio=0.5).state_dict())
+NARROWING = sk.LearnedNarrowing(steps=24, least_steps=3, until=0.5, cuts=3)
+RESUMED: dict[str, tuple[dict[str, Any], Any]] = {
+    "gradients": (RULES["gradients"], lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1)),
+    "AdamW": ({"ratio": 0.3, "learning": NARROWING}, lambda p: torch.optim.AdamW(p, lr=0.01)),
+    "SGD": ({"budget": "flops=20%", "learning": NARROWING}, lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, nesterov=True)),
+    "Adafactor": ({"ratio": 0.3, "learning": NARROWING}, lambda p: torch.optim.Adafactor(p, lr=0.01)),
+}
+
+
+@pytest.mark.parametrize("at", [1, 5])
+@pytest.mark.parametrize("how", ["state", "pickle", "copy"])
+@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.same_bits
+def test_a_training_resumed_at_any_step_has_the_bits_of_one_that_never_stopped(name: str, how: str, at: int) -> None:
+    model, x, y = convolutions()
+    options, make = RESUMED[name]
+
+    def begin() -> tuple[sk.LearnableMask, torch.optim.Optimizer, Any]:
+        masked = sk.LearnableMask(model, (x,), **({"batches": [(x, y)]} if name != "gradients" else {}), **options)
+        optimizer = make(masked.parameters())
+        return masked, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 24)
+
+    run, twin = begin(), None
+    keys, first = run[0].state_dict().keys(), run[0].unit_mask()
+    for step in range(24):
+        if step == at and how == "state":
+            buffer = io.BytesIO()
+            torch.save([part.state_dict() for part in run], buffer)
+            buffer.seek(0)
+            twin = begin()
+            for part, state in zip(twin, torch.load(buffer, weights_only=True), strict=True):
+                part.load_state_dict(state)
+        elif step == at:
+            twin = copy.deepcopy(run) if how == "copy" else pickle.loads(pickle.dumps(run))
+        for masked, optimizer, scheduler in (run,) if twin is None else (run, twin):
+            generator = torch.Generator().manual_seed(step)
+            train_step(masked, optimizer, x + 0.1 * torch.randn(x.shape, generator=generator), y)
+            scheduler.step()
+    assert twin is not None
+    left, right = run[0].state_dict(), twin[0].state_dict()
+    assert left.keys() == right.keys() == keys
+    assert all(torch.equal(left[key], right[key]) for key in left)
+    assert run[0].unit_mask() == twin[0].unit_mask()
+    assert name == "gradients" or run[0].unit_mask() != first
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -7,44 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from masked import train_step
+from small import make_model, make_trained
 
 import sparsekit as sk
 from sparsekit.allocation import Schedule, by_ratio
 from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.pruning.trained import UncalibratedWarning
-
-Batches = list[tuple[Tensor, Tensor]]
-
-
-def network(kind: str) -> nn.Module:
-    if kind == "linear":
-        return nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 3))
-    return nn.Sequential(
-        nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 16, 2, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 2),
-        nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3),
-    )  # fmt: skip
-
-
-def trained(kind: str = "linear") -> tuple[nn.Module, Batches]:
-    generator = torch.Generator().manual_seed(0)
-    rule = torch.randn(12, 3, generator=generator)
-    inputs = [torch.randn(32, 12, generator=generator) for _ in range(10)]
-    batches = [(x, (x @ rule).argmax(1)) for x in inputs]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = network(kind)
-        sk.finetune(model, batches, F.cross_entropy, epochs=10, optimizer=lambda p: torch.optim.SGD(p, 0.1))
-    return model.eval(), batches
-
-
-def step(masked: sk.LearnableMask, batches: Batches, steps: int) -> None:
-    optimizer = torch.optim.SGD(masked.parameters(), 0.05)
-    masked.train()
-    for x, y in (batches * steps)[:steps]:
-        optimizer.zero_grad()
-        F.cross_entropy(masked(x), y).backward()
-        optimizer.step()
 
 
 @pytest.mark.parametrize("learning", [None, sk.GradientImportance()])
@@ -58,14 +27,16 @@ def step(masked: sk.LearnableMask, batches: Batches, steps: int) -> None:
     ],
 )
 def test_a_mask_from_a_pruned_model_is_that_model(kind: str, how: dict[str, Any], learning: Any) -> None:
-    model, batches = trained(kind)
+    model, batches = make_trained(kind)
     x = batches[0][0]
     pruned = sk.prune(model, x[:2], batches=batches, loss=F.cross_entropy, **how)
     masked = sk.LearnableMask.from_pruned(pruned, model, learning=learning).eval()
     assert masked.unit_mask() == pruned.mask
     with torch.no_grad():
         assert torch.equal(masked(x), pruned.model.eval()(x))
-    step(masked, batches, 40)
+    optimizer = torch.optim.SGD(masked.train().parameters(), 0.05)
+    for batch in (batches * 5)[:40]:
+        train_step(masked, optimizer, *batch)
     assert masked.unit_mask().counts() == pruned.mask.counts()
     again = sk.LearnableMask.from_pruned(pruned, model, learning=learning)
     again.load_state_dict(masked.state_dict())
@@ -76,7 +47,7 @@ def test_a_mask_from_a_pruned_model_is_that_model(kind: str, how: dict[str, Any]
 
 
 def test_with_batches_a_mask_begins_with_the_cut_of_prune_and_far_below_the_loss_of_one_without() -> None:
-    model, batches = trained()
+    model, batches = make_trained()
     x, data = batches[0][0][:2], {"batches": batches, "loss": F.cross_entropy}
     pruned = sk.prune(model, x, budget="flops=40%", **data)
     whole = sk.LearnableMask(model, x, budget="flops=40%", **data).eval()
@@ -97,20 +68,15 @@ def test_with_batches_a_mask_begins_with_the_cut_of_prune_and_far_below_the_loss
 
 
 def test_what_cannot_begin_is_refused_and_an_untrained_network_is_not_warned_of() -> None:
-    model, batches = trained()
+    model, batches = make_trained()
     x = batches[0][0][:2]
-    graph = sk.trace_units(model, x)
-    with pytest.raises(InvalidValueError, match="a ratio below 1 or a budget"):
-        sk.LearnableMask(model, x, batches=batches, loss=F.cross_entropy)
-    with pytest.raises(InvalidValueError, match="need example_inputs"):
-        sk.LearnableMask(model, graph=graph, ratio=0.5, batches=batches, loss=F.cross_entropy)
     decided = sk.prune(model, x, budget="flops=50%", batches=batches, loss=F.cross_entropy, criterion="fisher", dry_run=True)
     with pytest.raises(InvalidValueError, match="dry_run"):
         sk.LearnableMask.from_pruned(decided, model)
     pruned = sk.prune(model, x, budget="flops=50%", batches=batches, loss=F.cross_entropy, criterion="fisher")
     with pytest.raises(ForeignMaskError):
-        sk.LearnableMask.from_pruned(pruned, network("convolution"))
+        sk.LearnableMask.from_pruned(pruned, make_model())
     with warnings.catch_warnings():
         warnings.simplefilter("error", UncalibratedWarning)
-        sk.LearnableMask(network("linear"), x, ratio=0.5)
+        sk.LearnableMask(make_model(), x[:, :6], ratio=0.5)
         sk.LearnableMask.from_pruned(pruned, model)

@@ -10,7 +10,6 @@ from torch import nn
 
 from sparsekit import GradientImportance, LearnableMask, trace_units
 from sparsekit.criteria.weights import unit_magnitudes
-from sparsekit.errors import InvalidValueError
 from sparsekit.training.importance import ImportanceRegularizer, standardize
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -92,12 +91,3 @@ def test_targets_are_the_sigmoid_of_standardized_or_plain_sums() -> None:
     assert torch.allclose(ours, torch.sigmoid(torch.tensor([-1 / deviation, 0.0, 1 / deviation, 0.0, 0.0])))
     assert standardize(sums, torch.tensor([0, 0, 0, 1, 1]), torch.tensor([3, 2]))[3:].tolist() == [0.0, 0.0]
     assert ImportanceRegularizer().targets(torch.empty(0), []).shape == (0,)  # of a model without units
-
-
-def test_options_of_another_kind_are_refused() -> None:
-    with pytest.raises(InvalidValueError, match="lr must be a finite number"):
-        GradientImportance(lr="x")  # type: ignore[arg-type]
-    with pytest.raises(InvalidValueError, match="regularizer must be Importance"):
-        GradientImportance(regularizer=None)  # type: ignore[arg-type]
-    with pytest.raises(InvalidValueError, match="a loss needs batches"):
-        LearnableMask(nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2)), torch.ones(1, 2), loss=F.mse_loss)

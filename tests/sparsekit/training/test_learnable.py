@@ -1,8 +1,7 @@
 """LearnableMask: compact and masked execution are the same training; importance is learned; the wrapper is a good module."""
 
-import copy
-import pickle
 import runpy
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from masked import convolutions, train_step
 from torch import nn
 
-from sparsekit import GradientImportance, LearnableMask, UnitMask, compact
+from sparsekit import Budget, GradientImportance, LearnableMask, LearnedNarrowing, UnitMask, compact, trace_units
 from sparsekit.errors import ForeignMaskError, InvalidValueError
 
 
@@ -166,43 +165,39 @@ def test_without_learning_a_mask_trains_as_its_compact_model() -> None:
     assert all(torch.equal(value, small.state_dict()[name]) for name, value in masked.narrow_state().items())
 
 
-@pytest.mark.parametrize("how", ["state", "pickle", "copy"])
-@pytest.mark.same_bits
-def test_a_training_goes_on_with_the_same_bits_from_any_step(how: str) -> None:
-    """With a rate of its own, importance reads its target at every fourth step; the weights are trained at every step."""
-
-    def begin() -> tuple[LearnableMask, torch.optim.Optimizer]:
-        masked = LearnableMask(model, (example,), ratio=0.5, learning=GradientImportance(lr=0.1))
-        return masked, torch.optim.AdamW(masked.parameters(), lr=0.02, weight_decay=0.1)
-
-    model, example, _ = convolutions(torch.float64)
-    masked, optimizer = begin()
-    batches = [(torch.randn_like(example), torch.randint(3, (12,))) for _ in range(40)]
-    for at, (x, y) in enumerate(batches):
-        if at == 17 and how == "state":
-            twin, other = begin()
-            twin.load_state_dict(masked.state_dict())
-            other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        elif at == 17:
-            pair = (masked, optimizer)
-            twin, other = copy.deepcopy(pair) if how == "copy" else pickle.loads(pickle.dumps(pair))
-        train_step(masked, optimizer, x, y)
-        if at >= 17:
-            train_step(twin, other, x, y)
-    left, right = masked.state_dict(), twin.state_dict()
-    assert left.keys() == right.keys()
-    for name in left:
-        assert torch.equal(left[name], right[name]), name
+def _fixed(model: Any, x: Any, **options: Any) -> LearnableMask:
+    return LearnableMask(model, (x,), **options)
 
 
-@pytest.mark.parametrize(
-    ("told", "options"),
-    [
-        ("learning must be GradientImportance", {"learning": GradientImportance}),
-        ("not both", {"ratio": 0.5, "budget": "flops=50%"}),
-    ],
-)
-def test_arguments_that_do_not_fit_are_refused(told: str, options: dict[str, Any]) -> None:
-    model, x, _ = convolutions()
+def _narrowing(model: Any, x: Any, **options: Any) -> LearnableMask:
+    return LearnableMask(model, (x,), learning=LearnedNarrowing(steps=24, least_steps=3), **options)
+
+
+REFUSED: list[tuple[str, Callable[[Any, Any, Any], object]]] = [
+    ("learning must be GradientImportance", lambda m, x, _: _fixed(m, x, learning=GradientImportance)),
+    ("not both", lambda m, x, _: _fixed(m, x, ratio=0.5, budget="flops=50%")),
+    ("a loss needs batches", lambda m, x, _: _fixed(m, x, loss=F.mse_loss)),
+    ("a ratio below 1 or a budget", lambda m, x, data: _fixed(m, x, **data)),
+    ("need example_inputs", lambda m, x, data: LearnableMask(m, graph=trace_units(m, x), ratio=0.5, **data)),
+    ("made with a budget of flops ≤ 60%", lambda m, x, _: _fixed(m, x, budget="flops=40%").load_state_dict(
+        _fixed(m, x, budget="flops=60%").state_dict())),
+    ("made with a ratio", lambda m, x, _: _fixed(m, x, budget="flops=40%").load_state_dict(
+        _fixed(m, x, ratio=0.5).state_dict())),
+    ("lr must be a finite number", lambda *_: GradientImportance(lr="x")),  # type: ignore[arg-type]
+    ("regularizer must be Importance", lambda *_: GradientImportance(regularizer=None)),  # type: ignore[arg-type]
+    ("a ratio below 1 or a budget", lambda m, x, _: _narrowing(m, x, ratio=1.0)),
+    ("follow from the widths", lambda m, x, _: _narrowing(m, x, budget=Budget(latency_ms=5.0))),
+    ("cannot be met", lambda m, x, _: _narrowing(m, x, budget="flops=0.01%")),
+    ("says how many units stay", lambda m, x, _: setattr(_narrowing(m, x, ratio=0.3), "ratio", 0.5)),
+    ("steps", lambda *_: LearnedNarrowing(steps=0)),
+    ("steps", lambda *_: LearnedNarrowing(steps=6)),
+    ("until", lambda *_: LearnedNarrowing(steps=50, until=1.0)),
+    ("half_life", lambda *_: LearnedNarrowing(steps=50, half_life=0.0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("told", "call"), REFUSED)
+def test_what_does_not_fit_is_refused(told: str, call: Callable[..., object]) -> None:
+    model, x, y = convolutions()
     with pytest.raises(InvalidValueError, match=told):
-        LearnableMask(model, (x,), **options)
+        call(model, x, {"batches": [(x, y)], "loss": F.cross_entropy})

@@ -1,8 +1,5 @@
 """Learned narrowing: its measure, cuts and cost; it works with every kind of training, and it resumes."""
 
-import copy
-import io
-import pickle
 import warnings
 from typing import Any
 
@@ -13,7 +10,6 @@ from masked import convolutions, train_step
 from torch import Tensor, nn
 
 import sparsekit as sk
-from sparsekit.errors import InvalidValueError
 from sparsekit.training import LearnedNarrowing
 
 STEPS = 24
@@ -111,44 +107,6 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("at", [1, 5])
-@pytest.mark.parametrize("how", ["state", "pickle", "copy"])
-@pytest.mark.parametrize(("name", "options"), [("AdamW", {}), ("SGD", {"budget": "flops=20%"}), ("Adafactor", {})])
-@pytest.mark.same_bits
-def test_a_training_resumed_between_two_cuts_has_the_bits_of_one_that_never_stopped(
-    name: str, options: Any, how: str, at: int
-) -> None:
-    def begin() -> tuple[sk.LearnableMask, torch.optim.Optimizer, Any]:
-        masked, _, _ = _masked(batches=[(x, y)], **options)
-        optimizer = OPTIMIZERS[name](masked.parameters())
-        return masked, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-
-    _, x, y = _masked()
-    run = begin()
-    keys = run[0].state_dict().keys()
-    twin: Any = None
-    for step in range(STEPS):
-        if step == at:
-            assert len(run[0].report.cuts) == (0 if at == 1 else 1)
-            if how == "state":
-                buffer = io.BytesIO()
-                torch.save([part.state_dict() for part in run], buffer)
-                buffer.seek(0)
-                twin = begin()
-                for part, state in zip(twin, torch.load(buffer, weights_only=True), strict=True):
-                    part.load_state_dict(state)
-            else:
-                twin = copy.deepcopy(run) if how == "copy" else pickle.loads(pickle.dumps(run))
-        for masked, optimizer, scheduler in (run,) if twin is None else (run, twin):
-            generator = torch.Generator().manual_seed(step)
-            train_step(masked, optimizer, x + 0.1 * torch.randn(x.shape, generator=generator), y)
-            scheduler.step()
-    left, right = run[0].state_dict(), twin[0].state_dict()
-    assert left.keys() == right.keys() == keys
-    assert all(torch.equal(left[key], right[key]) for key in left)
-    assert run[0].unit_mask().counts() == twin[0].unit_mask().counts() != {"0": 8, "3": 6, "7": 10}
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast", "scaled"])
 def test_any_optimizer_and_precision_trains_through_the_cuts(name: str, precision: str) -> None:
@@ -211,25 +169,3 @@ def test_finetune_narrows_resumes_and_keeps_the_best_of_the_narrow_epochs(tmp_pa
         assert masked.unit_mask().counts() == {"0": 3, "3": 2, "7": 3}
         found.append(masked.dense_state())
     assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
-
-
-@pytest.mark.parametrize(
-    ("told", "options"),
-    [
-        ("a ratio below 1 or a budget", {"ratio": 1.0}),
-        ("follow from the widths", {"budget": sk.Budget(latency_ms=5.0)}),
-        ("cannot be met", {"budget": "flops=0.01%"}),
-    ],
-)
-def test_what_it_cannot_narrow_to_is_refused(told: str, options: Any) -> None:
-    with pytest.raises(InvalidValueError, match=told):
-        _masked(**options)
-
-
-@pytest.mark.parametrize("wrong", [{"steps": 0}, {"steps": 6}, {"steps": 50, "until": 1.0}, {"steps": 50, "half_life": 0.0}])
-def test_settings_out_of_range_are_refused(wrong: Any) -> None:
-    with pytest.raises(InvalidValueError):
-        LearnedNarrowing(**wrong)
-    masked, _, _ = _masked()
-    with pytest.raises(InvalidValueError, match="says how many units stay"):
-        masked.ratio = 0.5
