@@ -36,7 +36,6 @@ class Objective:
     moved: bool = False
 
     def regret(self, point: Point, pull: int) -> float:
-        """How far the mean reward of a point lies below the largest."""
         return self.rise - self.value(point, pull)
 
     def placed(self, title: str, seed: int) -> Objective:
@@ -67,7 +66,6 @@ def _of_pyxab(name: str) -> Any:
 
 
 def pyxab(name: str, scale: float = 1.0, axes: int = 1, **options: float) -> Objective:
-    """A function of PyXAB, over its depth."""
     return scaled(lambda *x: float(_of_pyxab(name).f(list(x))) / scale, axes, **options)
 
 

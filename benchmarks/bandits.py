@@ -39,7 +39,6 @@ Play = tuple[Callable[[], list[float]], Callable[[float], None], Callable[[], li
 
 
 def ours(name: str, options: dict[str, Any], axes: int, horizon: int, seed: int) -> Play:
-    """A bandit of sparsekit."""
     space = UNIT if axes == 1 else Box({f"x{axis}": UNIT for axis in range(axes)})
     bandit: Any = make_bandit(name, space, rng=np.random.default_rng(seed), horizon=horizon, **options)
     pulls: list[Any] = []
@@ -97,7 +96,6 @@ def optuna(name: str, axes: int, seed: int) -> Play:
 
 
 def at_random(axes: int, seed: int) -> Play:
-    """Points drawn uniformly; recommends the one of largest reward."""
     rng = np.random.default_rng(seed)
     told: list[tuple[float, list[float]]] = []
     points: list[list[float]] = []
@@ -124,7 +122,6 @@ NAMES = (*OURS, *PYXAB_NAMES, *OPTUNA, "Random")
 
 
 def player(name: str, axes: int, horizon: int, seed: int) -> Play:
-    """The algorithm of that name."""
     if name in OURS:
         return ours(*OURS[name], axes, horizon, seed)
     if name in PYXAB_NAMES:
@@ -156,13 +153,11 @@ def trace(name: str, title: str, seed: int, marks: tuple[int, ...]) -> list[tupl
 
 
 def summary(values: list[float]) -> list[float]:
-    """Mean, standard error, number of seeds."""
     error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
     return [round(float(np.mean(values)), 5), round(error, 5), len(values)]
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Play, and put mean, standard error and number of seeds into the file; older entries of the same case are replaced."""
     for name, title in product(options.names, SETS[options.set]):
         if name in ONE_AXIS and OBJECTIVES[title].axes > 1:
             continue
@@ -182,7 +177,6 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _load(file: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """Function → horizon → bandit → its regrets."""
     results: dict[str, dict[str, dict[str, Any]]] = {}
     for row in read(file):
         cell = results.setdefault(row["function"], {}).setdefault(str(row["horizon"]), {})
@@ -191,8 +185,6 @@ def _load(file: Path) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def table(cells: dict[str, dict[str, Any]], what: str) -> Iterator[dict[str, Any]]:
-    """Mean ± standard error; the algorithms from the best to the worst by geometric mean over the objectives."""
-
     def merit(name: str) -> float:
         return geometric_mean(max(cell[name][what][0], 1e-6) for cell in cells.values() if name in cell)
 

@@ -49,7 +49,6 @@ class Idle(fl.Method):
     """No training: every matrix comes back with its sign turned, so that what travels is neither zero nor compressible."""
 
     def train(self, client: fl.ClientContext, task: fl.Task) -> fl.Result:
-        """Compute nothing, and send everything."""
         del client
         state = {name: -tensor if tensor.ndim > 1 else tensor for name, tensor in task.state.items()}
         return fl.Result(state=state, mask=None, log=TrainingLog())
@@ -73,7 +72,6 @@ def vgg_data(ids: Collection[int] | None = None) -> tuple[fl.Problem, list[fl.Cl
 
 
 def loads(preset: str, data_dir: str, rounds: int) -> dict[str, tuple[str, Any]]:
-    """Name → a method and its options."""
     from sparsekit_fl.cli.options import RunOptions
 
     folder = Path(data_dir) if data_dir else None
@@ -118,7 +116,6 @@ def _here(name: str, method: str, plan: Any) -> Timing:
 
 
 def overhead(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row for each engine and load."""
     preset = "mnist" if options.data_dir else "digits"
     known = loads(preset, "" if options.data_dir is None else str(Path(options.data_dir).resolve()), options.rounds)
     names = [preset if name == "preset" else name for name in options.loads]
@@ -143,7 +140,6 @@ def overhead(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _peak_mib() -> float:
-    """The largest resident set of this process so far."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
@@ -158,7 +154,6 @@ class Watch(Callback):
 
     @contextmanager
     def open(self, spec: RunSpec, clients: Mapping[int, fl.Client], memories: Memories) -> Iterator[RunClients]:
-        """Note when replies come; the last update ends the training."""
         with self.engine.open(spec, clients, memories) as run_clients:
 
             def noted(requests: Sequence[fl.Request]) -> Iterator[fl.Reply]:
@@ -173,13 +168,11 @@ class Watch(Callback):
             yield noted
 
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:
-        """A round is over."""
         del run, record
         self.cpu.append(time.process_time())
 
 
 def one(name: str, count: int, rounds: int, method: str) -> dict[str, Any]:
-    """One case of `scale`, in this process."""
     torch.set_num_threads(1)
     splits = _shared_splits((1, 28, 28), 64, (16, 4, 4))
     clients = [fl.Client(id=id, data=splits[id % 64]) for id in range(count)]
@@ -214,7 +207,6 @@ def one(name: str, count: int, rounds: int, method: str) -> dict[str, Any]:
 
 
 def scale(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row for each engine and number of clients, each from a process of its own."""
     spawn = multiprocessing.get_context("spawn")
     for engine, count in product(options.engines, options.clients):
         with ProcessPoolExecutor(1, mp_context=spawn) as pool:

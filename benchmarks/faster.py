@@ -51,12 +51,10 @@ KEY = ("model", "share", "batch", "runtime")
 
 
 def example(batch: int) -> Tensor:
-    """Images of 224 pixels."""
     return torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(0))
 
 
 def flops_of(model: nn.Module) -> int:
-    """FLOPs of one image."""
     return sk.count_cost(model, example(1)).flops
 
 
@@ -98,7 +96,6 @@ def torch_pruning(dense: nn.Module, share: float, round_to: int) -> nn.Module:
 
 
 def cut(arm: str, dense: nn.Module, share: float) -> nn.Module:
-    """The model of an arm."""
     name, _, number = arm.rpartition(" ")
     if name == "torch-pruning":
         return torch_pruning(dense, share, int(number))
@@ -120,7 +117,6 @@ def timed(models: dict[str, nn.Module], batch: int, runtime: str, options: argpa
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Cut and time what is not in the file yet."""
     about = {"device": f"{platform.processor() or platform.machine()}, torch {torch.__version__}"}
     done = {tuple(row[name] for name in KEY) for row in read(options.out)}
     for name, share in product(options.models, options.shares):

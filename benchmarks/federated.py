@@ -41,20 +41,17 @@ LEVELS = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
 
 
 def network() -> nn.Module:
-    """A residual network of seven convolutions, for images of 32 × 32."""
     stem = [nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)]
     return nets.resnet(stem, 32, (1, 1, 1), 32, 1, 10)
 
 
 @cache
 def images(data: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images and labels of CIFAR-10: training, then test; images are uint8."""
     source = cifar10(data)
     return source.train.inputs[0], source.train.targets, source.test.inputs[0], source.test.targets
 
 
 def scaled(pixels: Tensor) -> Tensor:
-    """What networks read."""
     return (pixels.float() / 255 - 0.47) / 0.25
 
 
@@ -64,7 +61,6 @@ def grey(pixels: Tensor) -> Tensor:
 
 
 def trained(build: Callable[[], nn.Module], out: Path, data: Path, *, epochs: int = 6, batch: int = 128) -> dict[str, Tensor]:
-    """Return the weights of a network for fine-tuning, which are trained once and kept in `out`."""
     path = out / f"{build.__name__}.pt"
     if not path.exists():
         torch.manual_seed(0)
@@ -129,7 +125,6 @@ class Alone(fl.methods.fedlps):
     """FedLPS whose clients share nothing: what federation adds to a submodel."""
 
     def check(self, setup: fl.Setup) -> fl.Setup:
-        """Keep every entry private."""
         return replace(super().check(setup), private=setup.graph.shapes)
 
 
@@ -145,7 +140,6 @@ class Validated(fl.methods.fedlps):
         return {"initial_accuracy": _accuracy(client)}
 
     def train(self, client: fl.ClientContext, task: fl.Task) -> fl.Result:
-        """Return what FedLPS returns, with the accuracy on validation data."""
         result = super().train(client, task)
         return replace(result, metrics={**result.metrics, "accuracy": _accuracy(client)})
 
@@ -208,7 +202,6 @@ SAME = {True: ("ratio = capability",), False: ("ordered", "no refit")}
 
 
 def clients(setting: Setting, data: Path, seed: int) -> list[fl.Client]:
-    """Return the clients of one seed: which classes and images each has, and how fast its device is."""
     pixels, labels, others, truth = images(data)
     rng = np.random.default_rng(seed)
     rows = {label: [*rng.permutation(np.flatnonzero(labels[TRAINED_ON:].numpy() == label) + TRAINED_ON)] for label in range(10)}
@@ -231,7 +224,6 @@ def clients(setting: Setting, data: Path, seed: int) -> list[fl.Client]:
 
 
 def measure(name: str, arm: str, seed: int, out: Path, data: Path) -> dict[str, Any]:
-    """Run one arm, and return its row."""
     setting, init = SETTINGS[name], None
     if isinstance(setting, fl.RunConfig):
         problem, everyone = build_problem(PRESETS[name.split(",")[0]], data_dir=data, seed=seed)
@@ -263,7 +255,6 @@ def measure(name: str, arm: str, seed: int, out: Path, data: Path) -> dict[str, 
 
 
 def tables(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the lines of the tables: means over seeds, in per cent."""
     lines = []
     for name in SETTINGS:
         for arm in ARMS:
@@ -289,7 +280,6 @@ _SHOWN = ("domain", "classes", "scratch")
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw accuracy against simulated seconds and against FLOPs, and by capability: a column for each of three settings."""
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({"svg.hashsalt": "federated", "svg.fonttype": "none", "font.size": 9})
@@ -316,7 +306,6 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("federated"))
     parser.add_argument("--data-dir", type=Path, default=None)

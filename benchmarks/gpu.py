@@ -38,12 +38,10 @@ from sparsekit_fl.engines import describe_environment
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
     torch.get_device_module(device).synchronize()
 
 
 def apart(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference, relative to the second."""
     found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
     return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
 
@@ -72,7 +70,6 @@ def exactness(device: torch.device, quick: bool) -> dict[str, Any]:
 
 
 def _seconds(step: Callable[[], None], device: torch.device, steps: int) -> float:
-    """Seconds of a step, over a block of steps."""
     synchronize(device)
     began = time.perf_counter()
     for _ in range(steps):
@@ -112,7 +109,6 @@ def steps(device: torch.device, quick: bool) -> list[dict[str, Any]]:
 
 @contextmanager
 def _sync_warnings(device: torch.device) -> Iterator[list[str]]:
-    """The places where torch waits for the device."""
     places: list[str] = []
     if device.type != "cuda":
         yield places
@@ -158,11 +154,6 @@ PARTS: dict[str, Callable[[torch.device, bool], Any]] = {"exactness": exactness,
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the parts and write the file.
-
-    Returns:
-        The exit code: 0 where every part ran.
-    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))

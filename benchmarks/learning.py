@@ -60,7 +60,6 @@ class Run:
         self.limit, self.flops = sk.Budget(flops=self.share * self.dense()), self.dense()
 
     def dense(self) -> float:
-        """FLOPs of an example through the dense model."""
         return self.task.costs.dense_costs()["flops"]
 
     def pay(self, images: float, passes: float, flops: float | None = None) -> None:
@@ -68,7 +67,6 @@ class Run:
         self.spent += images * passes / 3 / 64 * (1.0 if flops is None else flops / self.dense())
 
     def batches(self) -> Iterator[Data]:
-        """Training batches for ever, half of the images flipped."""
         x, y = self.task.train
         while True:
             chosen = torch.randint(len(x), (self.task.batch,), generator=self.generator).to(x.device)
@@ -77,12 +75,10 @@ class Run:
             yield torch.where(flipped[:, None, None, None], images.flip(3), images), y[chosen]
 
     def fisher(self) -> Scores:
-        """Fisher scores on the calibration images, by a pass through the dense model."""
         self.pay(self.calibrating, 2)
         return Fisher(self.calibration, F.cross_entropy).scores(self.task.graph, ScoringContext(model=self.task.model))
 
     def calibrate(self, images: int) -> "Run":
-        """Score and refit on so many images."""
         x, y = self.task.train
         chosen = torch.randperm(len(x), generator=torch.Generator().manual_seed(self.seed))[:images].to(x.device)
         self.calibration = list(zip(x[chosen].split(32), y[chosen].split(32)))
@@ -217,7 +213,6 @@ ARMS: dict[str, Callable[[Run], nn.Module]] = {
 
 
 def accuracy(model: nn.Module, data: Data) -> float:
-    """Percent."""
     model.eval()
     with torch.no_grad():
         parts = zip(data[0].split(250), data[1].split(250))
@@ -226,7 +221,6 @@ def accuracy(model: nn.Module, data: Data) -> float:
 
 
 def run_cells(out: Path, options: argparse.Namespace) -> None:
-    """Run the missing cells, in the order of the options."""
     path = out / "learning.jsonl"
     done = {tuple(row[key] for key in ("task", "seed", "share", "budget", "arm", "lr")) for row in read(path)}
     for seed in options.seeds:

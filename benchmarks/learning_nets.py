@@ -25,8 +25,6 @@ _PRETRAINED, _CLIENTS = 40_000, 47_000
 
 
 class _Block(nn.Module):
-    """A convolution with pooling, and a residual one."""
-
     def __init__(self, entering: int, leaving: int) -> None:
         super().__init__()
         self.c1, self.b1 = nn.Conv2d(entering, leaving, 3, padding=1, bias=False), nn.BatchNorm2d(leaving)
@@ -103,7 +101,6 @@ class Task:
         return (self.val[0][:1],)
 
     def mode(self, module: nn.Module) -> None:
-        """Set training mode; frozen batch norms stay in eval mode."""
         module.train()
         for each in module.modules() if self.frozen else ():
             if isinstance(each, nn.BatchNorm2d):

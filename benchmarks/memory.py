@@ -39,7 +39,6 @@ class Block(nn.Module):
         self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map float (examples, tokens, width) to the same."""
         y = self.norms[0](x)
         query, key, value = (
             layer(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
@@ -51,8 +50,6 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Words in, the logits of the next word out."""
-
     def __init__(self, *, blocks: int, width: int, inner: int, heads: int, words: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(words, width)
@@ -61,7 +58,6 @@ class Transformer(nn.Module):
         nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map int64 (examples, tokens) to float (examples, tokens, words)."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
@@ -76,7 +72,6 @@ def resident(what: str) -> int:
 
 
 def main() -> None:
-    """Run all steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a network of 2 million parameters")
     parser.add_argument("--examples", type=int, default=8, help="examples, one in a batch")

@@ -257,7 +257,6 @@ def difference(model: nn.Module, inputs: ModelInputs, units: sk.UnitGraph) -> fl
 
 
 def examine(build: Callable[[], Any]) -> dict[str, Any]:
-    """Return what the table says of one model, as JSON data."""
     made, given = build()
     model, inputs = randomized(made).eval(), ModelInputs.of(given)
     parameters = sum(p.numel() for p in model.parameters())
@@ -291,7 +290,6 @@ def examine(build: Callable[[], Any]) -> dict[str, Any]:
 
 
 def line(name: str, row: dict[str, Any], before: dict[str, Any]) -> str:
-    """Return a row of the table; `before` is the row of an older version, or empty."""
     cells = [name, MODELS[name][0], _change(before.get("seconds"), row.get("seconds"), "{:.1f}")]
     if "failed" in row or "error" in row:
         cells += ["–"] * 4 + [row.get("failed") or _short(row["error"].split("Found: ")[-1])]
@@ -366,7 +364,6 @@ def goals(rows: dict[str, Any]) -> list[str]:
 
 
 def versions() -> str:
-    """Name the packages whose models are in the table, with their versions."""
     found = [
         f"{name} {metadata.version(name)}" for name in sorted({"torch", "torchvision", *(name for name, _ in MODELS.values())})
     ]
@@ -376,7 +373,6 @@ def versions() -> str:
 
 
 def write_page(rows: dict[str, Any], before: dict[str, Any], version: str) -> None:
-    """Write the page of the site."""
     lines = [line(name, rows[name], before.get(name, {})) for name in MODELS if name in rows]
     old = [name for name in MODELS if name in before and name not in rows]
     if old:

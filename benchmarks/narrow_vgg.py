@@ -25,10 +25,8 @@ def _quarter(depth: int, classes: int) -> nn.Module:
 
 
 def vgg11(classes: int = 10) -> nn.Module:
-    """VGG11 for images of 32 × 32."""
     return _quarter(11, classes)
 
 
 def vgg13(classes: int = 100) -> nn.Module:
-    """VGG13 for images of 32 × 32."""
     return _quarter(13, classes)

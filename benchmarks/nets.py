@@ -52,14 +52,12 @@ def convolutions(widths: Sequence[int], bias: bool = True) -> list[nn.Module]:
 
 
 def vgg16(classes: int = 1000) -> nn.Module:
-    """VGG16 with batch norm, for images of 224 pixels."""
     widths = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)
     head = (nn.Flatten(), nn.Linear(512 * 49, 4096), nn.ReLU(inplace=True), nn.Linear(4096, 4096), nn.ReLU(inplace=True))
     return nn.Sequential(*convolutions(widths), *head, nn.Linear(4096, classes))
 
 
 def mobilenet_v2(classes: int = 1000) -> nn.Module:
-    """MobileNetV2 of width 1, for images of 224 pixels."""
     layers, entering = [*_convolution(3, 32, 3, 2), nn.ReLU6()], 32
     for wider, leaving, depth, stride in (
         (1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1),
@@ -106,13 +104,10 @@ def _stem() -> list[nn.Module]:
 
 
 def resnet50(classes: int = 1000) -> nn.Module:
-    """Stages of 3, 4, 6 and 3 bottlenecks."""
     return resnet(_stem(), 64, (3, 4, 6, 3), 64, 4, classes)
 
 
 class _Attention(nn.Module):
-    """Self-attention with one fused projection, heads split by a view."""
-
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.num_heads, self.head_dim = heads, width // heads

@@ -57,7 +57,6 @@ def start(*arguments: str, folder: Path) -> int:
 
 
 def kill_after_third_round(process: int, rounds: Path) -> None:
-    """Wait until the third round of a run is saved, then kill the run with all its processes."""
     while not (rounds.exists() and rounds.read_text().count("\n") >= KILLED_AFTER) and os.waitpid(process, os.WNOHANG)[0] == 0:
         time.sleep(0.005)
     with contextlib.suppress(OSError):  # it has ended
@@ -66,7 +65,6 @@ def kill_after_third_round(process: int, rounds: Path) -> None:
 
 
 def hash_models(paths: Iterable[Path]) -> str:
-    """Return one hash of names, shapes, types and values of all tensors in some model files."""
     total = hashlib.sha256()
     for path in sorted(paths):
         for name, tensor in sorted(load_file(path).items()):
@@ -108,7 +106,6 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def compare(old: dict[str, Any], new: dict[str, Any], methods: Iterable[str]) -> int:
-    """Print how the runs of some methods differ between two files; return how many do."""
     rows = [(method, way, old[method].get(way, old[method]["processes"]), new[method][way])
             for method in methods if method in old for way in new.get(method, {})]  # fmt: skip
     found = [(method, way, text) for method, way, *both in rows for text in differences(*both)]
@@ -120,7 +117,6 @@ def compare(old: dict[str, Any], new: dict[str, Any], methods: Iterable[str]) ->
 
 
 def main() -> int:
-    """Run methods, compare two files, or both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="file of results; runs that it holds already are replaced")
     parser.add_argument("--methods", nargs="+", help="default: all of `sparsekit list methods`")

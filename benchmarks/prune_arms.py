@@ -20,7 +20,6 @@ def _cut(cell: Cell, **options: Any) -> Any:
 
 
 def _reconstructed(cell: Cell, dense: nn.Module, pruned: Any) -> nn.Module:
-    """Return a reconstructed copy of a model that was cut out of `dense`."""
     small = copy.deepcopy(pruned.model)
     sk.reconstruct(dense, small, pruned.graph, pruned.mask, cell.once("batches", cell.scoring))
     return small
@@ -54,13 +53,11 @@ def _reset(model: nn.Module, seed: int) -> nn.Module:
 
 
 def scratch_uniform(cell: Cell) -> Cut:
-    """A uniformly narrow network from random weights."""
     pruned = _cut(cell, criterion="magnitude", allocation="uniform")
     return Cut(_reset(pruned.model, cell.seed), scratch=True, notes={"widths": pruned.mask.counts()})
 
 
 def scratch_ours(cell: Cell) -> Cut:
-    """Random weights in the widths that `ours` has found."""
     pruned, _ = _default(cell)
     small = _reset(copy.deepcopy(pruned.model), cell.seed)
     return Cut(small, scratch=True, notes={"widths": pruned.mask.counts()})

@@ -101,13 +101,10 @@ class Images:
 
 @dataclass(frozen=True)
 class Splits:
-    """Training and test data of a task."""
-
     images: dict[str, Tensor]
     labels: dict[str, Tensor]
 
     def loader(self, split: str, *, seed: int | None = None, augment: bool = False) -> Images:
-        """Batches of "train" or "test"."""
         return Images(self.images[split], self.labels[split], seed=seed, augment=augment)
 
 
@@ -127,19 +124,6 @@ def load(task: Task, root: Path | None) -> Splits:
 
 @dataclass
 class Cell:
-    """One arm at one budget with one seed.
-
-    Args:
-        task: Model, data and epochs.
-        data: The splits.
-        dense: The pretrained model; not changed.
-        share: The budget, as a share of the FLOPs of the dense model.
-        seed: Random seed.
-        folder: Where checkpoints of this cell go.
-        budgets: All shares that are asked for of this dense model.
-        shared: What cells of the same dense model have in common, by name.
-    """
-
     task: Task
     data: Splits
     dense: nn.Module
@@ -157,7 +141,6 @@ class Cell:
 
     @property
     def example(self) -> Tensor:
-        """One image."""
         return torch.zeros_like(self.data.images["train"][:1])
 
     def scoring(self) -> list[tuple[Tensor, Tensor]]:
@@ -186,13 +169,11 @@ class Cut:
 
 
 def flops_of(model: nn.Module, example: Tensor) -> int:
-    """FLOPs of one image."""
     return sk.count_cost(model, example).flops
 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, batches: Images) -> float:
-    """Share of images that are classified right."""
     model.eval()
     right = sum(int((model(x).argmax(1) == y).sum()) for x, y in batches)
     return right / batches.labels.numel()

@@ -25,7 +25,6 @@ LABELS = ("sparsekit", "Torch-Pruning, with sparsekit's reconstruction", "Torch-
 
 
 def measure() -> None:
-    """Add the times that the file lacks."""
     import torch
     import torch.nn.functional as F
     from real_arms import torch_pruning
@@ -85,7 +84,6 @@ def stored() -> dict[tuple[str, float, str], float]:
 
 
 def accuracies() -> dict[str, list[float]]:
-    """Label → accuracies in % of the dense network and at each share."""
     theirs = {row["share"]: row for row in read(OUT) if row["tool"] == "torch-pruning"}
     ours = [stored()["fisher/by_cost", share, "reconstructed"] for share in SHARES]
     found = [ours, *([100 * theirs[share][how] for share in SHARES] for how in ("reconstructed", "recalibrated"))]
@@ -112,7 +110,6 @@ def table() -> str:
 
 
 def chart() -> None:
-    """Accuracy against milliseconds, a panel for each runtime."""
     from draw import ACCENT, INK, KEPT, LINE, SOFT, Sheet
 
     sheet = Sheet(760, 330, "Accuracy of EfficientNet-Lite0 against milliseconds of an image, by sparsekit and Torch-Pruning")
@@ -157,7 +154,6 @@ def chart() -> None:
 
 
 def write() -> None:
-    """Put the table in its place in the README, and draw the chart."""
     path = ROOT / "README.md"
     text = re.sub(
         r"^\| EfficientNet-Lite0, accuracy.*?\n\n", lambda _: f"{table()}\n\n", path.read_text("utf-8"), flags=re.M | re.S
@@ -167,7 +163,6 @@ def write() -> None:
 
 
 def main() -> None:
-    """Run what the command line asks for."""
     jobs = {"measure": measure, "write": write}
     if len(sys.argv) != 2 or sys.argv[1] not in jobs:
         raise SystemExit(__doc__)

@@ -61,7 +61,6 @@ class Bench:
         self.scores: dict[str, Scores] = torch.load(path) if path.exists() else {}
 
     def score(self) -> None:
-        """Score all units by every criterion."""
         model = self.network.model
         context = sk.ScoringContext(weights=model.state_dict(), model=model, generator=torch.Generator().manual_seed(0))
         for name in CRITERIA:
@@ -98,7 +97,6 @@ class Bench:
         return sk.mask_from_scores(self.graph, scores, counts)
 
     def pruned(self, share: float) -> sk.Pruned:
-        """The reconstructed cut by the best candidate, made once."""
         if share not in self._pruned:
             network = self.network
             criterion, allocation = CANDIDATES[1 if network.loss is None else 0]
@@ -109,7 +107,6 @@ class Bench:
         return self._pruned[share]
 
     def taught(self, batch: Any) -> Tensor:
-        """Outputs of the dense model, computed once for each batch."""
         if id(batch) not in self._taught:
             args, kwargs = ((), {"input_ids": batch["input_ids"]}) if self.network.loss is None else ((batch[0],), {})
             self._taught[id(batch)] = self.teacher.teach(args, kwargs)
@@ -158,7 +155,6 @@ def cells(name: str) -> list[tuple[str, float, str]]:
 
 
 def train(bench: Bench, share: float, seed: int) -> tuple[nn.Module, dict[str, Any]]:
-    """Train the reconstructed cut, with the dense model as teacher."""
     network, steps, pruned = bench.network, 50 if bench.network.loss is None else 100, bench.pruned(share)
     batches = list(network.training)
     np.random.default_rng(seed).shuffle(batches)
@@ -211,7 +207,6 @@ def table(rows: list[dict[str, Any]], metric: str) -> None:
 
 
 def main() -> None:
-    """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("scores", "cut", "train", "time", "table"))
     parser.add_argument("network", nargs="?", choices=tuple(NETWORKS))

@@ -22,7 +22,6 @@ Scores = dict[str, Tensor]
 
 
 def layer_of(group: str) -> int:
-    """Number of the layer of a group of a Llama."""
     return int(group.split("layers.")[1].split(".")[0])
 
 
@@ -36,8 +35,6 @@ def counts_of(
 
 
 def by_threshold(graph: sk.UnitGraph, costs: CostModel, scores: Scores, budget: Budget) -> sk.UnitMask:
-    """The units of the largest scores, wherever they are."""
-
     def ranking(problem: Problem) -> Any:
         return global_ranking(problem, scale="none")
 
@@ -71,7 +68,6 @@ def flap(graph: sk.UnitGraph, costs: CostModel, scores: dict[str, Scores], budge
 
 
 def random_uniform(graph: sk.UnitGraph, costs: CostModel, scores: dict[str, Scores], budget: Budget) -> sk.UnitMask:
-    """Random units, one share everywhere."""
     own = scores["random"]
     return sk.mask_from_scores(graph, own, counts_of(graph, costs, own, budget, uniform, lambda _: False))
 

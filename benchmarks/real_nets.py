@@ -158,7 +158,6 @@ def images(split: str, places: Sequence[int], pixels: int) -> tuple[Tensor, Tens
 
 
 def _classes() -> list[int]:
-    """Class of ImageNet for each of the 200."""
     import pyarrow.parquet as parquet
 
     metadata = parquet.read_schema(DATA / "tiny_imagenet" / "valid.parquet").metadata[b"huggingface"]
@@ -208,6 +207,5 @@ NETWORKS: dict[str, Callable[[], Network]] = {"smollm2": smollm2, "efficientnet-
 
 
 def cycle(batches: Sequence[Any]) -> Iterator[Any]:
-    """Batches for ever, in the same order."""
     while True:
         yield from batches

@@ -41,21 +41,17 @@ ROUNDS = {"digits": 20, "mnist": 20, "cifar10": 2, "shakespeare": 3}
 
 
 class Clock(fl.Callback):
-    """CPU seconds from the start to the end of a round."""
-
     def __init__(self, last: int) -> None:
         self.last = last
         self.began = time.process_time()
         self.seconds = 0.0
 
     def on_round_end(self, run: fl.RunView, record: fl.RoundRecord) -> None:
-        """Stop after the last round that counts."""
         if record.round == self.last:
             self.seconds = time.process_time() - self.began
 
 
 def measure(preset: str, names: list[str], data: Path | None, rounds: int, turns: int) -> dict[str, Any]:
-    """CPU seconds of each method's runs, in turns, relative to the first method."""
     plan = preset_for(preset=preset)
     problem, clients = build_problem(plan, **({} if data is None else {"data_dir": data}))
     config = replace(plan.config({"rounds": rounds + 1, "eval_every": rounds + 1}, len(clients)), seed=0)
@@ -116,7 +112,6 @@ def participations(names: list[str], turns: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Read the options, measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", nargs="+", default=["digits"], choices=ROUNDS)
     parser.add_argument("--methods", nargs="+", default=["fedavg", "fedlps"], help="the first is what others are divided by")

@@ -36,22 +36,18 @@ LR = 1e-3
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Over classes in the last axis."""
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
 def pictures(*shape: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Noise of that shape in ten classes."""
     return lambda count: (torch.randn(count, *shape), torch.randint(0, 10, (count,)))
 
 
 def tokens(count: int) -> tuple[Tensor, Tensor]:
-    """Nine random tokens and what follows each."""
     return torch.randint(0, 10_000, (count, 9)), torch.randint(0, 10_000, (count, 9))
 
 
 def mlp() -> nn.Module:
-    """Two hidden layers of 256 on MNIST shapes."""
     layers = (nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
     return nn.Sequential(*layers)
 
@@ -67,7 +63,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, T
 
 
 def build(name: str) -> tuple[nn.Module, Tensor, Tensor]:
-    """A model and a batch, the same in every call."""
     torch.manual_seed(0)
     make, data, batch = MODELS[name]
     return make(), *data(batch)
@@ -76,7 +71,6 @@ def build(name: str) -> tuple[nn.Module, Tensor, Tensor]:
 def plain_step(
     call: Callable[[Tensor], Tensor], parameters: Iterator[nn.Parameter], x: Tensor, y: Tensor
 ) -> Callable[[], None]:
-    """One step as everybody writes it."""
     optimizer = torch.optim.SGD(parameters, lr=LR)
 
     def step() -> None:
@@ -122,7 +116,6 @@ def shifted(graph: UnitGraph, mask: UnitMask, generator: torch.Generator) -> Uni
 
 
 def measure(name: str, ratio: float, steps: int, warmup: int) -> dict[str, Any]:
-    """All cases of one model at one ratio."""
     model, x, y = build(name)
     graph = trace_units(model, x[:2])
     ours, masked = our_step(model, graph, ratio, x, y)
@@ -154,7 +147,6 @@ def second_call(call: Callable[[], Any]) -> float:
 
 
 def main() -> None:
-    """Read the options and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["vgg11", "cnn", "lstm"])
     parser.add_argument("--ratios", nargs="+", type=float, default=[1.0, 0.5, 0.25, 0.125, 0.0625])

@@ -28,7 +28,6 @@ from sparsekit import trace_units
 
 
 def llama(device: str, **sizes: int) -> nn.Module:
-    """A Llama with random weights, or without any on the meta device."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(tie_word_embeddings=True, use_cache=False, attn_implementation="eager", **sizes)
@@ -72,7 +71,6 @@ def list_groups(model: nn.Module, x: Tensor) -> int:
 
 
 def measure(name: str, repeats: int) -> dict[str, Any]:
-    """All times of one model."""
     make, example = CASES[name]
     model, x = make(), example()
     trace_units(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)), torch.zeros(1, 2))  # imports
@@ -89,7 +87,6 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Read the options and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(NETS))
     parser.add_argument("--repeats", type=int, default=5, help="later calls, of which the best counts (default 5)")

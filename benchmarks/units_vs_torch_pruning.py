@@ -47,14 +47,12 @@ def prepared(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
 
 
 def run(model: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
-    """Outputs on copies of the inputs."""
     args, kwargs = map_tensors(torch.clone, (args, kwargs))
     with torch.no_grad():
         return find_tensors(model(*args, **kwargs))
 
 
 def verdict(expected: list[Tensor], found: list[Tensor]) -> str:
-    """ok, silent or error."""
     if [t.shape for t in expected] != [t.shape for t in found]:
         return "error"
     for a, b in zip(expected, found, strict=True):
@@ -65,7 +63,6 @@ def verdict(expected: list[Tensor], found: list[Tensor]) -> str:
 
 
 def ours(name: str) -> Counter[str]:
-    """Every group of trace_units, cut by half."""
     model, args, kwargs = prepared(name)
     found: Counter[str] = Counter()
     try:
@@ -78,7 +75,6 @@ def ours(name: str) -> Counter[str]:
 
 
 def cut_ours(model: nn.Module, args: Any, kwargs: Any, graph: UnitGraph, group: UnitGroup, draw: int) -> str:
-    """Cut a random half of one of our groups and compare."""
     generator = torch.Generator().manual_seed(draw)
     tied = next((set(names) for names in graph.ties if group.name in names), {group.name})
     keep = dict(UnitMask.full(graph))
@@ -91,7 +87,6 @@ def cut_ours(model: nn.Module, args: Any, kwargs: Any, graph: UnitGraph, group: 
 
 
 def theirs(name: str) -> Counter[str]:
-    """Every group that torch-pruning lists, cut by half."""
     found: Counter[str] = Counter()
     for number in range(len(list_roots(name))):
         found[worst(lambda draw, number=number: cut_theirs(name, number, draw))] += 1
@@ -138,7 +133,6 @@ def list_roots(name: str) -> list[str]:
 
 
 def cut_theirs(name: str, number: int, draw: int) -> str:
-    """Cut a random half of one of their groups and compare."""
     dense, args, kwargs = prepared(name)
     root = list_roots(name)[number]
     indexed = copy.deepcopy(dense)
@@ -173,7 +167,6 @@ def cut_theirs(name: str, number: int, draw: int) -> str:
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, tied ones under each."""
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
@@ -191,7 +184,6 @@ def measure(names: Iterable[str], limit_seconds: float, out: Path | None) -> Ite
 
 
 def told(result: dict[str, Any]) -> str:
-    """A cell of the table."""
     if "failed" in result:
         return str(result["failed"]).partition(":")[0]
     parts = [f"{result[key]} {key}" for key in ("ok", "silent", "error") if result.get(key)]
@@ -199,7 +191,6 @@ def told(result: dict[str, Any]) -> str:
 
 
 def outcome(result: dict[str, Any]) -> str:
-    """What an architecture counts as."""
     if result.get("silent"):
         return "silent"
     if "failed" in result or result.get("error"):
@@ -208,7 +199,6 @@ def outcome(result: dict[str, Any]) -> str:
 
 
 def totals(rows: list[dict[str, Any]], side: str) -> str:
-    """A line over all architectures."""
     kinds = Counter(outcome(row[side]) for row in rows)
     groups = {key: sum(row[side].get(key, 0) for row in rows) for key in ("ok", "silent", "error")}
     return (

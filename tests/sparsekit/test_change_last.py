@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from small import half, make_batches, make_model
 from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.pruning import sequence
 from sparsekit.pruning.least_squares import Fit
+
+BATCHES = make_batches(64)
 
 
 class Planted(Exception):
@@ -20,13 +23,11 @@ class Planted(Exception):
 
 def net() -> nn.Module:
     """A network that has seen data, with a frozen batch norm and a frozen bias."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 3))
-        model(torch.randn(32, 6))
+    model = make_model()
+    model(BATCHES[0][0])
     model[1].momentum = 0.05
     model[1].eval()
-    model[3].bias.requires_grad_(False)
+    model[4].bias.requires_grad_(False)
     return model
 
 
@@ -49,20 +50,14 @@ def lbfgs() -> nn.Module:
     """A fixed mask, and an optimizer that cannot follow a change of it."""
     model = sk.LearnableMask(net(), (torch.zeros(2, 6),), ratio=0.5)
     model.own_optimizer = torch.optim.LBFGS(model.parameters())  # type: ignore[assignment]
-    (x, y), *_ = batches()
+    (x, y), *_ = BATCHES
     F.cross_entropy(model(x), y).backward()
     model.own_optimizer.step(lambda: F.cross_entropy(model(x), y))  # type: ignore[operator]
     return model
 
 
-def batches() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(64, 6, generator=generator)
-    return list(zip(x.split(16), (x @ torch.randn(6, 3, generator=generator)).argmax(1).split(16)))
-
-
 def broken(fault: str) -> Any:
-    first, (x, y), *rest = batches()
+    first, (x, y), *rest = BATCHES
 
     def load() -> Iterator[Any]:
         yield first
@@ -87,20 +82,20 @@ def at_second(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def _finetune(model: nn.Module, data: Any = None, loss: Any = F.cross_entropy, **options: Any) -> None:
     options = {"epochs": 2, "optimizer": lambda p: torch.optim.SGD(p, 0.5), **options}
-    sk.finetune(model, data or batches(), loss, **options)
+    sk.finetune(model, data or BATCHES, loss, **options)
 
 
 def _checkpoint_of_another(model: nn.Module, folder: Path, _: Any) -> None:
     _finetune(net(), epochs=1, checkpoint=folder / "run")
     found = torch.load(folder / "run", weights_only=True)
-    found["state"]["model"]["5.bias"] = torch.zeros(7)
+    found["state"]["model"]["6.bias"] = torch.zeros(7)
     torch.save(found, folder / "run")
     _finetune(model, checkpoint=folder / "run")
 
 
 def _graph(model: nn.Module) -> tuple[sk.UnitGraph, sk.UnitMask]:
     graph = sk.trace_units(model, torch.zeros(2, 6))
-    return graph, sk.UnitMask({name: torch.arange(group.size) < group.size // 2 for name, group in graph.groups.items()})
+    return graph, half(graph)
 
 
 def small() -> nn.Module:
@@ -115,18 +110,18 @@ def _reconstruct(model: nn.Module, data: Any) -> None:
 
 def _second_layer(model: nn.Module, _: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Fit, "solve", at_second(Fit.solve))
-    _reconstruct(model, batches())
+    _reconstruct(model, BATCHES)
 
 
 def _in_place(model: nn.Module, _: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     graph, mask = _graph(model)
     monkeypatch.setattr(sequence, "reshape_leaf", at_second(sequence.reshape_leaf))
-    sk.reconstruct(model, model, graph, mask, [x for x, _ in batches()])
+    sk.reconstruct(model, model, graph, mask, [x for x, _ in BATCHES])
 
 
 def _prune(model: nn.Module, data: Any = None, **options: Any) -> None:
     options = {"loss": F.cross_entropy, "budget": "flops=60%", **options}
-    sk.prune(model, (torch.zeros(2, 6),), batches=data or batches(), **options)
+    sk.prune(model, (torch.zeros(2, 6),), batches=data or BATCHES, **options)
 
 
 def _score(model: nn.Module) -> float:
@@ -151,14 +146,14 @@ CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[..., None]]] = {
     "prune, metric": (net, lambda m, *_: _prune(m, metric=at_second(_score))),
     "prune, loss": (net, lambda m, *_: _prune(m, criterion="fisher", loss=at_second(F.cross_entropy))),
     "prune, finetune": (net, lambda m, *_: _prune(m, schedule="linear", finetune=lambda *_: 1 / 0)),
-    "load_importance": (masked, lambda m, *_: m.load_importance({"0": torch.ones(16), "3": torch.full((12,), torch.nan)})),
+    "load_importance": (masked, lambda m, *_: m.load_importance({"0": torch.ones(16), "4": torch.full((8,), torch.nan)})),
     **{
         f"load, {fault}": (masked, lambda m, *_, options=options: m.load(**{"state": net().state_dict(), **options}))
         for fault, options in {
             "state": {"state": {"0.weight": torch.zeros(3, 3)}, "ratio": 0.75},
             "ratio": {"ratio": 1.5, "learning": sk.GradientImportance(lr=0.5)},
-            "mask": {"mask": sk.UnitMask({"0": torch.ones(16) > 0, "3": torch.ones(7) > 0}), "learning": NARROWING},
-            "importance": {"importance": torch.full((28,), torch.nan), "ratio": 0.25},
+            "mask": {"mask": sk.UnitMask({"0": torch.ones(16) > 0, "4": torch.ones(7) > 0}), "learning": NARROWING},
+            "importance": {"importance": torch.full((24,), torch.nan), "ratio": 0.25},
             "a rule without a ratio": {"learning": NARROWING},
             "batches": {"learning": NARROWING, "ratio": 0.25, "batches": []},
         }.items()

@@ -1,4 +1,4 @@
-"""States of all bandits: answers to malformed states; sequences that must not change."""
+"""All bandits by name: the contract, settings, states, and sequences that must not change."""
 
 import copy
 import math
@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparsekit.bandit import Interval, make_bandit, registry
-from sparsekit.errors import InvalidValueError
+from sparsekit.bandit import PUCBV, Interval, SplitUCBV, make_bandit, registry
+from sparsekit.errors import InvalidValueError, UnknownNameError
+from sparsekit.testing.bandits import BanditContract, MakeBandit
 
 UNIT = Interval(0.0, 1.0)
 
@@ -24,23 +25,43 @@ def played(name: str, pulls: int = 12, space: Any = UNIT, **options: Any) -> Any
     return bandit
 
 
+class TestEveryBandit(BanditContract):
+    @pytest.fixture(params=sorted(registry))
+    def make(self, request: pytest.FixtureRequest) -> MakeBandit:
+        return lambda space, rng: make_bandit(request.param, space, rng=rng, horizon=100)
+
+
+def test_a_bandit_gets_the_horizon_if_it_wants_one_and_its_own_options() -> None:
+    rng = np.random.default_rng(0)
+    made = make_bandit("p-ucbv", UNIT, rng=rng, horizon=7, arms=3)
+    assert isinstance(made, PUCBV)
+    assert (made.horizon, len(made.arms)) == (7.0, 3)
+    assert isinstance(make_bandit("split-ucbv", UNIT, rng=rng, horizon=7), SplitUCBV)
+    assert isinstance(make_bandit("sparsekit.bandit.pucbv:PUCBV", UNIT, rng=rng), PUCBV)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
         ("p-ucbv", {"space": (0.0, 1.0)}, "space must be an Interval"),
         ("p-ucbv", {"exploration": -0.1}, "exploration"),
         ("p-ucbv", {"arms": 2.5}, "arms must be an integer >="),
+        ("p-ucbv", {"arms": 0}, "arms"),
         ("p-ucbv", {"min_width": 1.5}, r"\[0, 1/arms\]"),
         ("split-ucbv", {"discount": 1.1}, r"discount must be in \(0, 1\]"),
         ("p-ucbv", {"horizon": 0}, "horizon"),
         ("p-ucbv", {"floor": 1.5}, r"floor must be in \[0, 1\]"),
         ("p-ucbv", {"decay": 0.0}, r"decay must be in \(0, 1\]"),
+        ("p-ucbv", {"color": 1}, "p-ucbv has no option color; it has horizon, arms, exploration"),
+        ("p-ucb", {}, "unknown bandit 'p-ucb'; did you mean 'p-ucbv'"),
+        ("math:pi", {}, "must be a class or function of Python that makes a bandit: 3.14"),
+        ("builtins:dict", {}, "must be a class or function of Python"),
     ],
 )
-def test_a_setting_that_is_not_allowed_is_refused(name: str, options: dict[str, Any], message: str) -> None:
+def test_a_name_or_a_setting_that_is_not_allowed_is_refused(name: str, options: dict[str, Any], message: str) -> None:
     given = {"space": UNIT, "rng": np.random.default_rng(0), **options}
-    with pytest.raises(InvalidValueError, match=message):
-        registry[name](given.pop("space"), **given)
+    with pytest.raises((InvalidValueError, UnknownNameError), match=message):
+        make_bandit(name, given.pop("space"), **given)
 
 
 @pytest.mark.parametrize("name", sorted(registry))

@@ -7,20 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sparsekit.cli.commands import Commands, check_command, filled, metric_pattern, read_metric
+from sparsekit.cli.commands import Commands, filled, metric_pattern, read_metric
 from sparsekit.errors import InvalidValueError
-
-
-def test_a_command_that_does_not_fit_its_space_is_refused() -> None:
-    for text, names, message in (
-        ("", ["x"], "is empty"),
-        ("run", ["x"], r"--space x=… is not in the command; write \{x\}"),
-        ("run {x} {y}", ["x"], r"has \{y\}, but no --space defines it; add --space y=LOW:HIGH, or write \{\{y\}\}"),
-        ("run {{x}}", ["x"], r"write \{x\}"),
-        ("run {trial}", ["trial"], "the number of the trial"),
-    ):
-        with pytest.raises(InvalidValueError, match=message):
-            check_command(text, names)
 
 
 def test_a_filled_command_line_can_be_pasted_into_a_shell() -> None:

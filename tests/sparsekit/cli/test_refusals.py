@@ -18,6 +18,13 @@ LINES = {
         ("fedlsp", "did you mean: sparsekit fedlps"),
         ("unist", "No such command 'unist'; did you mean 'units'?"),
         ("tune x{x} --space x=0:1", "Missing option '--metric'"),
+        ("tune '' --space x=0:1 --metric (.)", "is empty"),
+        (
+            "tune '{x} {y}' --space x=0:1 --metric (.)",
+            "has {y}, but no --space defines it; add --space y=LOW:HIGH, or write {{y}}",
+        ),
+        ("tune '{{x}}' --space x=0:1 --metric (.)", "--space x=… is not in the command; write {x}"),
+        ("tune '{trial}' --space trial=0:1 --metric (.)", "the number of the trial"),
         ("tune 'false {x}' --space x=0:1 --trials 1 -q --metric (.)", "error: the only trial has failed: exit code 1"),
     ],
     "units": [

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from small import make_batches, make_model
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, OneCycleLR, ReduceLROnPlateau
@@ -17,16 +18,8 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.finetuning import Distillation, EpochRecord
 
 
-def _model(seed: int = 0) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
-
-
-def _data(size: int = 48) -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(size, 6, generator=generator)
-    return TensorDataset(x, (x @ torch.randn(6, 3, generator=generator)).argmax(1))
+def _data(examples: int = 48) -> TensorDataset:
+    return TensorDataset(*map(torch.cat, zip(*make_batches(examples))))
 
 
 def _loader(generator: bool = False) -> DataLoader[Any]:
@@ -58,9 +51,9 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
             **more(),
         )  # fmt: skip
 
-    whole = train(_model(), 6, None)
-    train(_model(), 3, tmp_path / "run")
-    resumed = train(_model(seed=9), 6, tmp_path / "run")  # other weights, which the checkpoint replaces
+    whole = train(make_model(), 6, None)
+    train(make_model(), 3, tmp_path / "run")
+    resumed = train(make_model(seed=9), 6, tmp_path / "run")  # other weights, which the checkpoint replaces
     assert _same(resumed.model, whole.model)
     assert whole.model[0].weight.dtype == torch.float32
     assert whole.history[-1].loss < whole.history[0].loss
@@ -73,7 +66,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
 @pytest.mark.same_bits
 def test_a_learnable_mask_resumes_with_its_rule(tmp_path: Path) -> None:
     def train(epochs: int, checkpoint: Path | None) -> sk.LearnableMask:
-        masked = sk.LearnableMask(_model(), (_data().tensors[0][:2],), ratio=0.5, learning=sk.GradientImportance(lr=0.5))
+        masked = sk.LearnableMask(make_model(), (_data().tensors[0][:2],), ratio=0.5, learning=sk.GradientImportance(lr=0.5))
         sk.finetune(masked, _loader(), F.cross_entropy, epochs=epochs, validation=[_data(20).tensors], checkpoint=checkpoint)
         return masked
 
@@ -85,9 +78,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"epochs": 1.5}, "epochs must be a whole number"),
     ({"optimizer": "adam"}, "optimizer must be a torch.optim.Optimizer or make one, got 'adam'"),
     ({"optimizer": lambda p: [*p]}, "optimizer must be"),
-    ({"optimizer": SGD(_model().parameters(), 0.1)}, "6 of the 6 parameters of the optimizer are not those of this Sequential"),
+    (
+        {"optimizer": SGD(make_model().parameters(), 0.1)},
+        "8 of the 8 parameters of the optimizer are not those of this Sequential",
+    ),
     ({"scheduler": lambda _: None}, "scheduler must be a function"),
-    ({"scheduler": MultiStepLR(SGD(_model().parameters(), 0.1), [1])}, "scheduler must be a function"),
+    ({"scheduler": MultiStepLR(SGD(make_model().parameters(), 0.1), [1])}, "scheduler must be a function"),
     ({"validation": lambda _: None}, "validation must return a number"),
     ({"checkpoint": "no/such/folder"}, "checkpoint must be a file in a folder that exists"),
     ({"loss": nn.CrossEntropyLoss(reduction="sum")}, "mean over the examples"),
@@ -97,7 +93,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("more", "told"), WRONG)
 def test_bad_input_is_refused(more: dict[str, Any], told: str) -> None:
     with pytest.raises(InvalidValueError, match=told):
-        sk.finetune(_model(), _loader(), **{"loss": F.cross_entropy, "epochs": 1, **more})
+        sk.finetune(make_model(), _loader(), **{"loss": F.cross_entropy, "epochs": 1, **more})
 
 
 def test_an_optimizer_may_train_a_part_of_the_model_and_the_loss() -> None:
@@ -109,16 +105,16 @@ def test_an_optimizer_may_train_a_part_of_the_model_and_the_loss() -> None:
         def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
             return F.cross_entropy(self.scale * outputs, target)
 
-    model, loss = _model(), Scaled()
-    sk.finetune(model, _loader(), loss, epochs=1, optimizer=SGD([*model[4].parameters(), *loss.parameters()], 0.1))
+    model, loss = make_model(), Scaled()
+    sk.finetune(model, _loader(), loss, epochs=1, optimizer=SGD([*model[6].parameters(), *loss.parameters()], 0.1))
     assert float(loss.scale) != 1
 
 
 def test_a_checkpoint_of_other_parts_or_another_model_is_refused(tmp_path: Path) -> None:
-    sk.finetune(_model(), _loader(), F.cross_entropy, epochs=1, checkpoint=tmp_path / "run")
+    sk.finetune(make_model(), _loader(), F.cross_entropy, epochs=1, checkpoint=tmp_path / "run")
     with pytest.raises(InvalidValueError, match="this one has model, optimizer, scheduler, scaler"):
         sk.finetune(
-            _model(), _loader(), F.cross_entropy, epochs=2, checkpoint=tmp_path / "run",
+            make_model(), _loader(), F.cross_entropy, epochs=2, checkpoint=tmp_path / "run",
             scheduler=lambda o: MultiStepLR(o, [1]),
         )  # fmt: skip
     with pytest.raises(InvalidValueError, match=r"is of another model: .* differ"):
@@ -134,7 +130,7 @@ def test_the_weights_of_the_best_epoch_are_kept() -> None:
         return [0.1, 0.9, 0.9, 0.3][len(seen) - 1]
 
     records: list[EpochRecord] = []
-    model = _model()
+    model = make_model()
     found = sk.finetune(model, _loader(), F.cross_entropy, epochs=4, validation=metric, on_epoch=records.append)
     assert found.model is model
     assert found.best_epoch == 2
@@ -152,7 +148,7 @@ def test_the_best_epoch_survives_an_error_and_ctrl_c(scores: list[float] | None)
         if record.epoch == 2:
             raise KeyboardInterrupt
 
-    model = _model()
+    model = make_model()
     metric = None if scores is None else lambda _: scores[len(seen)]
     with pytest.raises(KeyboardInterrupt):
         sk.finetune(model, _loader(), F.cross_entropy, epochs=4, validation=metric, on_epoch=stop)
@@ -162,7 +158,7 @@ def test_the_best_epoch_survives_an_error_and_ctrl_c(scores: list[float] | None)
 
 @pytest.mark.parametrize("training", [True, False])
 def test_each_submodule_trains_in_the_mode_in_which_it_was_given_unless_the_model_is_in_eval_mode(training: bool) -> None:
-    model = _model().train(training)
+    model = make_model().train(training)
     model[1].eval()
     before, modes = {name: entry.clone() for name, entry in model.state_dict().items()}, []
     model.register_forward_hook(lambda *_: modes.append((model[1].training, model[3].training)))
@@ -174,7 +170,7 @@ def test_each_submodule_trains_in_the_mode_in_which_it_was_given_unless_the_mode
 
 
 def test_a_teacher_alone_pulls_its_student_to_it() -> None:
-    teacher, student = _model(1), _model(2)
+    teacher, student = make_model(1), make_model(2)
     data = _data()
     x = data.tensors[0]
 
@@ -206,7 +202,7 @@ def test_a_checkpoint_holds_no_code_and_says_so_when_it_is_first_written(tmp_pat
 
     def train(optimizer: Any, epochs: int = 1) -> Any:
         return sk.finetune(
-            _model(), _loader(), F.cross_entropy, epochs=epochs, optimizer=optimizer, checkpoint=tmp_path / "file"
+            make_model(), _loader(), F.cross_entropy, epochs=epochs, optimizer=optimizer, checkpoint=tmp_path / "file"
         )
 
     with pytest.raises(InvalidValueError, match="holds more than the state"):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from small import half
 from torch import Tensor, nn
 
 import sparsekit as sk
@@ -79,7 +80,7 @@ def test_layers_are_fitted_in_parts_within_a_limit_of_memory() -> None:
     torch.manual_seed(0)
     model, batches = Net().eval(), [torch.randn(32, 3, 8, 8) for _ in range(2)]
     graph = sk.trace_units(model, batches[0][:2])
-    mask = _half(graph)
+    mask = half(graph)
     whole, parts, none = (sk.compact(model, graph, mask) for _ in range(3))
     left = reconstruct(model, whole, graph, mask, batches)
     sizes = {"head": 8 * 5 * (5 + 4), "hidden": 8 * 64 * (64 + 5), "second": 8 * 54 * (54 + 6), "third": 8 * 54 * (54 + 4)}
@@ -91,10 +92,6 @@ def test_layers_are_fitted_in_parts_within_a_limit_of_memory() -> None:
     assert fitted["second"] == pytest.approx(left["second"])
 
 
-def _half(graph: sk.UnitGraph) -> sk.UnitMask:
-    return sk.UnitMask({name: torch.arange(group.size) < (group.size + 1) // 2 for name, group in graph.groups.items()})
-
-
 def test_units_that_are_sums_of_others_are_made_up_for() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2))
@@ -102,7 +99,7 @@ def test_units_that_are_sums_of_others_are_made_up_for() -> None:
         model[0].weight[4:] = torch.randn(4, 4) @ model[0].weight[:4]
     x = torch.randn(64, 3)
     graph = sk.trace_units(model, x[:2])
-    mask = _half(graph)
+    mask = half(graph)
     small = sk.compact(model, graph, mask)
     assert not torch.allclose(small(x), model(x), atol=1e-2)
     left = reconstruct(model, small, graph, mask, [x], ridge=1e-9)
@@ -137,7 +134,7 @@ def test_every_kind_of_reader_is_fitted_and_the_whole_model_gets_nearer(images: 
     torch.manual_seed(0)
     model, batches, unseen = Net().eval(), images(256, 1).split(64), images(64, 2)
     graph = sk.trace_units(model, batches[0][:2])
-    mask = _half(graph)
+    mask = half(graph)
     before = {name: entry.clone() for name, entry in model.state_dict().items()}
     small, fitted = sk.compact(model, graph, mask), sk.compact(model, graph, mask)
     left = reconstruct(model, fitted, graph, mask, [(x, None) for x in batches])
@@ -169,7 +166,7 @@ def test_the_share_that_is_left_is_that_of_the_layers_error_on_data_it_has_not_s
     torch.manual_seed(0)
     model, x, unseen = make(), torch.randn(600, *shape), torch.randn(2000, *shape)
     graph = sk.trace_units(model, x[:2])
-    mask = _half(graph)
+    mask = half(graph)
     small, fitted = sk.compact(model, graph, mask), sk.compact(model, graph, mask)
     [left] = reconstruct(model, fitted, graph, mask, x.split(50)).values()
     with torch.no_grad():

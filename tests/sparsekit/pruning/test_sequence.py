@@ -7,6 +7,7 @@ import torch
 import zoo
 from laws import random_mask, trace
 from memory import QUICK, Transformer
+from small import half
 from torch import Tensor, nn
 
 import sparsekit as sk
@@ -75,15 +76,13 @@ def test_a_model_is_cut_in_place_where_its_blocks_hold_all_units_and_their_state
     torch.manual_seed(0)
     model, x = Net("plain").eval(), torch.randn(32, 16)
     graph = sk.trace_units(model, x)
-    half = sk.UnitMask({name: torch.arange(group.size) < group.size // 2 for name, group in graph.groups.items()})
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(InvalidValueError, match="more memory_bytes"):
-        sk.reconstruct(model, model, graph, half, [x], memory_bytes=6 * x.nbytes - 1)
+        sk.reconstruct(model, model, graph, half(graph), [x], memory_bytes=6 * x.nbytes - 1)
     chain = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
     graph = sk.trace_units(chain, x)
-    half = sk.UnitMask({"0": torch.arange(8) < 4})
     with pytest.raises(InvalidValueError, match=r"'0.weight' is outside"):
-        sk.reconstruct(chain, chain, graph, half, [x])
+        sk.reconstruct(chain, chain, graph, half(graph), [x])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 

@@ -9,17 +9,13 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from laws import random_mask
+from small import half
 from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.errors import CompactFileError, ForeignMaskError, InvalidValueError
 
 traced = functools.cache(zoo.traced)
-
-
-def half(graph: sk.UnitGraph) -> sk.UnitMask:
-    return random_mask(graph, 0.5, 0)
 
 
 def test_a_learnable_mask_is_saved_as_its_compact_model_with_its_mask(tmp_path: Path) -> None:
@@ -114,8 +110,7 @@ def test_a_loaded_model_gives_the_bits_of_the_saved_one(width: int, dtype: torch
     torch.manual_seed(0)
     model = make()
     graph = sk.trace_units(model, torch.randn(1, width, dtype=dtype))
-    mask = sk.UnitMask({name: torch.arange(group.size) < 0.6 * group.size for name, group in graph.groups.items()})
-    small = sk.compact(model, graph, mask)
+    small = sk.compact(model, graph, half(graph))
     sk.save_compact(small, tmp_path / "small.safetensors")
     again = sk.load_compact(tmp_path / "small.safetensors", make)
     for rows in (1, 2, 5, 8):
