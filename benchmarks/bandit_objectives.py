@@ -21,13 +21,9 @@ Point = Sequence[float]
 
 @dataclass(frozen=True)
 class Objective:
-    """A function on the unit cube.
+    """A function on the unit cube of `axes`: point and number of earlier pulls → mean reward, at most `rise`.
 
-    Args:
-        axes: Of the cube.
-        value: Point and number of earlier pulls → mean reward.
-        rise: The largest mean reward.
-        moved: Each seed has its maxima elsewhere; see `placed`.
+    If `moved`, each seed has its maxima elsewhere; see `placed`.
     """
 
     axes: int

@@ -39,18 +39,10 @@ def in_turns(
     seconds: Callable[[Callable[[], Any]], float] = processor_seconds,
     before: Callable[[], Any] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Run every case once in each turn, in a fresh order.
+    """Run every case once in each turn, in a fresh order; returns the seconds of each turn that counts.
 
-    Args:
-        cases: Name → the call to time.
-        turns: Largest number of turns that count.
-        warm: Turns before them.
-        limit: Seconds after which no turn begins, but five are made, the warm ones among them.
-        seconds: Times a call.
-        before: Called before each turn.
-
-    Returns:
-        Name → the seconds of each turn that counts.
+    `warm` turns come before, and `before` is called before each. After `limit` seconds no turn begins, but five are made, the
+    warm ones among them.
     """
     order, end = np.random.default_rng(0), time.perf_counter() + limit
     times: dict[str, list[float]] = {name: [] for name in cases}

@@ -55,7 +55,10 @@ class Run:
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator().manual_seed(self.seed)
-        self.calibrate(self.task.calibration)
+        x, y = self.task.train
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(self.seed))
+        chosen = order[: self.task.calibration].to(x.device)
+        self.calibration = list(zip(x[chosen].split(32), y[chosen].split(32)))
         self.masked = self.task.masked
         self.limit, self.flops = sk.Budget(flops=self.share * self.dense()), self.dense()
 
@@ -77,12 +80,6 @@ class Run:
     def fisher(self) -> Scores:
         self.pay(self.calibrating, 2)
         return Fisher(self.calibration, F.cross_entropy).scores(self.task.graph, ScoringContext(model=self.task.model))
-
-    def calibrate(self, images: int) -> "Run":
-        x, y = self.task.train
-        chosen = torch.randperm(len(x), generator=torch.Generator().manual_seed(self.seed))[:images].to(x.device)
-        self.calibration = list(zip(x[chosen].split(32), y[chosen].split(32)))
-        return self
 
     @property
     def calibrating(self) -> int:
@@ -194,8 +191,6 @@ ARMS: dict[str, Callable[[Run], nn.Module]] = {
     "fixed n2": lambda run: run.fixed(run.mask(run.fisher())),
     "L4 .7": lambda run: run.learned(0.7, 4),
     "O4 .7": lambda run: run.learned(0.7, 4, half_life=1e9, first=run.fisher()),
-    "fixed n2, 256": lambda run: run.fixed(run.mask(run.calibrate(256).fisher())),
-    "L4 .7, 256": lambda run: run.calibrate(256).learned(0.7, 4),
     "fixed": lambda run: run.fixed(run.mask(run.fisher(), by_cost)),
     "fixed uniform": lambda run: run.fixed(run.mask(run.fisher(), uniform)),
     "transplant": _transplant,
@@ -204,11 +199,7 @@ ARMS: dict[str, Callable[[Run], nn.Module]] = {
     "paper": _paper,
     "iterative": _iterative,
     "L3 .5": lambda run: run.learned(0.5, 3),  # the default
-    "L2 .5": lambda run: run.learned(0.5, 2),
-    "L6 .7": lambda run: run.learned(0.7, 6),
     "L4 .7 from Fisher": lambda run: run.learned(0.7, 4, first=run.fisher()),
-    "L4 .7 half-life 5": lambda run: run.learned(0.7, 4, half_life=5.0),
-    "L4 .7 half-life 80": lambda run: run.learned(0.7, 4, half_life=80.0),
 }
 
 
@@ -234,15 +225,8 @@ def run_cells(out: Path, options: argparse.Namespace) -> None:
                         task = task or tasks(name, seed, out, options.device)
                         run = Run(task, share, budget, seed, options.lr)
                         model = copy.deepcopy(task.model) if arm == "dense" else ARMS[arm](run)
-                        row = {
-                            "network": task.network,
-                            "task": name,
-                            "seed": seed,
-                            "share": share,
-                            "budget": budget,
-                            "arm": arm,
-                            "lr": options.lr,
-                        }
+                        row = {"network": task.network, "task": name, "seed": seed, "share": share, "budget": budget}
+                        row |= {"arm": arm, "lr": options.lr}
                         row |= {"val": accuracy(model, task.val), "test": accuracy(model, task.test)}
                         row |= {"spent": run.spent, "steps": run.steps, "units": list(run.masked.unit_mask().counts().values())}
                         add(path, row)

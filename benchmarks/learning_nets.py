@@ -64,20 +64,10 @@ def cifar10(out: Path) -> tuple[Data, Data]:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A trained network and a client that adapts it.
+    """A trained network and a client that adapts it; choices are made on `val`, and `test` is read once.
 
-    Args:
-        network: Its name in results.
-        model: In eval mode.
-        train: The client's images.
-        val: Images that choices are made on.
-        test: Images that are read once.
-        masked: Of the network, loaded again for each arm.
-        costs: What numbers of units cost.
-        batch: Images of a step.
-        calibration: Images that score units and refit layers.
-        clip: Largest norm of gradients; 0 for none.
-        frozen: Whether batch norms keep their statistics.
+    `calibration` images score units and refit layers; `clip` is the largest norm of gradients, 0 for none; `frozen` batch norms
+    keep their statistics.
     """
 
     network: str

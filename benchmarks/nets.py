@@ -74,15 +74,9 @@ def mobilenet_v2(classes: int = 1000) -> nn.Module:
 
 
 def resnet(stem: Sequence[nn.Module], entering: int, blocks: Sequence[int], width: int, wider: int, classes: int) -> nn.Module:
-    """Stages of residual blocks, each twice as wide as the one before.
+    """Stages of so many residual blocks, each twice as wide as the one before, behind a stem that gives `entering` channels.
 
-    Args:
-        stem: The layers before.
-        entering: Channels that it gives.
-        blocks: Number of blocks of each stage.
-        width: Channels of the first stage.
-        wider: 1 for blocks of two 3×3 convolutions, 4 for bottlenecks 1×1, 3×3, 1×1 whose last is so many times as wide.
-        classes: Number of outputs.
+    `wider` is 1 for blocks of two 3×3 convolutions, 4 for bottlenecks 1×1, 3×3, 1×1 whose last is so many times as wide.
     """
     layers = list(stem)
     for number, depth in enumerate(blocks):

@@ -29,14 +29,7 @@ from sparsekit.cli.main import main as command_line
 
 WAYS = ("processes", "resumed", "flower")
 ROUNDS, KILLED_AFTER = 6, 3
-# Key of a result → the names that it has had.
-COSTS = {
-    "flops": ("flops", "flops_compact"),
-    "flops_paper": ("flops_paper", "flops_rowmask"),
-    "uplink_bytes": ("uplink_bytes",),
-    "downlink_bytes": ("downlink_bytes",),
-    "simulated_seconds": ("simulated_seconds",),
-}
+COSTS = ("flops", "flops_paper", "uplink_bytes", "downlink_bytes", "simulated_seconds")
 
 
 def start(*arguments: str, folder: Path) -> int:
@@ -91,7 +84,7 @@ def observe(method: str, way: str) -> dict[str, Any]:
             "global_model": hash_models([out / "models" / "global.safetensors"]),
             "personal_models": hash_models((out / "models").glob("client-*.safetensors")),
             "scores": {part: final[part] for part in ("personal", "global") if final.get(part)},
-            **{key: next(cost[name] for name in names if name in cost) for key, names in COSTS.items()},
+            **{key: cost[key] for key in COSTS},
             **{key: [one[key] for one in rounds] for key in ("cohort", "ratios", "loss", "dropped")},
             "seconds": round(time.perf_counter() - began, 1),
         }

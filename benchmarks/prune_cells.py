@@ -35,17 +35,9 @@ VGG11 = (32, 0, 64, 0, 128, 128, 0, 256, 256, 0, 256, 256)
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its data, and how long everything is trained, with batches of 64.
+    """A model, its data, epochs (before, after, and with a regularizer before the cut), and numbers of images.
 
-    Args:
-        dataset: Name in the registry of data sets.
-        make: Builds the dense model.
-        pretrain, finetune: Epochs of the dense model, and after the cut.
-        train: Training images used.
-        score_batches: Batches for criteria, recalibration and reconstruction.
-        test: Test images used, the first ones.
-        pooled: Images are averaged over squares of this side first: 2 makes 16 pixels of 32, at a quarter of the FLOPs.
-        augment: Whether training images are cropped and flipped.
+    Images are averaged over squares of `pooled` pixels: 2 makes 16 pixels of 32, at a quarter of the FLOPs.
     """
 
     dataset: str
@@ -151,15 +143,7 @@ class Cell:
 
 @dataclass
 class Cut:
-    """What an arm made.
-
-    Args:
-        model: The small model, before any recalibration.
-        reconstructed: The same, reconstructed, where the arm does so.
-        teacher: Whether the dense model teaches while fine-tuning.
-        scratch: Whether it starts from random weights.
-        notes: What else is to be said, for the file of results.
-    """
+    """A small model before any recalibration, the same reconstructed, how it is trained, and training FLOPs before the cut."""
 
     model: nn.Module
     reconstructed: nn.Module | None = None
@@ -179,15 +163,7 @@ def accuracy(model: nn.Module, batches: Images) -> float:
     return right / batches.labels.numel()
 
 
-def train(
-    model: nn.Module,
-    cell: Cell,
-    name: str,
-    epochs: int,
-    rate: float,
-    *,
-    teacher: nn.Module | None = None,
-) -> float:
+def train(model: nn.Module, cell: Cell, name: str, epochs: int, rate: float, *, teacher: nn.Module | None = None) -> float:
     """Train in place, resumable; returns the training FLOPs (a backward pass is two forward passes)."""
     loader = cell.data.loader("train", seed=cell.seed, augment=cell.task.augment)
     steps = epochs * len(loader)

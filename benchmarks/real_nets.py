@@ -27,16 +27,8 @@ DATA = Path(os.environ.get("SPARSEKIT_DATA", "data"))
 class Network:
     """A pretrained network with what is needed to prune it and to judge the result.
 
-    Args:
-        model: In eval mode.
-        example: Positional inputs of one example.
-        calibration: Batches that score, refit and choose.
-        validation: Batches for choices made while this benchmark was written; neither calibration nor test.
-        training: Batches to train on after a cut.
-        test: Read once for each row of the tables.
-        loss: Mean over the examples of a batch.
-        kept_flops: FLOPs of an example that no budget counts, such as those of an output embedding.
-        judge: Model and batches → metric → value.
+    Choices made while this benchmark was written rest on `validation`; `kept_flops` of an example count in no budget, such as
+    those of an output embedding.
     """
 
     model: nn.Module
@@ -128,15 +120,7 @@ def smollm2(length: int = 256) -> Network:
 
     example = (parts["calibration"][0]["input_ids"],)
     return Network(
-        model,
-        example,
-        parts["calibration"],
-        parts["validation"],
-        parts["training"],
-        parts["test"],
-        None,
-        head * length,
-        judge,
+        model, example, parts["calibration"], parts["validation"], parts["training"], parts["test"], None, head * length, judge
     )
 
 
@@ -195,10 +179,7 @@ def efficientnet_lite0(pixels: int = 96) -> Network:
             outputs = [(small(x), y) for x, y in given]
         right = sum(int((out.argmax(1) == y).sum()) for out, y in outputs)
         total = sum(len(y) for _, y in outputs)
-        return {
-            "loss": sum(float(loss(out, y)) * len(y) for out, y in outputs) / total,
-            "accuracy": right / total,
-        }
+        return {"loss": sum(float(loss(out, y)) * len(y) for out, y in outputs) / total, "accuracy": right / total}
 
     return Network(model, (calibration[0][0][:1],), calibration, validation, training, test, loss, 0.0, judge)
 

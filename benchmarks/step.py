@@ -133,7 +133,7 @@ def measure(name: str, ratio: float, steps: int, warmup: int) -> dict[str, Any]:
     if ratio < 1:
         standing = changing.unit_mask()
         others = cycle([shifted(graph, standing, torch.Generator().manual_seed(1)), standing])
-        times["remask"] = in_turns({"remask": lambda: changing.change_mask(next(others))}, steps, warm=warmup)["remask"]
+        times["remask"] = in_turns({"remask": lambda: changing.vectors.set_mask(next(others))}, steps, warm=warmup)["remask"]
     result: dict[str, Any] = {"model": name, "ratio": ratio}
     for case in ("ours", "wrapper", "dense", "remask"):
         result[f"{case}_over_narrow"] = round(over(times, case, "narrow")[1], 3) if case in times else None

@@ -21,12 +21,7 @@ COSTS = ("flops", "flops_paper", "simulated_seconds")
 
 
 def write_table(results: Sequence[tuple[str, Mapping[str, Any]]], path: Path | str) -> None:
-    """Write the results of runs.
-
-    Args:
-        results: The name of each run, which must differ, and the content of its `result.json`.
-        path: File, whose name ends in .csv.
-    """
+    """Write the results of runs, which have different names, to a file whose name ends in .csv."""
     rows = [row for name, result in results for row in _rows(name, result)]
     write_rows([dict(sorted(row.items(), key=lambda item: not item[0].startswith("rounds."))) for row in rows], path)
 
@@ -52,12 +47,7 @@ def _short(value: float | None) -> float | None:
 
 
 def write_rows(rows: Sequence[Mapping[str, Any]], path: Path | str) -> None:
-    """Write rows as CSV; an empty or missing cell repeats the cell above it, so that what rows share is written once.
-
-    Args:
-        rows: Plain JSON values by column; a missing one is as None. Numbers are written with six digits, integers in full.
-        path: File to write.
-    """
+    """Write rows as CSV; an empty or missing cell repeats the cell above it, so that what rows share is written once."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     above: dict[str, str] = {}
     with Path(path).open("w", encoding="utf-8", newline="") as file:
@@ -108,8 +98,11 @@ def read_results(path: Path | str) -> dict[str, dict[str, Any]]:
                 inner = inner.setdefault(step, {})
             inner[last] = value
         record = nested.pop("rounds")
-        run = found.setdefault(nested["run"], {"schema": SCHEMA_NUMBER, **nested, "rounds": []})
-        run["rounds"].append({"evaluation": None, **record})
+        nested["final"].setdefault("count", 0)  # a table has neither clients nor cohorts
+        run = found.setdefault(
+            nested["run"], {"schema": SCHEMA_NUMBER, "clients": 0, "failed_clients": {}, **nested, "rounds": []}
+        )
+        run["rounds"].append({"evaluation": None, "cohort": [], "dropped": [], **record})
     return found
 
 

@@ -94,16 +94,8 @@ def train_alike(
 ) -> tuple[LearnableMask, LearnableMask]:
     """Train a learnable mask and its oracle alike, and fail at the step where they part.
 
-    Args:
-        model: Copied.
-        draw: Draws a batch.
-        make: Makes the optimizer.
-        steps: Number of steps.
-        ratios: Step → ratio from then on.
-        shaken: Every so many steps all units get another importance; 0 never.
-        changes: Least number of steps after which the mask was another.
-        tolerance: Absolute.
-        options: Of the masks; of a class each gets an instance of its own.
+    `ratios` maps a step to the ratio from then on; every `shaken` steps all units get another importance; the mask must be
+    another after at least `changes` steps. Of an option that is a class each mask gets an instance of its own.
     """
     generator = torch.Generator().manual_seed(1)
     pair = []

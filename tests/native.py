@@ -31,12 +31,7 @@ def _fresh(module: Any) -> nn.Module:
 
 
 def check_native(small: nn.Module, model: nn.Module) -> None:
-    """Fail unless every layer of `small` has the shapes of a fresh one of its sizes, and the hooks and class that `model` has.
-
-    Args:
-        small: A compact module that has run once: weights that a hook computes have their shape after a pass.
-        model: The dense module as it was before it was traced.
-    """
+    """Fail unless every layer of `small`, which has run, has the shapes of a fresh one, and the hooks and class of `model`."""
     for path, module in small.named_modules():
         own = [*module.parameters(), *module.buffers()]
         if not isinstance(module, NATIVE) or (isinstance(module, nn.GroupNorm | nn.modules.batchnorm._NormBase) and not own):

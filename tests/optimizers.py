@@ -10,10 +10,7 @@ __all__ = ["Lookahead", "Sam", "SamOver"]
 
 
 class Sam(torch.optim.Optimizer):
-    """Sharpness-aware minimization over SGD: each step saves the weights, climbs, and steps from the saved weights.
-
-    Source: Foret et al., ICLR 2021 (arXiv 2010.01412).
-    """
+    """Sharpness-aware minimization over SGD (Foret et al., arXiv 2010.01412): climb, then step from the saved weights."""
 
     def __init__(self, params: Iterable[Any], lr: float = 0.1, rho: float = 0.5) -> None:
         super().__init__(params, {"lr": lr, "rho": rho})
@@ -44,10 +41,7 @@ class Sam(torch.optim.Optimizer):
 
 
 class Lookahead(torch.optim.Optimizer):
-    """SGD whose weights are pulled halfway back to slow weights every `every` steps.
-
-    Source: Zhang et al., NeurIPS 2019 (arXiv 1907.08610).
-    """
+    """SGD whose weights are pulled halfway back to slow weights every `every` steps (Zhang et al., arXiv 1907.08610)."""
 
     def __init__(self, params: Iterable[Any], lr: float = 0.1, every: int = 3) -> None:
         super().__init__(params, {"lr": lr})
@@ -69,10 +63,7 @@ class Lookahead(torch.optim.Optimizer):
 
 
 class SamOver(Sam):
-    """The same over a base optimizer with momentum that shares its parameter groups, and that writes to `.data`.
-
-    Source: Foret et al., ICLR 2021 (arXiv 2010.01412).
-    """
+    """The same over a base optimizer with momentum that shares its parameter groups, and that writes to `.data`."""
 
     def __init__(self, params: Iterable[Any], lr: float = 0.1, rho: float = 0.5) -> None:
         super().__init__(params, lr, rho)

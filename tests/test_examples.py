@@ -70,16 +70,7 @@ def _robust_means_hold(out: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """The arguments of an example, the output it must print, and the packages it needs.
-
-    Args:
-        promises: Takes the output, and says whether it is as promised.
-        arguments: Of `main`, behind the folder of data if it takes one.
-        constants: Of the example, to be quick.
-        needs: Packages; without one of them the test is skipped.
-        data: Whether it reads real data.
-        quick: Whether it takes less than a few seconds.
-    """
+    """What the output must be, arguments of `main` behind the folder of data, constants to be quick, and packages it needs."""
 
     promises: Callable[[str], object]
     arguments: tuple[Any, ...] = ()

@@ -12,15 +12,9 @@ __all__ = ["ZOO", "Architecture", "Lambda", "Refused", "add", "build", "images",
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model factory, its example inputs, and the groups that `trace_units` must find.
+    """A model, its inputs, and the groups that `trace_units` must find: name → units, in forward order.
 
-    Args:
-        make: Builds the model.
-        inputs: Builds the positional example inputs.
-        groups: Group name → units, in forward order.
-        fixed: Part of the reason of each warning that must come.
-        kwargs: Builds the keyword inputs.
-        trains: False if the gradient laws do not apply.
+    `fixed` are parts of the warnings that must come; where `trains` is false, the laws of gradients do not apply.
     """
 
     make: Callable[[], nn.Module]

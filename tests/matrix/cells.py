@@ -9,8 +9,6 @@ OPTIMIZERS = (
     "SGD", "SGD foreach", "SGD fused", "Adam", "Adam foreach", "Adam fused", "AdamW", "AdamW foreach", "AdamW fused",
     "Adafactor", "Adafactor foreach", "RMSprop", "RMSprop foreach", "LBFGS", "AdamW8bit",
 )  # fmt: skip
-"""Class of optimizer and its implementation; without one, a plain loop over parameters. `AdamW8bit` is torchao's."""
-
 PRECISIONS = ("float32", "bfloat16", "autocast bfloat16", "autocast float16", "float64")
 CHANGES = ("mask", "ratio", "resume")
 COMPILED = (("SGD foreach", "autocast bfloat16"), ("Adam fused", "bfloat16"), ("RMSprop", "float64"), ("AdamW8bit", "float32"))
@@ -18,14 +16,7 @@ COMPILED = (("SGD foreach", "autocast bfloat16"), ("Adam fused", "bfloat16"), ("
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination.
-
-    Args:
-        optimizer: One of `OPTIMIZERS`.
-        precision: Dtype of the weights, or of autocast over float32 weights; float16 with a GradScaler.
-        change: What changes while training; "resume" saves and loads mask and optimizer between two changes of mask.
-        compiler: Of the model inside; empty without one.
-    """
+    """One combination; "resume" saves and loads mask and optimizer between two changes of the mask."""
 
     optimizer: str
     precision: str

@@ -94,15 +94,9 @@ def _masked(cell: Cell, device: str, *, plain: bool = False) -> LearnableMask:
 
 
 def distance(cell: Cell, *, device: str = "cpu", after_step: Callable[..., None] = lambda _: None) -> float:
-    """Train both through the change and compare weights and importance.
+    """Train both through the change; returns by how much weights differ, as a share of what training has changed.
 
-    Args:
-        cell: What to run.
-        device: Where.
-        after_step: Called with the learnable mask after each of its steps; a test breaks something in it.
-
-    Returns:
-        The norm of the difference of all dense weights over the norm of what training has changed.
+    `after_step` is called with the learnable mask after each of its steps; a test breaks something in it.
     """
     masked, reference = _masked(cell, device), _masked(cell, device, plain=True)
     optimizer, plain = (_optimizer(cell, mask.weights(), plain=mask is reference) for mask in (masked, reference))

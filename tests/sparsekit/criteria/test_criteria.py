@@ -135,45 +135,29 @@ def test_weights_are_multiplied_by_the_root_mean_square_of_what_they_read() -> N
     assert torch.allclose(found, terms.sum(0).reshape(4, 4).sum(1).double(), rtol=1e-5)
 
 
-def test_units_that_no_layer_reads_are_named() -> None:
-    context = example_context()
-    with pytest.raises(InvalidValueError, match="the units of group 'first' are not the input of a linear layer"):
-        Wanda([torch.randn(2, 3)]).scores(example_graph(), context)
-
-
 @pytest.mark.parametrize(
-    ("made", "error", "told"),
+    ("made", "told"),
     [
-        (lambda: Magnitude(order=3), InvalidValueError, "order must be 1"),
+        (lambda: Magnitude(order=3), "order must be 1"),
         (
-            lambda: Learned().scores(example_graph(), ScoringContext()),
-            MissingImportanceError,
-            r"pass ScoringContext\(importance=",
+            lambda: Wanda([torch.randn(2, 3)]).scores(example_graph(), example_context()),
+            "the units of group 'first' are not the input of a linear layer",
         ),
-        (
-            lambda: Random().scores(example_graph(), ScoringContext()),
-            MissingImportanceError,
-            r"pass ScoringContext\(generator=",
-        ),
-        (
-            lambda: Magnitude().scores(example_graph(), ScoringContext()),
-            MissingImportanceError,
-            r"pass ScoringContext\(weights=",
-        ),
+        (lambda: Learned().scores(example_graph(), ScoringContext()), r"pass ScoringContext\(importance="),
+        (lambda: Random().scores(example_graph(), ScoringContext()), r"pass ScoringContext\(generator="),
+        (lambda: Magnitude().scores(example_graph(), ScoringContext()), r"pass ScoringContext\(weights="),
         (
             lambda: make_mask(
                 Learned(), example_graph(), 0.5, ScoringContext(importance=_scores(0.1, float("nan"), 0, 0, 0, 0, 0))
             ),
-            InvalidValueError,
             r"Learned scores of group 'first' hold NaN, for unit 1 first; .*learning rate",
         ),
         (
             lambda: score_units(Scored({"first": torch.ones(7, 1)}), example_graph(), ScoringContext()),
-            InvalidValueError,
             r"scores of group 'first' must be a float tensor of shape \(7,\), one score a unit, got torch.float32 of shape",
         ),
     ],
 )
-def test_what_is_missing_or_does_not_fit_is_said(made: Callable[[], object], error: type[Exception], told: str) -> None:
-    with pytest.raises(error, match=told):
+def test_what_is_missing_or_does_not_fit_is_said(made: Callable[[], object], told: str) -> None:
+    with pytest.raises(MissingImportanceError if "pass " in told else InvalidValueError, match=told):
         made()

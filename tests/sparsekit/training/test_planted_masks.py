@@ -26,14 +26,7 @@ FEATURES = CLASSES * SERVE
 
 @dataclass
 class Planted:
-    """A network whose units serve one class each, and a client that has two of the classes.
-
-    Args:
-        kind: What makes the units.
-        frozen: Whether the layer that makes them stays as it is.
-        batch: Examples of a step.
-        seed: Of the network and of the data.
-    """
+    """A network whose units serve one class each, and a client that has two of the classes."""
 
     kind: str
     frozen: bool
