@@ -28,7 +28,7 @@ foreach_copy_ = torch._foreach_copy_
 
 
 class DispatchMode(TorchDispatchMode):
-    """A mode that meets every operator and does not import torch's compiler."""
+    """A dispatch mode that sees every operator, without importing torch's compiler."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -83,17 +83,17 @@ def flat_weights(module: nn.RNNBase) -> dict[str, Tensor | None]:
 
 
 def refresh_flat_weights(module: nn.RNNBase) -> None:
-    """Let a recurrent layer read its list of weights from its attributes again."""
+    """Rebuild the list of weights of a recurrent layer from its attributes."""
     module._update_flat_weights()
 
 
 def reset_flat_weights(module: nn.RNNBase) -> None:
-    """Do the same, and store the weights in one block of memory, as cuDNN wants them."""
+    """Rebuild the list, and store the weights in one block of memory, as cuDNN needs them."""
     module._init_flat_weights()
 
 
 def set_packed_projections(module: nn.MultiheadAttention, packed: bool) -> None:
-    """Say whether attention holds its three projections in one weight."""
+    """Set whether attention holds its three projections in one weight."""
     module._qkv_same_embed_dim = packed
 
 

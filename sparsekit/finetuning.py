@@ -1,4 +1,4 @@
-"""What follows the cut: layers refitted, batch norms recalibrated, the model fine-tuned."""
+"""Steps after a cut: refit layers, recalibrate batch norms, fine-tune the model."""
 
 from sparsekit.pruning.distillation import Distillation
 from sparsekit.pruning.finetune import EpochRecord, FineTuned, finetune

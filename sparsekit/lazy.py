@@ -1,4 +1,4 @@
-"""lazy_names(): names of a package that are imported when they are first used, so that each user pays for what she uses."""
+"""lazy_names(): names of a package that are imported when they are first used, so that imports stay fast."""
 
 import importlib
 from collections.abc import Callable, Mapping

@@ -70,7 +70,7 @@ def _run_file(place: str) -> ModuleType:
 
 
 def ran(name: str, code: Callable[[], Any], *, how: str = "", advice: str = "fix it, or name another") -> Any:
-    """Run a user's code and say in a line what failed in it.
+    """Run a user's code, and turn its errors into one line.
 
     Args:
         name: As the user wrote it.
@@ -98,7 +98,7 @@ def ran(name: str, code: Callable[[], Any], *, how: str = "", advice: str = "fix
 
 @contextlib.contextmanager
 def calling(what: str | Callable[[], str]) -> Iterator[None]:
-    """Note on an exception of a user's code what was called. A traceback has the note, and so has the command line.
+    """Add a note about the call to exceptions of a user's code; tracebacks and the command line show it.
 
     Args:
         what: For example "the loss"; a function is called for the text if there is an exception.

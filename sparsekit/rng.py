@@ -37,7 +37,7 @@ def same_random_state() -> Iterator[None]:
 def seeded(seed: int) -> Iterator[None]:
     """Seed torch's global generators inside the block, also of GPUs once CUDA is in use, and put their states back.
 
-    For what knows no other generator: initializers and dropout. The only place that seeds global random state.
+    Use it for code that takes no generator, such as initializers and dropout. The only place that seeds global random state.
     """
     with same_random_state():
         # Not torch.manual_seed: its first call imports the compiler, which takes seconds, and each takes a millisecond.

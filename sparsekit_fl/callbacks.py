@@ -48,8 +48,8 @@ class RunView:
         method: Name of the method.
         config: The options.
         metrics: Name → metric, of the problem.
-        records: One per saved round, also of those before the run was resumed. A callback that counts here, and keeps nothing
-            on itself, does the same in a run that was killed and resumed.
+        records: One per saved round, including rounds before a resumption. A callback that counts here, and keeps no state of
+            its own, behaves the same in a run that was killed and resumed.
         out: Folder of the run; None if it keeps nothing.
         model: Makes a fresh module that holds the global state.
         stopped: The reason why the run stops after this round; empty as long as it continues.
@@ -85,8 +85,8 @@ class RunView:
 class Callback:
     """Base class: override the hooks you need. A callback only reads, but it may stop the run.
 
-    An error in a callback ends the run; every round that was told is saved. What you decide by, read from `RunView.records`:
-    then one object can serve several runs, and a resumed run decides the same.
+    An error in a callback ends the run; all rounds before it are saved. Base decisions on `RunView.records`: one object can
+    then serve several runs, and a resumed run decides the same.
     """
 
     def on_run_start(self, run: RunView) -> None:
@@ -222,7 +222,7 @@ class TensorBoard(Callback):
 class LiveProgress(Callback):
     """Show round, scores, FLOPs and time left on stderr: a bar on a terminal, elsewhere a line per evaluation.
 
-    Use it with `with`, so that the bar goes whatever ends the run.
+    Use it in a `with` statement, so that the bar is removed however the run ends.
 
     Args:
         quiet: Show nothing.

@@ -1,4 +1,4 @@
-"""Files of a run: memories of clients, records, and a checkpoint that a run resumes from to the same bits.
+"""Files of a run: memories of clients, records, and a checkpoint from which a run resumes exactly.
 
 A file is either old or new, never half-written. The order of writing makes every moment safe for a crash: memories, the line of
 `rounds.jsonl`, the checkpoint. Only then are older memories deleted.
@@ -36,7 +36,7 @@ _ONE_SYNC = _SYNCFS is not None
 
 
 def sync_folder(folder: Path, *, files: bool = False) -> None:
-    """Wait until the names of the files in a folder are on the disk; `files`: and the content of all of them, by one call."""
+    """Wait until the names of the files in a folder are on the disk, and with `files` their content too, in one call."""
     if not _FOLDERS_OPEN:
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -122,7 +122,6 @@ def _written(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def _read_back(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Undo `_written`."""
     if isinstance(value, list):
         return [_read_back(item, tensors) for item in value]
     if not isinstance(value, dict):

@@ -128,7 +128,6 @@ class Comparison:
 
     @property
     def _known(self) -> Any:
-        """Whether each finished run has a finite score."""
         return np.isfinite(self.frame.filter(like="final.personal.")).any(axis=1)
 
     def table(self, *parts: str) -> Any:
@@ -145,7 +144,7 @@ class Comparison:
         return require("pandas").DataFrame(found, index=self.summary.index)
 
     def seeds_text(self) -> str:
-        """Say over how many runs the means are taken."""
+        """Return the number of runs behind the means, in words."""
         return "one seed" if max(self.runs.values()) == 1 else "mean ± sample deviation over the seeds"
 
     @property

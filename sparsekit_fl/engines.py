@@ -134,7 +134,7 @@ _worker: tuple[RunSpec, Mapping[int, Client], Memories, StateDict]
 
 
 def _begin(spec: RunSpec, clients: Mapping[int, Client], memories: Memories, state: StateDict, numbers: Any, ids: Any) -> None:
-    """Begin a worker process, which is interrupted by its parent alone, and ends with it."""
+    """Start a worker process: only its parent can interrupt it, and it ends with its parent."""
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -153,8 +153,9 @@ def _run(payload: bytes) -> bytes:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Train as worker processes do meanwhile: with one torch thread, so that results do not depend on the number of cores, and
-    without denormal numbers. The process is as it was afterwards, since it is the user's."""
+    """Use the settings of worker processes inside the block: one torch thread, so that results do not depend on the number of
+    cores, and no denormal numbers. Afterwards, the settings of this process, which is the user's, are restored.
+    """
     before, denormals = torch.get_num_threads(), float(torch.tensor(1e-39) * 1.0) != 0.0
     train_alike()
     try:
@@ -223,7 +224,7 @@ def use_exact_arithmetic() -> None:
 
 @contextmanager
 def exact_arithmetic(wanted: bool) -> Iterator[None]:
-    """Use exact arithmetic inside the block, where wanted, and put the switches back."""
+    """Use exact arithmetic inside the block, if requested, and restore the settings afterwards."""
     before = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
     tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     if wanted:

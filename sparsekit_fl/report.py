@@ -98,13 +98,11 @@ def _section(comparison: Comparison) -> list[str]:
 
 
 def _table(frame: Any, *, texts: Sequence[str] = ()) -> str:
-    """Return a DataFrame of text as a table."""
     rows = [(name, *cells) for name, cells in zip(frame.index, frame.values.tolist(), strict=True)]
     return table([frame.index.name or "", *frame], rows, texts=texts)
 
 
 def _settings(comparison: Comparison) -> list[tuple[str, str]]:
-    """Return the settings of the runs, and version, machine and date."""
     config = {name.rpartition(".")[2].replace("_", " "): value for name, value in flat(comparison.config).items()}
     found = [(name, str(value)) for name, value in config.items() if value is not None and name != "seed"]
     about = [one.get("environment") or {} for one in comparison.results]
@@ -164,7 +162,6 @@ def means_of(comparison: Comparison, metric: str) -> Any:
 
 
 def _clients(comparison: Comparison, metric: str, unit: str) -> str:
-    """Draw the score of each client, of all seeds."""
     rows: dict[str, list[float]] = {method: [] for method in comparison.methods}
     for result in comparison.results:
         for client in result["final"].get("per_client", ()):

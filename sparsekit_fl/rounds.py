@@ -304,6 +304,6 @@ def round_cost(costs: Iterable[Cost], *, wall_seconds: float, until: float | Non
 
 
 def _shortened(texts: Sequence[str]) -> str:
-    """Join texts about clients; of many, the first."""
+    """Join texts about clients; if there are many, the first ones."""
     more = [f"and {len(texts) - _MAX_REASONS} more clients"] if len(texts) > _MAX_REASONS else []
     return "; ".join([*texts[:_MAX_REASONS], *more])

@@ -1,4 +1,4 @@
-"""Server: the requests of a round, and the updates that change the model. An update is checked before it changes anything."""
+"""Server: writes the requests of a round, checks the updates, and changes the model."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Server:
         return {name: self.state.model[name] for name in self._names}
 
     def context(self, round: int) -> ServerContext:
-        """Return what the method sees in a round, counted from 1; one for its requests, its updates and its aggregation."""
+        """Return the method's view of a round, counted from 1; requests, updates and aggregation share it."""
         spec, config = self.spec, self.spec.config
         return ServerContext(
             round=round,

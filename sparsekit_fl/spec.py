@@ -90,9 +90,9 @@ class RunSpec:
         return [name for name in self.initial if name not in self.frozen and name not in self.private]
 
     def fingerprint(self) -> str:
-        """Return a digest of what tells one model from another: its entries, its units and its frozen values.
+        """Return a digest of the model: its entries, its units and its frozen values.
 
-        Frozen values never travel, so that server and clients must have the same ones.
+        Frozen values are never sent, so server and clients must have the same ones.
         """
         shapes = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in self.initial.items()]
         frozen = digest({name: self.initial[name] for name in self.frozen})
@@ -133,7 +133,6 @@ class RunSpec:
 
 
 def _traced(problem: Problem, config: RunConfig) -> tuple[nn.Module, UnitGraph]:
-    """Make the model from the run's seed, and trace its units and layers."""
     with torch_scope(Streams(config.seed).model()):
         model = problem.model()
     try:
@@ -155,7 +154,7 @@ def by_id(clients: Sequence[Client]) -> dict[int, Client]:
 
 
 def data_fingerprint(clients: Iterable[Client]) -> str:
-    """Return a hash of what tells data sets apart and is cheap to read, 16 hexadecimal digits.
+    """Return a cheap hash that distinguishes data sets, 16 hexadecimal digits.
 
     It covers ids, sizes, and of `TensorData` all labels and the first example. Other changes go unnoticed.
     """

@@ -22,7 +22,7 @@ _STEPS = {
 
 
 def read_result(path: Path | str) -> dict[str, Any]:
-    """Read `result.json`, or the one in a folder, as plain JSON values.
+    """Read a `result.json`, given by its path or its folder, as plain JSON values.
 
     Raises:
         DataError: there is none, it is not a result, or another version wrote it.

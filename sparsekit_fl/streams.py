@@ -1,4 +1,4 @@
-"""Streams: every generator of a run, derived from one seed and from what the numbers are for, never from order of use."""
+"""Streams: every generator of a run, derived from one seed and the purpose of its numbers, never from the order of use."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args

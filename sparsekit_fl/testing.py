@@ -1,4 +1,4 @@
-"""A tiny problem, and the contract of methods: the author of one inherits it in a test file, and pytest runs the tests."""
+"""A tiny problem, and tests for methods: inherit `MethodContract` in a test file, and pytest runs them."""
 
 import math
 from collections.abc import Callable, Collection
@@ -38,7 +38,7 @@ class TinyNet(nn.Module):
 
 
 def tiny_problem() -> Problem:
-    """Return classify points by a linear rule."""
+    """Return the problem of classifying points by a linear rule."""
     return Problem(model=TinyNet, example_inputs=(torch.zeros(2, 6),))
 
 
@@ -63,7 +63,7 @@ def tiny_clients(count: int = 8, *, examples: int = 24) -> list[Client]:
 
 
 def tiny_config(*, rounds: int = 4, seed: int = 3) -> RunConfig:
-    """Return four clients a round, two epochs, evaluation every second round."""
+    """Return a configuration with four clients a round, two epochs, and evaluation every second round."""
     return RunConfig(
         rounds=rounds,
         cohort=4,
@@ -92,7 +92,7 @@ class StopAfter(Callback):
 
 
 class MethodContract:
-    """What holds for every method.
+    """Tests that every method must pass.
 
     Supply the fixture `make`, a function without arguments that returns the method::
 

@@ -1,4 +1,4 @@
-"""by_cost() and its kin: the least important units go first, by their cost or anywhere."""
+"""by_cost(), by_loss() and global_ranking(): remove the least important units first, per cost or overall."""
 
 import math
 from functools import partial
@@ -50,7 +50,7 @@ def by_loss(problem: Problem) -> Counts:
 
 
 def global_ranking(problem: Problem, *, scale: Scale = "relative") -> Counts:
-    """Remove the units of lowest importance anywhere, until the budget is met; then put back units that still fit.
+    """Remove the least important units of the whole model until the budget is met; then put back units that still fit.
 
     Args:
         problem: Groups, scores, costs and budget.

@@ -21,7 +21,7 @@ Free: TypeAlias = Mapping[tuple[str, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class PreferredMultiple:
-    """A multiple for widths that kernels run fast, as long as it costs nothing else.
+    """Prefer widths with fast kernels, which are multiples of a number, if the budget can still be met closely.
 
     With AVX-512, kernels of PyTorch and ONNX Runtime compute 16 channels at a time. In MobileNetV2, eight channels in place of
     16 in one early layer make the whole network a seventh slower in eager PyTorch. Groups narrower than the step, and groups

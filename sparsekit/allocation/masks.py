@@ -15,7 +15,7 @@ from sparsekit.graph.mask import UnitMask
 def mask_from_scores(
     graph: UnitGraph, scores: Mapping[str, Tensor], counts: Mapping[str, int], *, source: str = "scores"
 ) -> UnitMask:
-    """Keep the units of the largest scores.
+    """Keep the units with the largest scores.
 
     Args:
         graph: The groups.
@@ -52,7 +52,7 @@ def _largest(scores: Tensor, count: int, what: str) -> Tensor:
 
 
 def make_mask(criterion: Criterion, graph: UnitGraph, ratios: float | Mapping[str, float], context: ScoringContext) -> UnitMask:
-    """Score the units, and keep the largest scores of each group.
+    """Score the units, and keep the units with the largest scores in each group.
 
     Args:
         criterion: Scores the units.

@@ -31,7 +31,7 @@ narrow groups hold more, there is nothing left to choose, and accuracy suffers."
 
 @dataclass(frozen=True)
 class Problem:
-    """How many units stay in each group? An allocation answers this question.
+    """The input of an allocation, which decides how many units each group keeps.
 
     Args:
         graph: The groups.
@@ -92,7 +92,7 @@ class Problem:
         return format_cost(metric, limit) if self.budget is None else self.budget.told(metric, limit)
 
     def walk(self, losses: Losses, *, by_cost: bool) -> Counts:
-        """Walk from the largest counts to the budget, by the loss of blocks per cost or per unit; then fill."""
+        """Remove blocks of units with the least loss per cost, or per unit, until the budget is met; then fill it up."""
         counts = spread(self.free, lambda _, counts: counts[-1])
         widths = [Width(groups, allowed, tuple(losses(groups, allowed))) for groups, allowed in self.free.items()]
         places = [len(width.counts) - 1 for width in widths]
@@ -117,7 +117,7 @@ def allocate(
     limits: Limits | None = None,
     multiple_of: Multiples = 1,
 ) -> Counts:
-    """Count how many units of each group stay.
+    """Decide how many units each group keeps.
 
     Args:
         allocation: The rule, such as `by_cost`.

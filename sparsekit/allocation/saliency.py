@@ -24,7 +24,7 @@ _HUGE = 1e30
 
 
 def ranked_saliency(graph: UnitGraph, scores: Mapping[str, Tensor], scale: Scale) -> dict[str, npt.NDArray[np.float64]]:
-    """Return the importance of the units from the best of each group to its worst, at least 0 and comparable between groups.
+    """Return the importance of the units of each group, sorted from best to worst, at least 0 and comparable between groups.
 
     Returns:
         Group name → float64 (units,): scores 3, 1 and 2 on scale "mean" give 1.5, 1 and 0.5.
@@ -56,7 +56,7 @@ def ranked_saliency(graph: UnitGraph, scores: Mapping[str, Tensor], scale: Scale
 
 
 def share_of_remaining(scores: Tensor) -> Tensor:
-    """Return s² / Σ s² over the units that are left of the group when the unit goes, the worst first; float64 (units,).
+    """Return s² of each unit divided by Σ s² over the units not removed before it, if the worst go first: float64 (units,).
 
     Scores of 3, 1 and 2 give 1, 1/14 and 4/13. Of equal units, the higher index goes first. If scores are negative, the least
     of them counts as 0; if all are 0, the units are equal.

@@ -35,8 +35,8 @@ def ratio_counts(graph: UnitGraph, ratios: float | Mapping[str, float], *, defau
 
     Args:
         graph: The groups; tied groups take the least of their numbers.
-        ratios: Share of units kept in every group, in (0, 1]; or name of a group, or regular expression that matches all of
-            it → share. A name goes before expressions, and the first expression before later ones.
+        ratios: Share of units kept in every group, in (0, 1]; or name of a group, or regular expression that matches all of it
+            → share. Names take precedence over expressions, and earlier expressions over later ones.
         default: The share of groups that a mapping does not name.
 
     Returns:

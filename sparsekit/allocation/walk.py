@@ -31,7 +31,7 @@ class Width:
 
 @dataclass
 class Walk:
-    """Widths that go down and up in blocks, and their costs.
+    """Widths that are reduced and restored in blocks of units, with their costs.
 
     `places` says which of its counts each width has; `limits` are absolute and reachable.
     """
@@ -50,7 +50,7 @@ class Walk:
             self.tracker.move(self.widths[number].groups, self.widths[number].counts[place])
 
     def down(self, *, by_cost: bool) -> None:
-        """Take away the blocks with the least loss per saved cost, or per unit, until the limits are met."""
+        """Remove the blocks with the least loss per saved cost, or per unit, until the limits are met."""
         heap: list[tuple[float, float, int, int]] = []
 
         def priority(number: int) -> float | None:
@@ -87,7 +87,7 @@ class Walk:
             push(number)
 
     def fill(self, without: int | None = None) -> None:
-        """Put blocks back while one fits, the most important per cost first; none of the width number `without`."""
+        """Put blocks back while one fits, the most important per cost first, except in the width number `without`."""
         widths, places = self.widths, self.places
         left = [number for number, width in enumerate(widths) if places[number] < len(width.counts) - 1 and number != without]
         while left:

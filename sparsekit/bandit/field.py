@@ -94,7 +94,8 @@ class Field(Tree):
         return max((expected + self._within) / (_GUESS_WEIGHT + self._replicates), _LEAST * self.scale)
 
     def _falls(self, surprise: float, share: float) -> bool:
-        """Tell whether arms have fallen, after one more repeated reward, whose surprise has that share of the noise.
+        """Tell whether the rewards of arms have fallen, after one more repeated reward; its surprise has this share of the
+        noise.
 
         A cumulative sum counts how far repeated rewards are below the mean of earlier ones of the same arm, in deviations.
 

@@ -140,8 +140,8 @@ class BanditSampler(BaseSampler):
     """A sampler for `optuna.create_study(sampler=…)` that asks a bandit.
 
     One bandit proposes the numeric parameters that all finished trials have in common (float and int; linear, log, or in
-    steps), over a box if there are several. A bandit that takes an interval alone gets one per parameter. Everything else, such
-    as categories, parameters of a branch, and the first trial, comes from `independent_sampler`.
+    steps), over a box if there are several. If a bandit takes only intervals, each parameter gets its own bandit. Everything
+    else, such as categories, parameters of a branch, and the first trial, comes from `independent_sampler`.
 
     The sampler keeps nothing that is not in the study: before each proposal, it tells its bandit about every new finished
     trial, by the value that was run, whoever ran it. So a study continues from its storage, several processes share one, and

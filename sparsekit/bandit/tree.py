@@ -119,7 +119,7 @@ class Tree:
         self.variances[arm] = variance * (1.0 - gain)
 
     def sweep(self, weights: Floats, rewards: Floats, noise: float, told: float) -> None:
-        """Learn D again, and let each arm learn from its own rewards, its parent's posterior and its children's rewards.
+        """Estimate D again, and update each arm from its own rewards, its parent's posterior and its children's rewards.
 
         `weights` has the number of rewards of each arm, `rewards` their means, float (arms,); `told` counts all rewards.
         """

@@ -35,7 +35,7 @@ INTERRUPTED = 130
 
 
 class _Commands(TyperGroup):
-    """Commands of this project and of installed packages; a broken one spoils only itself."""
+    """Commands of this project and of installed packages; a broken one does not affect the others."""
 
     _summarized = False
 
@@ -175,7 +175,7 @@ def _blamed(error: Exception) -> tuple[str, int]:
 
 
 def _in_words(error: OSError) -> str:
-    """Return the refusal of the system, with advice: its own message has a number and no advice."""
+    """Return an error of the operating system as a sentence with advice, without its number."""
     if error.filename is None or error.strerror is None:
         return str(error)
     return (

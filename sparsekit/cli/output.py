@@ -88,7 +88,7 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, texts: Co
 
 
 def print_lines(rows: Sequence[Sequence[str]]) -> None:
-    """Print rows in columns; the last one is broken at words where the terminal ends, and continues below itself."""
+    """Print rows in columns; the last column wraps at words where the terminal ends."""
     widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
     for *cells, last in rows:
         text = "".join(f"{cell.ljust(width)}  " for cell, width in zip(cells, widths, strict=True))

@@ -200,7 +200,6 @@ class PruneJob:
 
 
 def _read_schedule(text: str) -> Any:
-    """Return `cubic=3` as a schedule of three steps."""
     from sparsekit.allocation.schedule import Schedule
 
     name, _, steps = text.partition("=")

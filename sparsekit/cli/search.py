@@ -30,7 +30,7 @@ class Search:
     """A study of Optuna, the marks of the command and the sampler that fills them.
 
     Proposals follow from the seed and the scores alone: a search that was stopped in any way resumes with the same trials. With
-    several jobs, the order of their ends counts too.
+    several jobs, their finishing order matters too.
 
     Args:
         command: The command line, with its marks.
@@ -94,7 +94,7 @@ class Search:
     def run(self, commands: Commands, stopped: threading.Event) -> Iterator[FrozenTrial]:
         """Run trials until enough have ended; yield each that has ended.
 
-        A trial that ran when its process died is run first, with the same values.
+        A trial whose process died runs first, with the same values.
         """
         bandit = isinstance(self.study.sampler, BanditSampler)
         running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
@@ -139,7 +139,7 @@ class Search:
         return max(scored, key=lambda trial: (trial.value or 0.0) * (1 if self.maximize else -1), default=None)
 
     def recommended(self) -> FrozenTrial | None:
-        """Return the trial that the bandit would bet on, since a mean counts for more than one lucky score; else the best."""
+        """Return the trial that the bandit recommends, since a mean is worth more than one lucky score; else the best trial."""
         found = getattr(self.study.sampler, "recommended", lambda _: None)(self.study)
         lucky = self.settings["deterministic"] or found is None or found.value is None
         return self.best() if lucky else found

@@ -114,7 +114,6 @@ def _tune(
 
 
 def _finish(search: Search, best: FrozenTrial | None, out: Path | None, *, as_json: bool) -> None:
-    """Print the outcome, and write `trials.json`."""
     report = search.report() | {"out": None if out is None else str(out)}
     text = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False)
     if out is not None:

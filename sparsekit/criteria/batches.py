@@ -1,4 +1,4 @@
-"""DataDriven: the base of criteria that run the model on data; and how a batch is read."""
+"""DataDriven, the base of criteria that run the model on data; and the formats of batches."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -257,7 +257,7 @@ class DataDriven:
 
     @contextmanager
     def _passes(self, model: nn.Module, gradients: Iterable[nn.Parameter] | None = None) -> Iterator[Iterator[Batch]]:
-        """Prepare the model, with gradients for some parameters or, for None, without any; gives the batches."""
+        """Prepare the model, with gradients for some parameters or, for None, without any; yields the batches."""
         name = type(self).__name__
         if self.batches is None:
             raise MissingImportanceError(f"{name} needs data; pass {name}(batches, loss), where a loader or a list will do")

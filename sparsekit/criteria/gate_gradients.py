@@ -203,7 +203,7 @@ def _by_example(inputs: Sequence[Tensor], axis: int, examples: int) -> bool:
 
 
 def _mixing(model: nn.Module, batch: Batch, layers: Iterable[nn.Module], *, keep_target: bool) -> set[nn.Module]:
-    """Return the layers on whose first axis the rows of an example are not together, as if time comes first.
+    """Return the layers that do not keep the rows of an example together on the first axis, such as layers with time first.
 
     They are together if only the last rows change when the first example replaces the last one.
     """

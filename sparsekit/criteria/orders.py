@@ -1,4 +1,4 @@
-"""Learned, Ordered, Random and Scored: orders of the units that no weight decides."""
+"""Learned, Ordered, Random and Scored: criteria that do not depend on the weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -19,8 +19,8 @@ from sparsekit.graph.index import wide
 class Taylor(DataDriven):
     """Σ |w·∂L/∂w| over all entries of a unit, with gradients averaged over the batches.
 
-    This is what other pruning libraries call Taylor. Take it to compare with them; `Fisher` was better on
-    every pretrained network that was tried.
+    This is what other pruning libraries call Taylor. Use it for comparisons; `Fisher` was better on every pretrained network
+    that we tried.
 
     Source: Molchanov et al., Importance Estimation for Neural Network Pruning, CVPR 2019, there for single weights; as in
         LLM-Pruner (Ma et al., NeurIPS 2023) and Torch-Pruning.

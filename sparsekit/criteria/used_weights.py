@@ -24,13 +24,13 @@ class UsedWeight:
     value: Tensor
 
     def replaces(self, piece: UnitSlice, shape: Sequence[int]) -> bool:
-        """Tell whether the units of a slice of an entry have the same places on the same axis of this tensor."""
+        """Tell whether the units of a slice of an entry have the same positions on the same axis of this tensor."""
         same = self.value.dim() > piece.dim and self.value.shape[piece.dim] == shape[piece.dim]
         return same and piece.name in self.names
 
 
 class _Watch(TorchFunctionMode):
-    """Follow tensors that are computed from entries alone, and note them when they meet other tensors."""
+    """Follow tensors that are computed from entries alone, and record them when they are combined with other tensors."""
 
     def __init__(self, entries: Iterator[tuple[str, Tensor]]) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ class Wanda(DataDriven):
     """
 
     def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
-        """Run the batches forward and weigh: float64, at least 0."""
+        """Score from forward passes over the batches: float64, at least 0."""
         model = self._model(context, graph)
         squares: dict[nn.Module, Tensor] = {}
         counts: dict[nn.Module, int] = {}

@@ -55,7 +55,7 @@ def unit_magnitudes(group: UnitGroup, weights: StateDict) -> Tensor:
         weights: The dense state.
 
     Returns:
-        float (units,) in the dtype of the weights, float32 where that is shorter.
+        float (units,) in the dtype of the weights, but at least float32.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), importance regularization term.
     """

@@ -1,4 +1,4 @@
-"""What can be removed from a model, as data: groups of units, index tables, masks."""
+"""The removable units of a model as data: groups, index tables and masks."""
 
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice, group_order

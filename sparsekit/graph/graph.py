@@ -78,7 +78,7 @@ class UnitGraph:
     def tied_sets(self) -> tuple[tuple[str, ...], ...]:
         """All groups, in sets that keep equally many units, in forward order; most sets hold one group.
 
-        Ties that share a group are one: of (a, b) and (b, c) comes (a, b, c).
+        Ties that share a group are merged: (a, b) and (b, c) become (a, b, c).
         """
         home = {name: {name} for name in self.groups}
         for tied in self.ties:
@@ -146,9 +146,9 @@ class UnitGraph:
     def gate(self, state: StateDict, gates: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Multiply the gated entries of each unit by its gate. Differentiable in the state and in the gates.
 
-        Gates of 0 and 1 are exact if the state and the values of units are finite: the model computes what the compacted one
-        does. An infinite value times a gate of 0 is NaN, where the compacted model has no such unit. `UnitSlice.gated` says
-        what gates between 0 and 1 mean.
+        Gates of 0 and 1 are exact if the state and the values of units are finite: the gated model then computes the same as
+        the compacted one. An infinite value times a gate of 0 is NaN, while the compacted model does not have that unit.
+        `UnitSlice.gated` says what gates between 0 and 1 mean.
 
         Args:
             state: The dense state of the model.
@@ -198,7 +198,7 @@ class UnitGraph:
         return found
 
     def rotated_indices(self, keep: Mapping[str, Tensor], groups: Collection[str]) -> dict[str, dict[int, Tensor]]:
-        """Return kept positions of entries and constants, with each kept unit of some groups in the place of the next one.
+        """Return kept positions of entries and constants, with the kept units of some groups rotated by one.
 
         A model that is cut with them computes the same if each unit has the positions that the graph says. Masks alone do not
         show whether two kept units have swapped positions.

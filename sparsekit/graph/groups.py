@@ -48,7 +48,7 @@ class UnitSlice:
 
 @dataclass(frozen=True, eq=False)
 class UnitGroup:
-    """Units that share their tensors: every slice that goes when one of them goes.
+    """Units that share their tensors: all slices that are cut when a unit is removed.
 
     A convolution `conv1` of 8 filters, followed by a norm `bn` and read by `conv2`, is one group of 8 channels. Its slices are
     axis 0 of all entries of `conv1` and `bn` (side "out"), and axis 1 of `conv2.weight` (side "in"). A residual sum of two
@@ -59,7 +59,7 @@ class UnitGroup:
         size: Number of units.
         kind: The kind of a unit.
         slices: Every tensor axis that holds the units.
-        least: How many must stay, such as the number of experts that each token takes.
+        least: Smallest number of units that must stay, such as the number of experts that each token uses.
         constants: Axes of tensors outside the state that hold the units: cut with them, never gated.
     """
 
@@ -72,7 +72,7 @@ class UnitGroup:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Qualified names of the modules that this group ties, in forward order: those whose entries go with its units."""
+        """Qualified names of the modules whose entries are cut with the units of this group, in forward order."""
         return tuple(dict.fromkeys(piece.name.rpartition(".")[0] or piece.name for piece in self.slices))
 
     def __repr__(self) -> str:
@@ -126,8 +126,8 @@ class SizeAttribute:
     Args:
         module: Qualified name of the module.
         path: Name of its attribute, then the keys, indices and names that lead to the integer inside of it.
-        group: Whose units it counts.
-        per_unit: What one unit adds to it.
+        group: The group whose units it counts.
+        per_unit: The amount that one unit adds to it.
         dense: Its value with all units.
     """
 

@@ -14,8 +14,8 @@ class Layer:
     Args:
         name: Qualified name of the module.
         entries: State-dict keys that this layer is the first to read; statistics that no pass reads are with their module.
-        reads: All that it reads. An entry that it shares with an earlier layer, as a decoder tied to an embedding, is among
-            its reads and among the other's entries.
+        reads: All entries that it reads. An entry shared with an earlier layer, such as a decoder tied to an embedding, is
+            among its reads, but belongs to the `entries` of the earlier layer.
         frozen: The entries among them that need no gradient.
     """
 

@@ -48,7 +48,7 @@ class _Mask(Mapping[str, Tensor]):
         return f"{type(self).__name__}({kept})"
 
     def counts(self) -> dict[str, int]:
-        """Name → how many are kept."""
+        """Name → number of kept units or entries."""
         return {name: int(keep.sum()) for name, keep in self.items()}
 
 
@@ -68,7 +68,7 @@ class UnitMask(_Mask):
 
     @staticmethod
     def full(graph: UnitGraph) -> UnitMask:
-        """Return every unit kept."""
+        """Return the mask that keeps every unit."""
         return UnitMask({name: torch.ones(group.size, dtype=torch.bool) for name, group in graph.groups.items()})
 
     def check(self, graph: UnitGraph) -> None:
@@ -109,7 +109,7 @@ class WeightMask(_Mask):
     _what = "the weight mask"
 
     def check(self, graph: UnitGraph) -> None:
-        """Raise unless every entry has the shape of the model's.
+        """Raise unless every entry has the shape of the model's tensor.
 
         Raises:
             ForeignMaskError: an unknown key or another shape.

@@ -52,7 +52,7 @@ USED: ContextVar[list[Source] | None] = ContextVar("USED", default=None)
 
 
 class Number(int):
-    """An integer with its origin: sums of products of sizes. In all else it is an integer.
+    """An integer that remembers its origin, a sum of products of sizes. Otherwise, it behaves as an integer.
 
     Attributes:
         parts: Factors → what their product, times some number, adds to the value; no factors for what was not read.
@@ -67,7 +67,7 @@ class Number(int):
 
     @property
     def factors(self) -> frozenset[Source]:
-        """What the number is proportional to; empty if it is a sum."""
+        """The sizes that the number is proportional to; empty if it is a sum."""
         return next(iter(self.parts)) if len(self.parts) == 1 else frozenset()
 
     @property
@@ -134,7 +134,7 @@ class Number(int):
 
 
 def note_use(*numbers: Any) -> None:
-    """Note where numbers come from that code turns into something that does not remember it."""
+    """Record the origins of numbers before code converts them to values that do not remember it."""
     used = USED.get()
     if used is not None:
         used += {source for n in numbers if isinstance(n, Number) for factors in n.parts for source in factors}
@@ -229,5 +229,5 @@ class Given:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells the sources of two calls apart."""
+        """A key that distinguishes the sources of two calls."""
         return tuple((int(number), number.held if isinstance(number, Number) else None) for number in self.shape)

@@ -1,4 +1,4 @@
-"""Tracer: all that a trace learns about units, and the words with which handlers and layer rules say it."""
+"""Tracer: the facts about units that a trace collects; handlers and layer rules state them with its methods."""
 
 import sys
 from bisect import bisect_right
@@ -30,7 +30,7 @@ from sparsekit.labels.values import (
 
 
 class Tracer:
-    """What some passes of a model say about units. Vectorised: nothing here loops over units.
+    """The facts about units from some passes of a model. All methods are vectorized over units.
 
     Args:
         kept_norms: Norms are taken over kept units, so that units may leave them.
@@ -169,7 +169,7 @@ class Tracer:
         return found if found is not None else TensorLabels((None,) * tensor.dim())
 
     def known(self, tensor: Tensor) -> TensorLabels | None:
-        """Labels of a tensor as they are, or None where nothing has been said of it."""
+        """Labels of a tensor without settling them, or None if it has none."""
         return self._known.get(id(tensor))
 
     def entry(self, tensor: Tensor) -> Entry | None:
@@ -188,11 +188,11 @@ class Tracer:
         self._known[id(tensor)] = labels
 
     def forget(self, tensor: Tensor) -> TensorLabels | None:
-        """Take the labels of a tensor away and return them."""
+        """Remove the labels of a tensor and return them."""
         return self._known.pop(id(tensor), None)
 
     def meet(self, tensor: Tensor) -> None:
-        """Note that an operator is given a tensor."""
+        """Record that an operator reads a tensor."""
         if id(tensor) in self._waiting:
             _, places = self._waiting.pop(id(tensor))
             names = tuple(constant.name for constant in places)
@@ -222,7 +222,7 @@ class Tracer:
         return self._whole.issuperset(labels.nodes[labels.nodes >= 0].tolist())
 
     def is_constant(self, labels: Labels) -> bool:
-        """Tell whether the units of an axis were read from buffers and constants, which tell no units apart by themselves."""
+        """Tell whether the units of an axis were read from buffers and constants, which do not separate units by themselves."""
         met = labels.nodes[labels.nodes >= 0]
         return bool(met.size) and not self.entries[bisect_right(self._starts, int(met[0])) - 1].is_parameter
 
@@ -394,7 +394,9 @@ class Tracer:
         self.reads.append((values.nodes[where], values.sources[where], cause))
 
     def contract(self, a: TensorLabels, a_dim: int, b: TensorLabels, b_dim: int) -> None:
-        """Sum of products over an axis of `a` and an axis of `b`: the units on both are one, and are read here."""
+        """Unite the units on an axis of `a` and an axis of `b`, over which products are summed, and record that they are
+        read.
+        """
         left, right = a.axes[a_dim], b.axes[b_dim]
         for mine, others, owner in ((left, right, a), (right, left, b)):
             if mine is not None and not mine.is_uniform and others is None:
@@ -417,7 +419,7 @@ class Tracer:
         self.read(Labels(left.nodes, np.where(first.sources != NOT_ZERO, first.sources, second.sources)), None)
 
     def sized(self, nodes: IntArray, lengths: Sequence[int], dims: Sequence[int] = (), rank: int = 0) -> None:
-        """Note that the call which runs now was given the lengths of axes of units, or works them out.
+        """Record that the running call was given the lengths of axes with units, or computed them.
 
         Args:
             nodes: One axis for each of `lengths`; several if one axis of units is laid over them.
@@ -457,7 +459,7 @@ class Tracer:
         return frozenset() if number is None else number.held
 
     def count(self, nodes: IntArray, module: str, attribute: str) -> None:
-        """Note that an attribute of a layer, an integer or a tuple of one, counts these units: no parameter tells its value."""
+        """Record that an attribute of a layer, an integer or a tuple of one, counts these units; no parameter does."""
         value = getattr(self._model.get_submodule(module), attribute)
         path: Path = (attribute, 0) if isinstance(value, tuple) else (attribute,)
         held = Held(module, path, int(value[0] if isinstance(value, tuple) else value))

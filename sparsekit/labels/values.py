@@ -73,10 +73,10 @@ ALWAYS_ZERO = 1
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """What the positions along one axis belong to; or along several at once, of a unit axis reshaped to (heads, head size).
+    """The unit of each position along one axis, or along several axes if a unit axis was reshaped to (heads, head size).
 
-    Which of several axes is the one of the units, and which must stay whole, is said by the operators that follow: an axis
-    that is summed over, sliced or combined with ordinary values stays whole.
+    Later operators decide which of several axes is the unit axis, and which must stay whole: an axis that is summed over,
+    sliced or combined with ordinary values stays whole.
 
     Args:
         nodes: int64; a node, NO_UNIT or ANY. Of one axis (size,); of several of the rank of the tensor, of size 1 along
@@ -190,8 +190,8 @@ class TensorLabels:
         parts: If set, the tensor is a stack along axis 0 of parts with different units (the last states of the layers
             of an LSTM); `axes` are then all None.
         joint: If set, labels that vary along two axes or more, of the rank of the tensor.
-        mixed: Nodes of units whose values are mixed in this tensor (weights averaged over heads): whoever uses it
-            keeps them whole.
+        mixed: Nodes of units whose values are mixed in this tensor (weights averaged over heads): operators that use it keep
+            them whole.
         from_state: True if the tensor was computed from entries alone, as the weight of a parametrized layer.
     """
 

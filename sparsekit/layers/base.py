@@ -55,9 +55,9 @@ class LayerRule:
         """Run an opaque layer and say which units its outputs carry.
 
         Args:
-            tracer: `labels`, `set`, `unite`, `read`, `make` and `fix` are the words to describe units with.
+            tracer: Its methods `labels`, `set`, `unite`, `read`, `make` and `fix` describe units.
             module: The layer.
-            run: Its own forward; operators that it calls are not looked at.
+            run: Its own forward; operators inside it are not traced.
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
 

@@ -17,9 +17,9 @@ _SPECTRAL = "spectral_norm divides by a norm of the whole weight"
 def normed_weight(tracer: Tracer, direction: Tensor, length: Tensor, dim: int) -> TensorLabels | None:
     """Labels of length · direction / ‖direction‖, with one length for each position along `dim`.
 
-    A unit along `dim` is silenced by its length; a direction of zero would be divided by zero. Without its part along another
-    axis the norm is another one, and so are the weights of all other units: such units stay, but where norms are taken over
-    kept units. There a unit is silenced by its part of the direction, which leaves the norm as it does in the narrow weight.
+    A unit along `dim` is silenced by its length; a direction of zero would be divided by zero. Removing positions along another
+    axis changes the norm, and with it the weights of all other units, so such units stay. If norms are taken over kept units,
+    they can go: zeros in the direction silence a unit, and leave the same norm as in the narrow weight.
 
     Args:
         tracer: The trace.

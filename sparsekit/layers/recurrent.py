@@ -41,7 +41,7 @@ def _states(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
 def _units(tracer: Tracer, weights: Mapping[str, Tensor], gates: int) -> Labels | None:
     """Unite the gate rows of one layer and direction; None where there is a single unit, which cannot go.
 
-    A unit whose rows and biases are all zero has state zero for ever, if it starts at zero.
+    A unit with zero rows and biases keeps the state zero if it starts there.
     """
     first: IntArray | None = None
     gated: set[tuple[int, int]] = set()

@@ -1,4 +1,4 @@
-"""How calls shrink with the groups if no weight shows it: read off the shapes of narrow passes.
+"""How calls shrink with the groups if no weight shows it, measured from the shapes of narrow passes.
 
 Attention maps shrink with their heads. A computed weight is multiplied as an activation is, and shrinks with two groups or
 more. A layer over tokens followed by channels is used at fewer positions.
@@ -26,7 +26,7 @@ from sparsekit.surgery.rebuild import narrow_module
 
 @dataclass(frozen=True)
 class Lengths:
-    """A number that is a product: factor · Π (whole + Σ each · units kept), of whole numbers.
+    """An integer as a product of lengths: factor · Π (whole + Σ each · units kept).
 
     Args:
         factor: The number if all lengths are 1.

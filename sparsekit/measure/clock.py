@@ -1,4 +1,4 @@
-"""Timing of calls, and models in eval mode meanwhile."""
+"""Timing of calls, with models in eval mode."""
 
 import contextlib
 import time
@@ -34,7 +34,7 @@ def stopwatch(device: torch.device) -> Callable[[Callable[[], object]], float]:
 
 @contextlib.contextmanager
 def evaluated(*models: nn.Module) -> Iterator[None]:
-    """Put models into eval mode meanwhile; each module gets its own mode back."""
+    """Put models into eval mode inside the block; afterwards, each module gets its own mode back."""
     modes = [(module, module.training) for model in models for module in model.modules()]
     try:
         for model in models:

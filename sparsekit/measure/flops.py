@@ -36,8 +36,8 @@ class Product:
     Args:
         key: State-dict key of the weight that it reads; None for a product between activations.
         flops: One multiply-add is 2.
-        lengths: Lengths whose product the FLOPs go with: positions of the other factor for a weight, else the lengths of both
-            factors.
+        lengths: Lengths to whose product the FLOPs are proportional: positions of the other factor for a weight, else the
+            lengths of both factors.
     """
 
     key: str | None

@@ -113,7 +113,7 @@ def time_turns(
     *,
     seconds: float = 0.5,
 ) -> TimePair:
-    """Time two calls in turns, as `prepare` makes them of a dense and of a pruned model; `timed` is a stopwatch."""
+    """Time two calls from `prepare` in turns, one of a dense and one of a pruned model; `timed` is a stopwatch."""
     order = np.random.default_rng(0)
     turns: list[tuple[float, float]] = []
     for _ in range(_WARM):

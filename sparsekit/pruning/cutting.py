@@ -34,7 +34,7 @@ _STARVED = 0.15
 
 
 class StarvedGroupsWarning(UserWarning):
-    """A ranking of all units leaves some groups next to none."""
+    """A global ranking leaves almost no units in some groups."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ def decide(
 ) -> Decision:
     """Choose the candidate with the lowest loss on examples that neither scored nor reconstructed it.
 
-    A single candidate is only counted. Otherwise, each layer of a candidate is refitted by itself: a refit in sequence takes
+    A single candidate is not compared. Otherwise, each layer of a candidate is refitted by itself: a refit in sequence takes
     twice the time and lowers all losses alike.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Distillation: the dense model as the teacher of what was cut from it."""
+"""Distillation: the dense model as the teacher of the pruned one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

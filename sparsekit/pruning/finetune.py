@@ -1,4 +1,4 @@
-"""finetune(): train a cut model with any optimizer, keep the best epoch, and resume to the same bits."""
+"""finetune(): train a pruned model with any optimizer, keep the best epoch, and resume exactly."""
 
 import contextlib
 import copy
@@ -85,10 +85,9 @@ def finetune(
 ) -> FineTuned:
     """Train a model for some epochs.
 
-    Each submodule trains in its given mode, so that frozen batch norms stay frozen. If the model itself is in
-    eval mode, all of it trains. If anything fails, or you press Ctrl-C, the model gets the weights of the best epoch so far;
-    without validation, of the last complete epoch, and before that its own. A loss that is not finite is found before the
-    step that it would spoil.
+    Each submodule trains in its given mode, so that frozen batch norms stay frozen. If the model itself is in eval mode, all of
+    it trains. If anything fails, or you press Ctrl-C, the model gets the weights of the best epoch so far; without validation,
+    of the last complete epoch, and before that its own. A loss that is not finite is detected before its step.
 
     Args:
         model: Changed in place; on the device of the batches.
@@ -107,8 +106,8 @@ def finetune(
         clip_norm: Largest norm of all gradients together, above 0; None does not clip.
         amp: Computes in this type, torch.bfloat16 or torch.float16 (whose gradients are scaled), with weights as they are.
         checkpoint: File that is written after each epoch; no code can hide in it.
-        resume: Whether to continue from the checkpoint if the file exists. The result has the same bits as without the
-            interruption, on the same machine, as long as batches depend on nothing but torch's generators.
+        resume: Whether to continue from the checkpoint if the file exists. The result is bit-identical to an uninterrupted call
+            on the same machine, if batches depend only on torch's generators.
         seed: Seed of torch's global generator in the call, for dropout and loaders without one; it is put back afterwards.
         progress: Whether to draw a progress bar for each epoch on stderr; None draws if that is a terminal.
         on_epoch: Called after each epoch.

@@ -202,7 +202,7 @@ def describe(costs: CostModel, counts: Mapping[str, int]) -> tuple[GroupReport, 
 
 
 def measured_text(name: str, value: Any) -> str:
-    """Write a measurement: a score between 0 and 1 in percent, since a metric of the caller may be of another kind."""
+    """Format a measurement; accuracies between 0 and 1 are in percent."""
     if not isinstance(value, float):
         return str(value)
     return f"{value:.1%}" if name.startswith("accuracy_") and 0.0 <= value <= 1.0 else f"{value:.4g}"

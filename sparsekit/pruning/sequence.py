@@ -58,10 +58,9 @@ def fit_in_sequence(
 ) -> dict[str, float]:
     """Refit the linear layers of a chain of equal blocks, such as the layers of a transformer, in the order of computation.
 
-    A layer that is fitted by itself ignores that its inputs are off in the cut model, and so is the stream that its output is
-    added to. Here, each layer is fitted on the inputs that it gets in the cut model. If a block adds its output to a stream,
-    the target is the stream of the dense model after that sum. So the layer corrects earlier errors, too, as far as its inputs
-    predict them.
+    A layer that is fitted by itself ignores earlier errors in its inputs, and in the stream that its output is added to. Here,
+    each layer is fitted on the inputs that it gets in the cut model. If a block adds its output to a stream, the target is the
+    stream of the dense model after that sum. So the layer corrects earlier errors, too, as far as its inputs predict them.
 
     Returns:
         Name of each layer that was fitted → share of its error that is left. It is empty if the blocks do not follow one

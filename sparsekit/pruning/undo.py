@@ -20,7 +20,7 @@ class Undo:
         self._kept: list[tuple[Tensor, torch.Size, torch.device, int]] = []
 
     def keep(self, entries: Iterable[Tensor]) -> None:
-        """Note the present values of some entries. Of an entry that is noted twice, the first values come back."""
+        """Save the present values of some entries; if an entry is saved twice, its first values are restored."""
         for entry in entries:
             self._kept.append((entry, entry.shape, entry.device, self._file.tell()))
             self._file.write(bytes(entry.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))

@@ -1,4 +1,4 @@
-"""NarrowMultiheadAttention: what `nn.MultiheadAttention` becomes when heads leave."""
+"""NarrowMultiheadAttention: `nn.MultiheadAttention` with fewer heads."""
 
 import math
 
@@ -10,9 +10,9 @@ from sparsekit.errors import InvalidValueError
 
 
 class NarrowMultiheadAttention(nn.MultiheadAttention):
-    """What `nn.MultiheadAttention` becomes when heads go: the same parameters, names and arguments, fewer rows.
+    """`nn.MultiheadAttention` with fewer heads: the same parameters, names and arguments, with fewer rows.
 
-    `head_dim` stays as it was, `num_heads` heads are left, and `embed_dim`, `kdim` and `vdim` are the widths of the inputs.
+    `head_dim` is unchanged, `num_heads` heads are left, and `embed_dim`, `kdim` and `vdim` are the widths of the inputs.
     """
 
     def forward(

@@ -34,13 +34,12 @@ def compact(
         graph: Its units.
         mask: Which stay.
         rules: Rules for layers of your own, as given to `trace_units`.
-        inplace: Cut `model` itself, tensor by tensor, where a second copy would not fit into memory. Make the optimizer after
-            the cut.
+        inplace: Cut `model` itself, tensor by tensor, if a second copy does not fit into memory. Create the optimizer after the
+            cut.
 
     Returns:
-        `model`, where it is cut in place, and else a deep copy, with narrow parameters and buffers. Tied parameters stay
-        tied; size attributes (`out_features`, `groups`, `hidden_size`, …), `requires_grad` flags and training modes are
-        right.
+        `model` itself if it is cut in place, else a deep copy, with narrow parameters and buffers. Tied parameters stay tied;
+        size attributes (`out_features`, `groups`, `hidden_size`, …), `requires_grad` flags and training modes are right.
 
     Raises:
         ForeignMaskError: the mask or the model does not belong to the graph.
@@ -61,9 +60,9 @@ def compact(
 
 
 def guard_pretrained(compact: nn.Module, *, cut: bool) -> nn.Module:
-    """Let `save_pretrained` of a cut model of transformers refuse, and return the model.
+    """Make `save_pretrained` of a pruned model of transformers raise an error, and return the model.
 
-    It would write the configuration of the dense model, with which the weights cannot be loaded.
+    It would write the configuration of the dense model, which does not fit the weights.
     """
     if cut and callable(getattr(compact, "save_pretrained", None)) and hasattr(compact, "config"):
         compact.save_pretrained = functools.partial(_refuse, type(compact).__name__)  # type: ignore[assignment]
@@ -108,7 +107,7 @@ def expand(state: StateDict, graph: UnitGraph, mask: UnitMask, *, into: StateDic
     Args:
         state: Compact, with the shapes that `compact_state` gives for `mask`.
         graph: The units.
-        mask: Which units `state` holds.
+        mask: The units that `state` holds.
         into: Dense. Not changed.
 
     Returns:

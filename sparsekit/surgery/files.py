@@ -21,7 +21,7 @@ _KEY, _FORMAT = "sparsekit", 3
 
 
 def write_file(path: Path, entries: StateDict, spec: Mapping[str, Any]) -> None:
-    """Write tensors, tied ones once, and JSON values, to which format and version are added; or leave an old file as it is.
+    """Write tensors, tied ones once, and JSON values, with format and version. On failure, an old file is unchanged.
 
     Raises:
         OSError: the file cannot be written.

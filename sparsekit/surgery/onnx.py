@@ -31,13 +31,13 @@ class SlowWidthsWarning(UserWarning):
 
 
 def export_program(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> ExportedProgram:
-    """Export a model for any number of examples, where all inputs go by position and the model allows it.
+    """Export a model for any number of examples, if all inputs are positional and the model allows it.
 
-    Otherwise, with a warning in the log, for as many as the inputs have.
+    Otherwise, the program takes as many examples as the inputs have, and the log has a warning.
 
     Args:
         model: A plain module, such as `compact` returns; put in evaluation mode.
-        args: Positional example inputs; the first axis of each counts the examples, and what they hold does not matter.
+        args: Positional example inputs; the first axis of each counts the examples. Their values do not matter.
         kwargs: Keyword inputs.
 
     Returns:

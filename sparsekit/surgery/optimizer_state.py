@@ -1,4 +1,4 @@
-"""The state of optimizers follows the units of a model."""
+"""Update the state of optimizers when the units of a model change."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
@@ -15,7 +15,7 @@ _FACTORED = {"row_var", "col_var"}
 
 
 class HasState(Protocol):
-    """Any object with tensors for each leaf, of the leaf's shape, that follow a change of mask; every optimizer is one."""
+    """An optimizer, or another object with tensors for each parameter, of its shape, that follow a change of mask."""
 
     @property
     def state(self) -> Mapping[Any, dict[str, Any]]:

@@ -54,7 +54,7 @@ def check_proof(path: str | os.PathLike[str], model: nn.Module, proof: Mapping[s
     """Run a loaded model on the inputs of a proof, and compare. The model is not changed.
 
     Raises:
-        CompactFileError: it computes something else than the saved one.
+        CompactFileError: its outputs differ from the outputs of the saved model.
     """
     try:
         found = _outputs(model, proof["inputs"], 0)

@@ -35,12 +35,12 @@ Factory: TypeAlias = nn.Module | Callable[[], nn.Module | tuple[nn.Module, Any]]
 
 @runtime_checkable
 class SparseModel(Protocol):
-    """Anything that can say which units of a dense model it keeps and be cut down to them: a `LearnableMask`."""
+    """A dense model with a unit mask that can be compacted, such as a `LearnableMask`."""
 
     graph: UnitGraph
 
     def unit_mask(self) -> UnitMask:
-        """Return which units are kept."""
+        """Return the kept units."""
         ...
 
     def compact(self) -> nn.Module:
@@ -64,11 +64,11 @@ def save_compact(
     """Write a compacted model to one safetensors file.
 
     Args:
-        model: What `compact` returned, trained on or not; or a `LearnableMask`, whose compact model and mask are saved.
-            So is whatever else has `graph`, `unit_mask()` and `compact()`.
+        model: What `compact` returned, trained on or not; or a `LearnableMask`, whose compact model and mask are saved. Any
+            object with `graph`, `unit_mask()` and `compact()` is saved in the same way.
         path: The file, by custom with the ending `.safetensors`. An old one is replaced at once or not at all.
         graph: The units of the dense model, so that the mask can be found again with `load_mask`; given with `mask`.
-        mask: What `model` keeps of the dense model.
+        mask: The units of the dense model that `model` keeps.
         example_inputs: Positional or keyword inputs of one call. With them, the file gets a proof, which `load_compact` checks:
             projections of the outputs on inputs of the same shapes and ranges. It is left out if the model draws random
             numbers in eval mode, or if rounding changes its outputs much.
@@ -110,8 +110,8 @@ def load_compact(
 
     Args:
         path: What `save_compact` wrote.
-        factory: Makes the dense model; its weights do not matter. A string is imported because you passed it: nothing
-            that stands in the file is ever imported or run.
+        factory: Makes the dense model; its weights do not matter. A string is imported because you passed it: nothing named in
+            the file is ever imported or run.
         rules: Rules for layers of your own, as given to `trace_units`.
 
     Returns:
@@ -167,7 +167,7 @@ def load_mask(path: str | os.PathLike[str], graph: UnitGraph) -> UnitMask:
         graph: The units of the dense model, traced again.
 
     Returns:
-        Which units the saved model keeps.
+        The units that the saved model keeps.
 
     Raises:
         CompactFileError: the file is damaged, or holds no mask.

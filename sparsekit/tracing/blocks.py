@@ -1,10 +1,10 @@
 """BlockVerifier: the verification of a large model, one block at a time.
 
-If all tensors of a group are inside one module, a group that is wrong mostly shows in that module alone. So only that module
-is copied, and what it is called on is noted in one pass of the whole model. This finds what is wrong, and clears nothing: code
-outside may read the width of a block, or a tensor that the block keeps. What no block convicts is compared in the whole model,
-all groups at once. A model on the meta device has no values; its blocks get random ones, one after the other, and of the whole
-the operators, shapes and numbers are compared.
+If all tensors of a group are inside one module, a group that is wrong mostly shows in that module alone. So only that module is
+copied, and its inputs are recorded in one pass of the whole model. This finds wrong groups but proves none right: code outside
+may read the width of a block, or a tensor that the block keeps. Groups without a fault in their block are then compared in the
+whole model, all at once. A model on the meta device has no values: its blocks get random ones, one after the other, and the
+whole model is compared by its operators, shapes and numbers.
 """
 
 import contextlib
@@ -250,7 +250,7 @@ class BlockVerifier:
     def _without_values(
         self, graph: UnitGraph, places: Places, reasons: Mapping[str, str], compared: Collection[str]
     ) -> dict[str, str]:
-        """Compare the whole model without values: what no block convicts must change nothing outside of its block."""
+        """Compare the whole model without values: groups without a fault in their block must change nothing outside of it."""
         found = {name: reasons[name] for tied, home in places.items() if not home for name in tied if reasons.get(name)}
         while places := {tied: home for tied, home in places.items() if not found.keys() & set(tied)}:
             if (reason := self._difference(graph, places, compared)) is None:
@@ -310,7 +310,7 @@ def _count(module: nn.Module) -> int:
 
 
 def _places(graph: UnitGraph, names: tuple[str, ...]) -> str:
-    """Return the longest module path that all tensors and sizes of some groups lie in."""
+    """Return the longest module path that contains all tensors and sizes of some groups."""
     paths = [piece.name.rpartition(".")[0] for name in names for piece in graph.groups[name].slices]
     paths += [graph.constants[piece.name].module for name in names for piece in graph.groups[name].constants]
     paths += [size.module for size in graph.sizes if size.group in names]

@@ -33,8 +33,8 @@ def compare_tensors(
 ) -> str | None:
     """Return why a value of the compacted model differs from the gated one, or None if it does not.
 
-    Errors are judged channel by channel against what the mask has changed there: next to one channel of a residual stream with
-    values in the thousands, the errors of all others would be nothing. Any axis may be the one of the channels.
+    Errors are judged channel by channel, relative to the change that the mask makes there. Otherwise, one channel of a residual
+    stream with values in the thousands would hide the errors of all others. Any axis may be the one of the channels.
 
     Args:
         whole: The value with all units.

@@ -30,7 +30,7 @@ _STATES = frozenset({"transformers.cache_utils.Cache"})
 
 
 def refuse_inference(model: nn.Module) -> None:
-    """Refuse a model whose entries torch lets nobody change or differentiate.
+    """Refuse a model whose entries can be neither changed nor differentiated.
 
     Raises:
         UnsupportedModelError: a parameter or buffer was made inside `torch.inference_mode`.
@@ -46,7 +46,7 @@ def refuse_inference(model: nn.Module) -> None:
 def find_tensors(value: Any) -> list[Tensor]:
     """Return all tensors in nested tuples, lists, mappings, dataclasses and other objects, in a fixed order.
 
-    Functions, generators, arrays and objects with slots are opened too, a few levels deep.
+    Functions, generators, arrays and objects with slots are searched too, a few levels deep.
     """
     found: list[Tensor] = []
     seen: set[int] = set()
@@ -85,7 +85,7 @@ def _inside(item: Any) -> list[Any]:
 
 
 def held_tensors(model: nn.Module) -> list[Tensor]:
-    """Return the tensors that modules hold in attributes of their own and in containers there, parameters aside."""
+    """Return the tensors in attributes of modules, and in containers there, without parameters."""
     held: list[Any] = []
     for module in model.modules():
         held += buffers_of(module).values()
@@ -168,7 +168,7 @@ class ModelInputs:
 
     @classmethod
     def several(cls, example_inputs: object) -> list[ModelInputs]:
-        """Return the calls of a list of tuples and mappings, or of anything else the one call that it is, as `of` reads it."""
+        """Return the calls in a list of tuples and mappings; anything else is one call, as `of` reads it."""
         given = example_inputs if isinstance(example_inputs, list) else []
         is_calls = bool(given) and all(isinstance(call, tuple | Mapping | ModelInputs) for call in given)
         return [cls.of(call) for call in (given if is_calls else [example_inputs])]
@@ -188,7 +188,7 @@ class ModelInputs:
         return replace(self, args=args, kwargs=kwargs)
 
     def doubled(self) -> ModelInputs:
-        """Return the same as a batch of two: every tensor with one row gets a second one, of floats the row in reverse.
+        """Return the same as a batch of two: every tensor with one row gets a second row; for floats, the first one reversed.
 
         A batch norm in train mode refuses a single row, and two equal rows would hide its reads.
         """
@@ -201,10 +201,10 @@ class ModelInputs:
         return self.map(one)
 
     def prepared(self, dtype: torch.dtype | None, generator: torch.Generator | None) -> ModelInputs:
-        """Return the same with floating tensors in another dtype, None for theirs; a constant input, such as zeros, becomes
-        random.
+        """Return the inputs with floating tensors in another dtype (None: unchanged), and random values for constant inputs,
+        such as zeros.
 
-        Without a generator it stays constant.
+        Without a generator, constant inputs are kept.
         """
 
         def one(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ _NOISE_FACTOR = 16.0
 
 @dataclass
 class Judgment:
-    """Compares two passes, with a third of the whole model where they differ by more than rounding.
+    """Compares two passes; if they differ by more than rounding, also with a pass of the whole model.
 
     Args:
         session: Runs further passes.
@@ -93,8 +93,8 @@ class Judgment:
     def _noise(self, values: int) -> tuple[list[float], list[float]] | None:
         """Return the change of the outputs and values of the narrow model if its entries change by rounding.
 
-        A batch norm of few values magnifies rounding a thousandfold, and several of them more than any fixed bound allows.
-        None if the entries have a lesser dtype than the pass, or if the pass takes another way with them.
+        A batch norm of few values magnifies rounding a thousandfold, and several of them more than any fixed bound allows. None
+        if the entries have a lesser dtype than the pass, or if the pass takes another branch with them.
         """
         session, expected, found = self.session, self.expected, self.found
         if session.lean:

@@ -1,7 +1,7 @@
 """Layer and trace_layers(): the layers of a model, in the order that one forward pass reads their entries.
 
-A graph of units says what can be removed; the layers say what comes before what. Methods that keep the output layer to
-themselves, that leave it out of pruning, or that train the first layers only, read it off here and from no name.
+A graph of units says what can be removed; the layers say what comes before what. Methods that keep the output layer private,
+exclude it from pruning, or train only the first layers use this order, never the names of layers.
 """
 
 from collections.abc import Mapping, Sequence

@@ -41,9 +41,9 @@ def arguments_of(func: Any) -> tuple[tuple[str, ...], frozenset[str]]:
 
 
 class ReadOnly(DispatchMode):
-    """Lets operators write to copies in place of the values of the user's own model, which stay, bit for bit.
+    """Redirects writes of operators to copies, so that the values of the user's model stay unchanged, bit for bit.
 
-    A copy may lend the parameters of the original, and a lambda that holds the original calls it as it is.
+    A copy may share the parameters of the original, and a lambda inside it may call the original.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -112,7 +112,7 @@ def private_passes() -> Iterator[None]:
 
 
 def lent_copy(model: nn.Module) -> nn.Module:
-    """Return a copy that lends its parameters from the model and has buffers of its own; run it within `ReadOnly`."""
+    """Return a copy that shares the parameters of the model and has buffers of its own; run it within `ReadOnly`."""
     return copy_with(model, dict(model.named_parameters(remove_duplicate=False)))
 
 
@@ -135,7 +135,7 @@ def keep_attributes(model: nn.Module) -> Callable[[], None]:
 
 
 def train_without_dropout(model: nn.Module) -> nn.Module:
-    """Put a private copy into train mode, but for dropout and instance norms.
+    """Put a private copy into train mode, except for dropout and instance norms.
 
     An instance norm keeps channels apart in both modes; in train mode it also writes its statistics by operators of its own.
     """
@@ -149,7 +149,7 @@ def train_without_dropout(model: nn.Module) -> nn.Module:
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Makes functional dropout, and that inside attention, do nothing, as in eval mode: it says nothing about units."""
+    """Disables functional dropout, also inside attention, as in eval mode: it has no effect on units."""
 
     _FUNCTIONS = frozenset(
         getattr(home, name)

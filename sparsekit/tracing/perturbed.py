@@ -67,9 +67,9 @@ class PerturbedState:
             foreach_copy_(self._buffers, self._before)
 
     def zero_dropped(self, graph: UnitGraph, keep: Mapping[str, Tensor]) -> None:
-        """Zero what gates of 0 would zero, in place, having put back what was zeroed before.
+        """Zero the entries that gates of 0 would zero, in place, after restoring the ones zeroed before.
 
-        In place, since a gated copy of every entry is most of the cost of verifying a large model. `keep`: group name → bool.
+        Gated copies of all entries would be most of the cost of verifying a large model. `keep`: group name → bool.
         """
         gates: dict[int, tuple[Tensor, dict[int, Tensor]]] = {}  # by value, since tied entries have several names
         for name, axes in dropped_positions(graph, keep).items():
@@ -86,7 +86,7 @@ class PerturbedState:
             self._zeroed[key] = value
 
     def restore(self, but: Collection[int] = ()) -> None:
-        """Put back what was zeroed, except for some values, given by their ids."""
+        """Restore zeroed values, except for some, given by their ids."""
         for key in self._zeroed.keys() - but:
             self._zeroed.pop(key).copy_(self._origin[key])
 

@@ -80,7 +80,7 @@ class PassRecord(DispatchMode):
     Args:
         guard: What operators may not write to.
         model: Follow the calls of its modules too, so that passes whose operators differ somewhere can be compared elsewhere.
-        unordered: Modules that work through units in their order: what they return is compared, what is inside them is not.
+        unordered: Modules that work through units in their order: their results are compared, and not the values inside them.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ class Search:
     Once a set is found, sets of the same name in other blocks are tried one by one: most fail for the same reason.
 
     Args:
-        known: Names and reasons of what was found before, without their numbers; is added to.
+        known: Names and reasons of earlier failures, without their numbers; extended here.
         tried: Trials so far. Beyond a limit, what is proven is returned, and the rest is left to another search.
     """
 

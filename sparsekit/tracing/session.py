@@ -23,11 +23,11 @@ from sparsekit.tracing.record import PassRecord
 
 @dataclass
 class Session:
-    """Settles once in which dtype and on which inputs the model runs. All passes after that are alike.
+    """Decides once on the dtype and the inputs of all passes of a model.
 
     Args:
         model: Not changed.
-        calls: What the model is called on.
+        calls: The inputs of the model.
         rules: The user's layer rules.
         training: Numbers of the calls that train mode accepts, and whether each is doubled.
         lean: Keep the entries in their own dtype, and convert them operator by operator.
@@ -153,7 +153,7 @@ class Session:
 
 
 def keep_buffers(model: nn.Module) -> Callable[[], None]:
-    """Return what gives all buffers of a model the values again that they have now."""
+    """Return a function that restores the present values of all buffers."""
     homes = [(buffers_of(module), name) for module in model.modules() for name in buffers_of(module)]
     kept = [(home, name, home[name]) for home, name in homes]
     before = {id(buffer): buffer.clone() for _, _, buffer in kept if buffer is not None}

@@ -1,7 +1,6 @@
 """Tape: a pass on tensors without values: operators, shapes and plain numbers, by the call of a module.
 
-On the meta device there is nothing to compare but these. Code that reads a width makes itself known by another number, shape or
-operator than before.
+On the meta device, there is nothing else to compare. Code that reads a width shows as a different number, shape or operator.
 """
 
 import functools
@@ -67,7 +66,7 @@ class Tape(DispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Note nothing of what runs within."""
+        """Record nothing inside the block."""
         frames, self._frames = self._frames, []
         try:
             yield
@@ -83,7 +82,7 @@ class Tape(DispatchMode):
             self._frames.pop()
 
     def note(self, *entry: Any) -> None:
-        """Add to the module that runs."""
+        """Record a call under the running module."""
         if self._frames:
             self._frames[-1].append(entry)
 

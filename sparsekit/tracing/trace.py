@@ -235,7 +235,6 @@ def _failure(model: nn.Module, inputs: ModelInputs, error: Exception) -> TraceEr
 
 
 def _enter(model: nn.Module, tracer: Tracer) -> None:
-    """Give the state its nodes."""
     names: dict[Tensor, list[str]] = {}  # tensors are told apart by identity
     for name, tensor in named_entries(model).items():
         if tensor.dim() and tensor.numel():

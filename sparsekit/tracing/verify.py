@@ -74,8 +74,8 @@ class Verifier:
     def _confirmed(
         self, graph: UnitGraph, units: Sequence[tuple[str, ...]], bad: Mapping[str, Failure], suspect: Trial
     ) -> Mapping[str, Failure]:
-        """Return which groups are wrong with their units in order: some models look at the order of units, not at which there
-        are. An exception has nothing to do with the order. Of groups that fail for one cause, one is tried.
+        """Return which groups are wrong with their units in order: some models depend on the order of units only. An exception
+        has nothing to do with the order. Of groups that fail for one cause, one is tried.
         """
         if raised := {name: failure for name, failure in bad.items() if failure.module is not None}:
             return raised

@@ -17,7 +17,7 @@ _OWN = "sparsekit."
 
 
 class Found(NamedTuple):
-    """A checkpoint that was read, and the complaints about it, in the words of torch."""
+    """A checkpoint that was read, with the missing, unexpected and mismatching keys, as torch reports them."""
 
     checkpoint: Checkpoint
     missing: list[str]

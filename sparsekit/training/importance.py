@@ -131,7 +131,7 @@ class ImportanceSteps:
         self._age = 0
 
     def count(self, _examples: int) -> None:
-        """Learn from a pass at the next step, since its backward pass runs."""
+        """Count a pass whose backward pass runs, so that the next step learns from it."""
         self.due = True
 
     @torch.no_grad()
@@ -261,8 +261,8 @@ def _products(reader: GateReader, gradients: Mapping[Tensor, Tensor] | None) -> 
 class UnitVectors:
     """Vectors over the units of a narrow model, float (J,) in the order of the graph's groups.
 
-    Python limits small steps, not arithmetic, so each operation runs once over all units of a model. Change the mask through
-    `set_mask`, and call `follow` after `load` of the narrow model.
+    In small steps, most of the time is spent in Python, so each operation runs once over all units of a model. Change the mask
+    through `set_mask`, and call `follow` after `load` of the narrow model.
     """
 
     def __init__(self, narrow_model: NarrowModel) -> None:

@@ -122,7 +122,7 @@ class MovingMask(NarrowModule):
         return mask_from_scores(self.graph, split_units(self.graph, self.scores), self._counts(), source="importance")
 
     def _watch(self) -> None:
-        """Meet every optimizer and every wrapper of this mask, present and future."""
+        """Follow every optimizer and wrapper of this mask, present and future."""
         if not self._watched:
             self._watched = True
             find_holders(self)

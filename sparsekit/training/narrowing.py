@@ -38,11 +38,11 @@ _FLOOR = 1e-30  # importance of a unit that is present, at least: units that hav
 class LearnedNarrowing:
     """Learn which units stay while the model becomes narrower: begin with all of them, and drop some in a few physical cuts.
 
-    It pays for a trained network that adapts to a small data set at a few percent of its FLOPs; from a quarter on, or with few
+    Use it for a trained network that adapts to a small data set at a few percent of its FLOPs; from a quarter on, or with few
     steps, `prune` in several steps or `learning=None` does as well or better. The importance of a unit is a running mean of
     ½·B·g², where g is the gradient of its gate and B the number of examples of a step: the estimated loss without it. Unlike g
-    itself, it does not vanish where training converges, and it compares units of all layers. Units that have left never return,
-    so no unit is judged unseen.
+    itself, it does not vanish where training converges, and it compares units of all layers. Removed units never return, so
+    every decision rests on measurements.
 
     ```python
     learning = sk.LearnedNarrowing(steps=len(loader) * epochs)
@@ -182,7 +182,7 @@ class NarrowingSteps:
         return flops / max(self.costs.dense_costs()["flops"], 1.0)
 
     def _allocate(self, progress: float, scores: Mapping[str, Tensor], present: Mapping[str, int]) -> Mapping[str, int]:
-        """Return group → units that stay after a part of the cuts, among the present ones."""
+        """Return group → number of the present units that stay after this share of the cuts."""
         if not self._limits:
             return ratio_counts(self.graph, self._ratio**progress)
         assert self.costs is not None
@@ -192,13 +192,13 @@ class NarrowingSteps:
         return allocate(rule, self.graph, scores, self.costs, budget=Budget(**limits), limits=shares)
 
     def run(self, vectors: UnitVectors, call: Callable[[], Any], examples: int) -> Any:
-        """Run a forward pass of the narrow model, from whose backward pass the next step learns."""
+        """Run a forward pass of the narrow model; the next step learns from its backward pass."""
         if all(leaf.grad is None for leaf in vectors.narrow_model.parameters()):
             self.examples = 0  # backward passes before were of a step that was not taken
         return self._measure(vectors).run(call, examples, fresh=not self.examples) if self.cuts_left else call()
 
     def count(self, examples: int) -> None:
-        """Learn from a pass of so many examples at the next step, since its backward pass runs."""
+        """Count a pass of this many examples whose backward pass runs, so that the next step learns from it."""
         self.due = True
         self.examples += examples
 
@@ -242,7 +242,7 @@ class NarrowingSteps:
         return done < self.settings.cuts and self._steps >= self.cut_steps[done]
 
     def cut(self, scores: Mapping[str, Tensor], mask: UnitMask) -> Mapping[str, int]:
-        """Return the widths of the cut that is due, of a model under `mask`: group → units."""
+        """Return group → number of units after the cut that is due, for a model under `mask`."""
         unmeasured = [name for name, own in scores.items() if not bool((own > _FLOOR).any())]
         if unmeasured:
             warnings.warn(
@@ -255,7 +255,7 @@ class NarrowingSteps:
         return counts
 
     def refit(self, before: nn.Module, small: nn.Module, old: UnitMask, new: UnitMask) -> None:
-        """Refit the layers that read the units that have just left, on the batches."""
+        """Refit the layers that read the units removed last, on the batches."""
         inner = UnitMask({name: new[name][old[name]] for name in new})
         reconstruct(before, small, compact_graph(self.graph, old), inner, self.batches)
         if self.costs is not None:
@@ -275,7 +275,7 @@ class NarrowingSteps:
         return {"moments": self._moments.clone(), "progress": progress, "cuts": cuts}
 
     def load(self, state: Mapping[str, Tensor], scores: Tensor, version: int) -> None:
-        """Continue from a state; without one, begin with `scores` as earlier measurements, if not zero."""
+        """Continue from a state; without one, take `scores` as the first measurements unless they are zero."""
         del version
         if not state:
             self._moments, self._weight = scores.clone(), float(bool(scores.any()))

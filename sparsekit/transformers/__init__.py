@@ -1,1 +1,1 @@
-"""What knows the package transformers: rules of its layers, folders and configurations of cut models."""
+"""Support for the package transformers: layer rules, and folders and configurations of pruned models."""

@@ -25,8 +25,8 @@ _Change = tuple[tuple[str, ...], int]  # path of a number in the configuration, 
 def fit_config(small: nn.Module, graph: UnitGraph, mask: UnitMask) -> dict[str, int]:
     """Set the configuration of a cut model of the package transformers, and let it be saved by `save_pretrained`.
 
-    Like layers must have kept equally many units: choose the mask on `sparsekit.graph.edit.tie_layers(graph)`, or keep one
-    ratio of all groups.
+    Equal layers must have kept equally many units: make the mask from `sparsekit.graph.edit.tie_layers(graph)`, or keep the
+    same ratio of all groups.
 
     Args:
         small: `compact(model, graph, mask)`; its `config` is changed in place.
@@ -94,7 +94,7 @@ def _numbers(config: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ..
 
 
 def _subsets(changes: list[_Change]) -> Iterator[tuple[_Change, ...]]:
-    """Sets of changes, small ones first, each number changed once at most."""
+    """Yield sets of changes, small sets first; each number changes at most once."""
     every = itertools.chain.from_iterable(itertools.combinations(changes, n) for n in range(len(changes) + 1))
     once = (chosen for chosen in every if len({path for path, _ in chosen}) == len(chosen))
     return itertools.islice(once, _TRIES)

@@ -267,7 +267,7 @@ def with_run_options(command: Callable[..., None], *, without: tuple[str, ...] =
 
 
 def _code(options: RunOptions, typed: RunOptions) -> dict[str, tuple[str, ...]]:
-    """Return the options that may be code, and that the command line does not give, with their texts."""
+    """Return options outside the command line whose values may be code, with these values."""
     filed = {name: getattr(options, name) or () for name in _CODE if getattr(typed, name) is None}
     return {name: (value,) if isinstance(value, str) else value for name, value in filed.items()}
 

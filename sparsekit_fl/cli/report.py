@@ -56,7 +56,6 @@ def show(comparison: Comparison) -> None:
 
 
 def _show_frame(frame: Any) -> None:
-    """Print a DataFrame of text."""
     print_table([frame.index.name, *frame], [(name, *cells) for name, cells in zip(frame.index, frame.values, strict=True)])
 
 

@@ -171,9 +171,10 @@ class ClientContext:
 
 @functools.lru_cache(maxsize=1024)
 def width_of(costs: CostModel, share: float) -> float:
-    """Return the largest share of units, the same in every group, whose step costs at most a share of the FLOPs of a whole one.
+    """Return the largest share of units, equal in all groups, at which a step costs at most a share of the FLOPs of a full
+    step.
 
-    One unit of each group is the least, whatever it costs.
+    At least one unit of each group is kept, whatever it costs.
 
     Args:
         costs: The FLOPs of the model.

@@ -110,7 +110,7 @@ class Examples:
 class Batches:
     """Epochs of shuffled batches. A final batch of one example joins a larger one before it: batch norm needs two.
 
-    One permutation per epoch is drawn, all of them now, so that later draws change nothing.
+    The permutations of all epochs are drawn at once, so that later draws change nothing.
     """
 
     def __init__(self, examples: Examples, *, epochs: int, batch_size: int, rng: np.random.Generator) -> None:
@@ -202,7 +202,7 @@ def check_training(training: TrainingConfig) -> None:
 
 
 def make_step(training: TrainingConfig, leaves: Iterable[Tensor]) -> LocalStep:
-    """Build the optimizer of some leaves as the options say.
+    """Build the optimizer that the options describe, for some leaves.
 
     Raises:
         InvalidValueError: the options give a momentum or a weight decay that it does not take, or a value that it refuses.

@@ -28,7 +28,7 @@ Scores = Mapping[str, tuple[float, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What work took, under the names of files. Costs of several clients and rounds add up.
+    """The cost of work, with the names used in files. Costs of several clients and rounds add up.
 
     A client counts FLOPs. The server counts bytes, and computes seconds from FLOPs, bytes and the capability of the client.
 
@@ -115,7 +115,7 @@ class Update:
         ratio: The ratio that was executed.
         extra: Further tensors of a method.
         metrics: Training loss and accuracy, and metrics of a method.
-        cost: What the work took.
+        cost: Cost of the work.
     """
 
     __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)
@@ -248,7 +248,7 @@ def encode_reply(reply: Reply) -> bytes:
 
 
 def decode_reply(payload: bytes, request: Request, graph: UnitGraph) -> Reply:
-    """Undo `encode_reply`, for the reply to a request, whoever sent it.
+    """Undo `encode_reply` for the reply to a request; the sender need not be trusted.
 
     Raises:
         DataError: it is not a reply to this request.

@@ -1,4 +1,4 @@
-"""Tensors of a state: what of them travels under a mask, and a mask as bits."""
+"""The parts of a state that are sent under a mask, and masks as bits."""
 
 from __future__ import annotations
 
@@ -136,8 +136,7 @@ def mask_state(graph: UnitGraph, mask: Mask | None, state: StateDict) -> dict[st
 
 
 def upload_dtype(dtype: torch.dtype, upload: Upload) -> torch.dtype:
-    """Return the dtype that a change is uploaded in: its own, or bfloat16 for a floating-point one where that was asked
-    for."""
+    """Return the dtype that a change is uploaded in: its own, or on request bfloat16 for a floating-point one."""
     return torch.bfloat16 if upload == "bfloat16" and dtype.is_floating_point else dtype
 
 
@@ -180,8 +179,8 @@ def unpack_mask(
     Args:
         tensors: With the bits.
         description: Description of the mask.
-        graph: The units and shapes of the model; None believes the description. A few bytes can describe an entry of any size,
-            so what strangers send is read with the graph, before room is made for it.
+        graph: The units and shapes of the model; None trusts the description. A few bytes can describe an entry of any size, so
+            a mask from an untrusted sender is checked against the graph before memory is allocated.
 
     Raises:
         DataError: bits and description disagree, or the mask is not one of this graph.

@@ -1,4 +1,4 @@
-"""Submodels for a Flower app that exists already: `train_submodel` on the client, `SubmodelStrategy` on the server.
+"""Submodels for an existing Flower app: `train_submodel` on the client, `SubmodelStrategy` on the server.
 
 `app` is the app that `sparsekit run --engine flower` and `sparsekit flower-app` use for all methods; `engine` is its engine.
 """

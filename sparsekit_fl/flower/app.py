@@ -45,8 +45,8 @@ class Node:
         spec: The fixed parts of the run.
         clients: Client id → client, of all clients in the requests.
         memories: The memories of its clients. Next to their folder, the models of its clients stay after the last round.
-        device: Whether it is a device, whose failures are answers, and which keeps the global model too, for `load_model`; not
-            a process of the simulation, whose failures end the run.
+        device: Whether it is a device: its failures are answers, and it keeps the global model too, for `load_model`. Else it
+            is a process of the simulation, and its failures end the run.
     """
 
     spec: RunSpec
@@ -55,7 +55,7 @@ class Node:
     device: bool = False
 
     def answer(self, request: Request) -> Reply:
-        """Answer a request; on a device, whatever goes wrong is an answer too."""
+        """Answer a request; on a device, errors are answers too."""
         try:
             client = self.clients[request.client_id]
             try:

@@ -1,4 +1,4 @@
-"""train_submodel: a training loop of one's own on a part of the model, inside a ClientApp that exists already."""
+"""train_submodel: your own training loop on a part of the model, inside an existing ClientApp."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Submodel:
 def train_submodel(
     message: Message, context: Context, model: nn.Module, example_inputs: Any, *, capability: float = 1.0
 ) -> Iterator[Submodel]:
-    """Give the part of the model that the server asks this client to train.
+    """Provide the part of the model that the server asks this client to train.
 
     Use it in the `@app.train()` function of your app, around your own training loop. The server uses `SubmodelStrategy`.
 

@@ -138,7 +138,7 @@ class GridEngine:
             yield replies.pop(request.client_id)
 
     def _read(self, answer: Message | str, requests: Sequence[Request], spec: RunSpec, memories: Memories) -> list[Reply]:
-        """Return the replies in an answer to some requests; whatever is wrong with it drops its clients, and no other."""
+        """Return the replies in an answer to some requests; a fault in it drops its own clients only."""
         if self._simulated and isinstance(answer, Message) and answer.has_error():
             # Flower would put the process back to work, where it fails at once, each time.
             raise WorkerDiedError(f"a process that trains clients failed: {str(answer.error.reason).strip()[-MAX_TEXT:]}")
@@ -185,8 +185,8 @@ def _failed(request: Request, reason: str) -> Reply:
 def content(*parts: bytes, run: str = "") -> RecordDict:
     """Return the content of a message: payloads, one after the other in one array, with their lengths, and the id of the run.
 
-    In one array, because each costs Flower several requests; as bytes of our own, because a run reports their number,
-    and because Flower's arrays know no bfloat16. Nothing is ever unpickled.
+    One array, because each costs Flower several requests; our own bytes, because a run reports their number, and because
+    Flower's arrays do not support bfloat16. Nothing is ever unpickled.
     """
     body = b"".join(parts)
     array = Array(dtype="uint8", shape=(len(body),), stype=_TYPE, data=body)

@@ -95,7 +95,7 @@ class SubmodelStrategy(Strategy):
         return messages
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Merge the submodels; the strategy inside gets the merged model in the place of each client's."""
+        """Merge the submodels; the strategy inside gets the merged model in place of each client's model."""
         good: dict[int, tuple[Message, Update, MetricRecord]] = {}
         failed = []
         for reply in replies:
@@ -243,7 +243,7 @@ class BanditRatios:
         return float(found)
 
     def tell(self, node: int, metrics: Mapping[str, Any], seconds: float) -> None:
-        """Credit the ratio of a node with what its accuracy gained."""
+        """Credit the ratio of a node with the gain of its accuracy."""
         accuracy, pull = self.check(metrics), self._pulls.pop(node, None)
         gain = accuracy - self._accuracy.get(node, accuracy)
         self._accuracy[node] = accuracy

@@ -11,8 +11,8 @@ To score a client, it calls `deploy`.
 
 A method is never changed. State that must survive a round goes into `server.memory` or `client.memory`: tensors, numbers,
 strings, and lists and dicts of these. What the server must remember of one client goes into `server.client[id]`, which is read
-and written for the clients of a round alone. Random numbers come from `server.rngs` and `client.rngs`. So a run gives the same
-bits on every engine and after every resume.
+and written for the clients of a round alone. Random numbers come from `server.rngs` and `client.rngs`. This makes a run
+bit-identical on every engine and after every resumption.
 
 The types that hooks take and return, and their usual steps, can be imported from here.
 """

@@ -247,12 +247,12 @@ def _quality(validation: Scores, training: Scores) -> list[float]:
 
 
 def keep_model(client: ClientContext, result: Result) -> None:
-    """Put a model that was just trained, which the narrow model still holds, into the client's memory, to be deployed.
+    """Store the model that was just trained, still held by the narrow model, in the client's memory for deployment.
 
     If the run deploys the best model, a better earlier model stays: the model of highest accuracy on the client's own
     validation data; among equals, the model of lowest loss on validation and training data together, since a few validation
-    examples tie often. Of the training data a sample counts, drawn once for each client: as many examples as, with
-    everything else that is scored in the first participation, take a twentieth of the FLOPs of the training.
+    examples tie often. Of the training data, a sample is scored, drawn once for each client. Its size is such that all scoring
+    in the first participation takes a twentieth of the FLOPs of training.
     """
     memory = client.memory.setdefault("kept", {})
     memory["round"] = client.round

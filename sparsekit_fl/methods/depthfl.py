@@ -45,7 +45,7 @@ def exit_head(features: torch.Size, outputs: int, *, convolution: bool) -> nn.Mo
 
 
 class _Stop(BaseException):
-    """Ends a forward pass at an exit. No `Exception`, which a model's own code may catch."""
+    """Ends a forward pass at an exit; not an `Exception`, which a model's own code may catch."""
 
 
 class WithExits(nn.Module):

@@ -1,8 +1,9 @@
 """FedLPS: personal submodels, as large as a device affords.
 
-`fedlps` is our version, made of what pays in measurements. `fedlps-paper` is literal where the paper speaks and plain where it
-is silent. The authors' released code learns no pattern (no task gradient reaches its importance, which stays sorted); that is
-not copied. In the ablations of the paper's Table II, one part of the paper's method is replaced, and regularizers are means.
+`fedlps` is our version, with the parts that pay off in measurements. `fedlps-paper` follows the paper literally, and is plain
+where the paper is silent. The authors' released code learns no pattern (no task gradient reaches its importance, which stays
+sorted); that is not copied. In the ablations of the paper's Table II, one part of the paper's method is replaced, and
+regularizers are means.
 """
 
 import math
@@ -49,10 +50,10 @@ class FedLPS(Method):
     """Our FedLPS: each client trains a submodel that its device affords and keeps its own head; holders of an entry average it.
 
     If the network was trained before, a client chooses its units once, when it first takes part, and refits the layers that
-    read dropped units on its own examples. It adds its refit R to whatever it receives and subtracts it from what it sends, so
-    that others, who keep other units, get none of it. In round 1 it trains from ω + R under a fixed mask; later from the new
-    global weights + R. If the network is untrained, no unit is more important than another: all clients take the first units,
-    half of the FLOPs that their devices afford, and train twice as many epochs in the same time.
+    read dropped units on its own examples. It adds its refit R to the weights that it receives, and subtracts it from the
+    weights that it sends, because R does not fit clients that keep other units. In round 1 it trains from ω + R under a fixed
+    mask; later from the new global weights + R. If the network is untrained, no unit is more important than another: all
+    clients take the first units, half of the FLOPs that their devices afford, and train twice as many epochs in the same time.
 
     The head stays on the client. Every other entry is averaged over the clients that hold it. A client that fails by an
     exception of its own code is offered half of the ratio next time, and twice as much after each success.
@@ -64,7 +65,7 @@ class FedLPS(Method):
     The pattern "learned": the loss is the task loss + μ‖θ − ω‖² + λ‖Q − σ(|θ|_J)‖². Importance Q stays in the client's memory
     and starts at its target; the mask follows it after every step. ‖θ − ω‖² is a mean over the entries of the whole model, the
     sum over λ's units is one. The target is the sigmoid of the absolute sums after each group's mean and deviation are removed;
-    it, and the gradient from the regularizer, are read again at every fourth step. `fedlps-paper` has what the paper writes.
+    it, and the gradient from the regularizer, are recomputed at every fourth step. `fedlps-paper` has what the paper writes.
 
     Source: Algorithms 1 and 2 of the paper for bandit and learned pattern; ξ = R / (K · ε), and I₀, ρ, Δ are not in it. All
         else is ours.
@@ -138,7 +139,7 @@ class FedLPS(Method):
         return Task(ratio=offered(server, client_id, self._ratio(server, client_id)), partial=True, metrics=metrics)
 
     def _ratio(self, server: ServerContext, client_id: int) -> float:
-        """Return what the rule of the ratios says, at most what the client may be offered."""
+        """Return the ratio by the chosen rule, limited by earlier failures of the client."""
         capability = server.roster[client_id].capability.ratio
         rule = self.ratios if self.ratios != "auto" else "capability" if server.trained else "half"
         if isinstance(rule, float | int):
@@ -201,8 +202,9 @@ class FedLPS(Method):
         """Train, and keep the model if it is to be deployed.
 
         Returns:
-            The narrow state under the final mask. If a bandit learns from it, the first time the metric `initial_accuracy` is
-            that of the client's submodel of the global state of round 0, on a few of its training examples, a⁻¹ in the paper.
+            The narrow state under the final mask. If a bandit learns from it, the first result has the metric
+            `initial_accuracy`: the accuracy of the client's submodel in the state of round 0, on a few of its training
+            examples, a⁻¹ in the paper.
 
         Raises:
             InvalidValueError: the learned importance diverged.

@@ -194,7 +194,7 @@ def _group_lasso(client: ClientContext, leaves: Leaves, strength: float) -> Adju
 
 @dataclass(frozen=True, kw_only=True)
 class FedSpa(OwnMasks, SparseWeights):
-    """Every client trains a sparse model of its own all along, whose mask moves a little after each participation.
+    """Every client always trains a sparse model of its own; its mask changes a little after each participation.
 
     No code was released. What the paper leaves open is as in the reference code of DisPFL (Dai et al., ICML 2022), which trains
     the same sparse models without a server: densities per layer by Erdős–Rényi–Kernel, one random initial mask for all clients,
@@ -269,7 +269,7 @@ def random_weights(shapes: Mapping[str, torch.Size], shares: Mapping[str, float]
 
 
 def layer_densities(shapes: Mapping[str, torch.Size], density: float) -> dict[str, float]:
-    """Return erdős–Rényi–Kernel densities: a layer keeps a share in proportion to Σ axes / Π axes, one share at most.
+    """Return Erdős–Rényi–Kernel densities: a layer keeps a share in proportion to Σ axes / Π axes, one share at most.
 
     Small layers stay denser than large ones. If a layer would need more than all its weights, it stays whole, and the others
     share what is left of `density`, the share of all entries together, in (0, 1].

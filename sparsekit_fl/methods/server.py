@@ -155,7 +155,7 @@ def offered(server: ServerContext, client_id: int, ratio: float) -> float:
 def learn_limits(server: ServerContext, updates: Sequence[Update]) -> None:
     """Offer less to the clients whose own code failed in this round, and more again to those that did not fail this time.
 
-    A message that was lost says nothing of a ratio, and changes nothing.
+    A lost message changes nothing.
     """
     for client_id, ratio in server.failed.items():
         server.client[client_id]["limit"] = max(_LEAST_OFFER, ratio / 2)

@@ -39,7 +39,7 @@ def _key(name: str) -> str:
 
 
 def in_published_order(names: Iterable[str]) -> list[str]:
-    """Sort names by the published tables; others stay behind them, as they come."""
+    """Sort names in the order of the published tables; other names follow in their own order."""
     order = [_key(row["method"]) for rows in _data("published.json")["tables"].values() for row in rows]
     return sorted(names, key=lambda name: order.index(_key(name)) if _key(name) in order else len(order))
 

@@ -1,4 +1,4 @@
-"""Who takes part: Client, its device (Capability), and its examples (ClientData): TensorData, or any map-style data set."""
+"""Client, its device (Capability) and its examples (ClientData), which are TensorData or any map-style data set."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class ClientData:
         test: Examples for scores only.
 
     Raises:
-        DataError: a split has no length. That train or test is empty is told by the client, which has an id to be named by.
+        DataError: a split has no length. `Client` refuses an empty train or test split, and names the id.
     """
 
     train: Any

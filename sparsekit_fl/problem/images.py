@@ -178,8 +178,8 @@ def _decode(pillow: Any, encoded: Any, shape: tuple[int, int, int], what: str) -
 def _loaders(name: str, *, data_dir: Path | None = None, batch_size: int = 64, seed: int = 0) -> tuple[Batches, Batches]:
     """Return training batches, in another order each time, and validation batches: normalized float images and labels.
 
-    For commands that know nothing of clients. A tenth of the training examples, drawn from `seed`, is for validation; the
-    test set is not used.
+    For commands without clients. A tenth of the training examples, drawn from `seed`, is for validation; the test set is not
+    used.
     """
     source = datasets[name](data_dir)
     channels, height, width = source.shape

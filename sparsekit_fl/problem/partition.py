@@ -1,4 +1,4 @@
-"""Ways to deal a data set to clients, by name: shards of one class, mixtures of classes, and the people who made the data."""
+"""Partitions of a data set among clients, by name: shards of one class, mixtures of classes, or its authors."""
 
 import logging
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Problem: the model, the loss and the metrics: all that a method needs to know of a task; and a trial of it on the data."""
+"""Problem: the model, the loss and the metrics of a task; check_fit() tries them on the data."""
 
 import itertools
 import math

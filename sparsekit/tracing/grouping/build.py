@@ -29,7 +29,7 @@ class Built:
     Args:
         graph: The units.
         nodes: Group → the first node of each of its units.
-        loud: What stays whole for a cause that is worth a warning.
+        loud: Units that stay whole for a cause that deserves a warning.
         sizes: All integers of the model that may follow the number of units; the graph's integers are some of them.
         root: The unit of each node.
     """
@@ -42,7 +42,7 @@ class Built:
 
 
 class _Builder:
-    """What the nodes of a trace come to. Every axis of every entry has a number."""
+    """Builds groups from the nodes of a trace. Every axis of every entry has a number."""
 
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
@@ -296,7 +296,7 @@ def build(tracer: Tracer, shapes: Mapping[str, torch.Size]) -> Built:
 def find_sites(tracer: Tracer, root: IntArray, nodes: Mapping[str, IntArray]) -> tuple[NormSite, ...] | None:
     """Return the norms over units that stay in some group, one for each call that averages over them.
 
-    Where one and the same call saw different units from time to time, they are fixed. `nodes`: group → root of each unit.
+    If the same call averages different units in different passes, they are fixed. `nodes`: group → root of each unit.
 
     Returns:
         None if units were fixed, so that groups must be built again.

@@ -1,7 +1,7 @@
 """Integers of the model's own modules that follow the number of units: found by what they do, and set after a cut.
 
-Code keeps sizes as it likes: the number of heads in a configuration, half of a width in a tuple. What is read while a trace
-runs says where it was read, so the length of an axis of units names its integer. Verification decides whether the model is
+Models keep sizes in many places: the number of heads in a configuration, half of a width in a tuple. Integers that are read
+during a trace remember their origin, so the length of a unit axis names its integer. Verification decides whether the model is
 right with it.
 """
 
@@ -41,7 +41,7 @@ class Candidate:
 
 
 def tie_splits(tracer: Tracer, root: IntArray) -> bool:
-    """Tie positions where one axis of units was laid over several and nothing has said along which of them units differ.
+    """Tie positions if a unit axis was split into several, and no operator decided along which of them units differ.
 
     Code such as `view(batch, groups, -1)` wants equally many units in every group, so the last axis is the one of the units.
 

@@ -1,4 +1,4 @@
-"""What each operator does to units: a table from operator names to handlers. An operator in no table fixes its inputs."""
+"""Effects of operators on units: a table from names of operators to handlers. The inputs of any other operator stay whole."""
 
 from typing import Any
 

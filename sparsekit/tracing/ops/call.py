@@ -103,7 +103,7 @@ HANDLERS: dict[str, Handler] = {}
 
 
 def handles(names: str) -> Callable[[Handler], Handler]:
-    """Enter a function as the handler of operators. `names`: separated by spaces."""
+    """Register a function as the handler of operators. `names`: separated by spaces."""
 
     def enter(handler: Handler) -> Handler:
         HANDLERS.update(dict.fromkeys(names.split(), handler))

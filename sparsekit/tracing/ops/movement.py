@@ -1,4 +1,4 @@
-"""Operators that rearrange one tensor. Each runs itself on the numbers of the positions, which shows where every unit goes."""
+"""Operators that rearrange one tensor. Each is run on the numbers of the positions, which shows where each unit goes."""
 
 import math
 from collections.abc import Sequence
@@ -50,7 +50,6 @@ def _restride(call: Call) -> Outputs:
 
 
 def _run(call: Call, numbers: Tensor) -> Any:
-    """Run the operator on other values of the same shape."""
     if call.name == "as_strided":
         start = call.arguments["self"].storage_offset()
         return numbers.contiguous().as_strided(call.out.shape, call.out.stride(), call.arg("storage_offset", start) - start)
@@ -69,7 +68,8 @@ def _run(call: Call, numbers: Tensor) -> Any:
 
 
 def _numbers(call: Call, shape: Sequence[int]) -> list[IntArray] | None:
-    """Return of each output the numbers of the positions that it shows, of size 1 along axes along which they are the same.
+    """Return, for each output, the number of the input position at each of its positions, with size 1 along axes where they are
+    equal.
 
     None where there are too many. `shape`: shape of the input, of size 1 along axes that share their numbers.
     """

@@ -23,7 +23,7 @@ def is_pointwise(func: Any) -> bool:
 
 
 def _keeps_zero(call: Call) -> bool:
-    """Return true if the operator, with its other arguments as given, maps zero to zero. Asked of the operator itself."""
+    """Return true if the operator, with its other arguments as given, maps zero to zero, found by running it."""
     arguments = dict(call.arguments)
     for name, value in arguments.items():
         if isinstance(value, Tensor):
@@ -58,8 +58,8 @@ def combine(
 ) -> TensorLabels:
     """Labels of an element-wise result.
 
-    `owners` are the labels of the operands, whose `shapes` broadcast to `shape`. `name` is what is done to them, where it is
-    but a part of the operator: "add" for the bias of a product.
+    `owners` are the labels of the operands, whose `shapes` broadcast to `shape`. `name` names the operation if it is only a
+    part of the operator: "add" for the bias of a product.
     """
     rank, name = len(shape), name or call.name
     owners, joint = _meet(call, name, owners, shapes, rank)

@@ -161,7 +161,7 @@ class _Runner:
         return found
 
     def _reached(self, tensor: Tensor, dim: int, which: Tensor) -> list[list[npt.NDArray[np.bool_]]]:
-        """Return for each axis of each output where values change if some positions along an axis do."""
+        """Return, for each axis of each output, the positions whose values change if some positions of an input axis do."""
         shape = [-1 if d == dim else 1 for d in range(tensor.dim())]
         reached = [torch.zeros(out.shape, dtype=torch.bool, device=out.device) for out in self._call.outputs]
         for other in _others(tensor, dim):
@@ -177,7 +177,7 @@ class _Runner:
 
 
 def _others(tensor: Tensor, dim: int) -> Iterator[Tensor]:
-    """Yield other values for a tensor: of floats random ones and NaN; of others its own in another order."""
+    """Yield other values for a tensor: random numbers and NaN for floats, else its own values in another order."""
     if tensor.is_floating_point() or tensor.is_complex():
         generator = torch.Generator().manual_seed(20133)
         for _ in range(2):
