@@ -222,12 +222,7 @@ class TensorBoard(Callback):
 class LiveProgress(Callback):
     """Show round, scores, FLOPs and time left on stderr: a bar on a terminal, elsewhere a line per evaluation.
 
-    Use it in a `with` statement, so that the bar is removed however the run ends.
-
-    Args:
-        quiet: Show nothing.
-        label: Text at the start of the line; empty for the method's name.
-        console: Console to draw on; None takes stderr.
+    Use it with `with`, so that the bar goes whatever ends the run. A line starts with `label`, or else with the method's name.
     """
 
     def __init__(self, *, quiet: bool = False, label: str = "", console: Console | None = None) -> None:

@@ -52,8 +52,7 @@ def sync_folder(folder: Path, *, files: bool = False) -> None:
 def write_atomically(path: Path, payload: bytes, *, durable: bool = True, sync: bool = True) -> None:
     """Write a file so that a crash leaves the old one or the new one.
 
-    With `durable`, wait until the bytes are on the disk, and with `sync` until the name is too; without it, `sync_folder` is
-    called once for many files.
+    `durable` waits until the bytes are on the disk, and `sync` until the name is too; `sync_folder` does that for many files.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -72,11 +71,7 @@ def write_atomically(path: Path, payload: bytes, *, durable: bool = True, sync: 
 
 
 def dumps(value: Any) -> bytes:
-    """Return tensors, numbers, strings, None, and lists, tuples and dicts of these as safetensors, after their SHA-256.
-
-    Raises:
-        InvalidValueError: the value holds something else.
-    """
+    """Return tensors, numbers, strings, None, and lists, tuples and dicts of these as safetensors, after their SHA-256."""
     from sparsekit_fl.packed import pack
 
     tensors: dict[str, Tensor] = {}
@@ -138,11 +133,7 @@ class Memories:
     """Memories of clients as files: one version per client and round. Whoever trains a client writes its memory.
 
     The server's memories of clients are kept in the same way, in another folder. A version that no checkpoint names yet is
-    harmless: training that client again writes the same bytes.
-
-    Args:
-        folder: Where the files are; made if absent.
-        durable: Wait until files are on the disk, so that a power cut cannot lose them.
+    harmless: training that client again writes the same bytes. `durable` waits for the disk.
     """
 
     def __init__(self, folder: Path, *, durable: bool) -> None:
@@ -150,7 +141,6 @@ class Memories:
         folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, client_id: int, round: int) -> Path:
-        """Return the path of a memory."""
         return self.folder / f"{client_id}-{round}.state"
 
     def read(self, client_id: int, round: int | None) -> dict[str, Any]:
@@ -173,7 +163,6 @@ class Memories:
             sync_folder(self.folder, files=_ONE_SYNC)
 
     def remove(self, versions: Mapping[int, int]) -> None:
-        """Remove these versions."""
         for client_id, round in versions.items():
             self.path(client_id, round).unlink(missing_ok=True)
 
@@ -186,12 +175,7 @@ class Memories:
 
 
 class Remembered(dict[int, dict[str, Any]]):
-    """Client id → the server's memory of it, read from its file on first use.
-
-    Args:
-        memories: The files; None: nothing was written before.
-        versions: Client id → round of its file.
-    """
+    """Client id → the server's memory of it, read from its file on first use; `versions` are the rounds of the files."""
 
     def __init__(self, memories: Memories | None, versions: Mapping[int, int]) -> None:
         super().__init__()
@@ -244,12 +228,7 @@ def holds_run(path: Path) -> bool:
 
 
 class RunFolder:
-    """The files of a run: `checkpoint.state`, `rounds.jsonl`, `clients/`, `server/`, `models/`, `result.json`.
-
-    Args:
-        path: The folder.
-        durable: Whether the run is kept; False for a folder that is deleted when the run ends: it holds memories alone.
-    """
+    """The files of a run; one that is not `durable` is deleted when the run ends, and holds memories alone."""
 
     def __init__(self, path: Path, *, durable: bool) -> None:
         self.path, self.durable = path, durable
@@ -262,14 +241,10 @@ class RunFolder:
     @staticmethod
     @contextlib.contextmanager
     def open(path: Path | str | None, *, resume: bool) -> Iterator[RunFolder]:
-        """Hold the folder of a run as long as the block lasts. It is made if absent, unless the run is to be resumed.
+        """Hold the folder of a run as long as the block lasts; without a path, a temporary one. A fresh run deletes nothing.
 
         The system frees the lock when its process ends, however that ends; the file `.lock` stays and has no meaning. Worker
-        processes do not inherit the lock. A fresh run deletes nothing. Without a path, the folder is temporary.
-
-        Raises:
-            ResumeError: there is nothing to resume; or it holds files of a run, and `resume` is False; or another run, of this
-                process or of another, writes to it.
+        processes do not inherit the lock.
         """
         if path is None:
             with tempfile.TemporaryDirectory(prefix="sparsekit-") as name:
@@ -298,10 +273,9 @@ class RunFolder:
             lock.release()
 
     def load(self, described: Mapping[str, Any], fresh: State) -> tuple[State, list[dict[str, Any]]]:
-        """Return the state and the records of the last saved round; of a run that begins, `fresh`, which is saved too.
+        """Return state and records of the last saved round; of a run that begins, `fresh`, which is saved too.
 
-        Raises:
-            ResumeError: something in `described` changed, or a file is damaged.
+        If something in `described` changed, or a file is damaged, this raises ResumeError.
         """
         self._run = {"sparsekit": __version__, **described}
         for folder in (self.path, *(self.path / name for name in ("clients", "server", "models"))):

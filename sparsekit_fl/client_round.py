@@ -1,7 +1,5 @@
 """run_client: what one client does in one round, to train or to be scored. A pure function of its arguments."""
 
-from __future__ import annotations
-
 import time
 import traceback
 from collections.abc import Iterator
@@ -29,13 +27,9 @@ from sparsekit_fl.streams import Purpose, Rngs, Streams
 
 
 def answer(spec: RunSpec, client: Client, request: Request, memories: Memories) -> Reply:
-    """Run a client with its memory, and keep its new memory and its model. A failure of the client is a reply too.
+    """Run a client with its memory, and keep its new memory and its model, in the folder `models` next to the memories.
 
-    Personal models are in the folder `models`, next to the folder of memories.
-
-    Raises:
-        DataError: the memory cannot be read.
-        OSError: the memory or the model cannot be written.
+    A failure of the client is a reply too. Otherwise, DataError: its memory cannot be read; OSError: a file cannot be written.
     """
     _ = spec.masked  # made before the time of the client's work begins
     memory = memories.read(client.id, request.memory_round)
@@ -52,20 +46,10 @@ def answer(spec: RunSpec, client: Client, request: Request, memories: Memories) 
 def run_client(
     spec: RunSpec, client: Client, request: Request, memory: Memory, *, out: Path | None = None
 ) -> tuple[Reply, Memory]:
-    """Let one client train, or score its model: a function of its arguments alone.
+    """Let one client train, or score its model: a function of its arguments alone. Scoring changes no memory.
 
-    Args:
-        spec: The fixed parts of the run.
-        client: Id and data.
-        request: What the server asks.
-        memory: State of the client from earlier rounds; not to be used afterwards.
-        out: Folder for the personal model, if the request asks for it; None: it is not kept.
-
-    Returns:
-        The reply, and the memory for the next round; scoring changes no memory.
-
-    Raises:
-        ClientError: the client failed; names the round, the method and the part of it, and carries the cause.
+    The memory that was given is not to be used afterwards. The personal model goes into the folder `out`, if the request asks
+    for it. Whatever goes wrong is a ClientError, which names the round, the method and the part of it, and carries the cause.
     """
     if request.task == "train":
         return _train(spec, client, request, memory)
@@ -75,7 +59,6 @@ def run_client(
 def make_context(
     spec: RunSpec, client: Client, request: Request, memory: Memory, *, purpose: Purpose = "local"
 ) -> ClientContext:
-    """Return the method's view of this client in this round; its memory is a part of the client's."""
     return ClientContext(
         round=request.round,
         rounds=spec.config.rounds,

@@ -1,7 +1,5 @@
 """Comparison: finished runs under one protocol, with means and deviations over seeds, in frames and JSON. Needs no torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,22 +62,15 @@ def unlike(result: Mapping[str, Any]) -> list[str]:
 
 
 def columns_of(results: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
-    """Return the columns of a table: accuracies, costs, and other metrics."""
+    """Return accuracies, costs, and other metrics; the first ones are what a narrow terminal shows."""
     names = dict.fromkeys(name for one in results for name in one["final"].get("personal", {}) if name != "accuracy")
     found = (*_SCORES, *_COSTS, *(Column(f"final.personal.{name}", name, "number") for name in names))
-    # A narrow terminal shows the most important numbers: accuracy, FLOPs, time and bytes.
     return tuple(sorted(found, key=lambda column: column.title not in _FIRST))
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Runs under one protocol.
-
-    Args:
-        title: Model, data set and settings, in words.
-        results: As in `result.json`: finished runs of all methods and seeds.
-        methods: Names of the methods, in the order of tables.
-    """
+    """Finished runs of all methods and seeds under one protocol, as in `result.json`; `methods` in the order of tables."""
 
     title: str
     results: Sequence[Mapping[str, Any]]
@@ -87,7 +78,6 @@ class Comparison:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Configuration of the first run."""
         config: Mapping[str, Any] = self.results[0]["config"]
         return config
 
@@ -98,25 +88,20 @@ class Comparison:
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:
-        """Columns of the table."""
         return columns_of(self.results)
 
     @cached_property
     def frame(self) -> Any:
-        """DataFrame with a row per finished run and a column per path; its index has method and seed.
-
-        A number that a run lacks is NaN.
-        """
+        """DataFrame with a row per (method, seed) and a column per path; a number that a run lacks is NaN."""
         names = ["method", "seed", *(column.path for column in self.columns)]
         frame = require("pandas").DataFrame([flat(result) for result in self.results], columns=names)
         return frame.set_index(["method", "seed"]).astype(float)
 
     @cached_property
     def summary(self) -> Any:
-        """DataFrame of means over the seeds: a row per method, and two columns per path.
+        """DataFrame with a row per method, and for each path the columns (path, "mean") and (path, "std").
 
-        They are `(path, "mean")`, NaN where no run has the number, and `(path, "std")`, the sample deviation, NaN with fewer
-        than two runs.
+        They are mean and sample deviation over the seeds, NaN with fewer than one or two runs that have the number.
         """
         return self.frame.groupby("method").agg(["mean", "std"]).loc[list(self.methods)]
 
@@ -131,10 +116,9 @@ class Comparison:
         return np.isfinite(self.frame.filter(like="final.personal.")).any(axis=1)
 
     def table(self, *parts: str) -> Any:
-        """Return the table as a DataFrame of text: a row per method, the seeds (see `runs`), and a column per known number.
+        """Return a DataFrame of text: a row per method, the seeds (see `runs`), and a column per known number.
 
-        Args:
-            parts: Keep only the numbers under these keys of a result, "final" and "cost"; none keeps all.
+        With `parts`, "final" or "cost", only the numbers under these keys of a result are kept.
         """
         found = {"seeds": list(map(str, self.runs.values()))}
         for path, title, unit in self.columns:
@@ -144,7 +128,6 @@ class Comparison:
         return require("pandas").DataFrame(found, index=self.summary.index)
 
     def seeds_text(self) -> str:
-        """Return the number of runs behind the means, in words."""
         return "one seed" if max(self.runs.values()) == 1 else "mean ± sample deviation over the seeds"
 
     @property
@@ -202,11 +185,7 @@ def comparisons_of(results: Iterable[Mapping[str, Any]], *, order: Sequence[str]
 
 
 def read_results(*folders: Path | str) -> list[dict[str, Any]]:
-    """Read all results in folders and their subfolders. A run that is there twice counts once.
-
-    Raises:
-        DataError: a folder without a result, a damaged file, or different results of one method, seed and setting.
-    """
+    """Read all results in folders and their subfolders; a run that is there twice counts once, if it is equal."""
     kept: dict[str, tuple[dict[str, Any], Path]] = {}
     for folder in map(Path, folders):
         paths = sorted(folder.rglob("result.json"))

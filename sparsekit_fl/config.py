@@ -27,23 +27,12 @@ HETEROGENEITY: Mapping[str, tuple[float, ...]] = {
 Source: Xue et al., ICDE 2025 (arXiv 2412.07216), Effect of Heterogeneity (Q3); "high" is also used in its Table I.
 """
 
-Upload = Literal["float32", "bfloat16"]
-"""Data type of the changes that clients send to the server."""
-
 Amp = Literal["off", "bfloat16"]
-"""Data type of forward passes."""
-
+Upload = Literal["float32", "bfloat16"]
 CapabilityOf = Literal["flops", "units"]
-"""Unit of capabilities and ratios: shares of FLOPs, or of units."""
-
-Factor = Annotated[float, Field(gt=0, le=1)]
-"""A number in (0, 1]."""
-
 Deploy = Literal["last", "best"]
-"""Which model a client is scored with."""
-
+Factor = Annotated[float, Field(gt=0, le=1)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
-"""A number in [0, 1)."""
 
 _SGD: Mapping[str, float] = {"lr": 0.1, "weight_decay": 0.0}
 
@@ -216,8 +205,7 @@ class RunConfig(Checked):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values; `from_dict` is the inverse."""
-        values: dict[str, Any] = TypeAdapter(RunConfig).dump_python(self, mode="json")
-        return values
+        return dict(TypeAdapter(RunConfig).dump_python(self, mode="json"))
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any]) -> RunConfig:
@@ -226,12 +214,7 @@ class RunConfig(Checked):
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """Return an optimizer by its name in `torch.optim`, in any case, or as `package.module:Class`.
-
-    Raises:
-        UnknownNameError: torch has none of that name.
-        InvalidValueError: it is not an optimizer, or needs a closure.
-    """
+    """Return an optimizer by its name in `torch.optim`, in any case, or as `package.module:Class`."""
     import torch  # here: help texts need no torch
 
     base, kinds = torch.optim.Optimizer, {key: kind for key, kind in vars(torch.optim).items() if isinstance(kind, type)}

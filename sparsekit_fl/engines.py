@@ -53,7 +53,6 @@ class Engine(Protocol):
     @property
     def workers(self) -> int:
         """Number of clients that train at once, for the record."""
-        ...
 
     def open(self, spec: RunSpec, clients: Mapping[int, Client], memories: Memories) -> AbstractContextManager[RunClients]:
         """Start what runs clients; leaving the context ends it.
@@ -63,7 +62,6 @@ class Engine(Protocol):
             clients: Client id → client.
             memories: The memories of the clients, on this machine.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,6 @@ def _map(pool: ProcessPoolExecutor, spec: RunSpec, state: StateDict, requests: S
 
 
 _worker: tuple[RunSpec, Mapping[int, Client], Memories, StateDict]
-"""Arguments of this worker process."""
 
 
 def _begin(spec: RunSpec, clients: Mapping[int, Client], memories: Memories, state: StateDict, numbers: Any, ids: Any) -> None:
@@ -166,19 +163,15 @@ def one_thread() -> Iterator[None]:
 
 
 def train_alike() -> None:
-    """Use one torch thread, and flush denormal numbers to zero where the processor can.
-
-    Weights that decay towards 0 become denormal, and many processors compute several times more slowly with such numbers.
-    """
+    """Use one torch thread, and flush denormal numbers, with which many processors are slow and weights that decay end."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
 
 
 def start_method(device: str | None) -> str:
-    """Return how processes start for a device.
+    """Return "fork" on Linux for the CPU: children share data without copying, and nothing must be picklable.
 
-    On Linux, for the CPU: "fork", so that children share data without copying, and nothing must be picklable. Elsewhere, and
-    once torch has threads of autograd, which a forked child cannot use: "spawn".
+    Elsewhere, and once torch has threads of autograd, which a forked child cannot use: "spawn".
     """
     return "fork" if sys.platform == "linux" and device in (None, "cpu") and not _autograd_threads() else "spawn"
 
@@ -192,7 +185,7 @@ def _autograd_threads() -> bool:
 
 
 def end_with_parent() -> None:
-    """Wait for the end of the process that started this one, then end this one; for a thread of a worker process."""
+    """Wait for the end of the process that started this one, then end this one, from a thread."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -200,7 +193,6 @@ def end_with_parent() -> None:
 
 
 def devices(device: str) -> list[str]:
-    """Split "cuda:0,cuda:1" into its devices."""
     return [part.strip() for part in device.split(",")]
 
 
@@ -211,10 +203,7 @@ def device_of(device: str, worker: int = 0) -> str:
 
 
 def use_exact_arithmetic() -> None:
-    """Let this process use operators that give the same bits on every run, and no TF32.
-
-    An operator that has no such version raises an error; on a CPU all that we use have one.
-    """
+    """Let this process use operators that give the same bits on every run, and no TF32; an operator without one raises."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms would import the compiler
     torch.backends.cudnn.benchmark = False
@@ -224,7 +213,6 @@ def use_exact_arithmetic() -> None:
 
 @contextmanager
 def exact_arithmetic(wanted: bool) -> Iterator[None]:
-    """Use exact arithmetic inside the block, if requested, and restore the settings afterwards."""
     before = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
     tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     if wanted:
@@ -248,10 +236,7 @@ def check_device(device: str, *, name: str = "device") -> None:
 
 
 def describe_environment(*, workers: int, device: str) -> dict[str, Any]:
-    """Return versions and settings that results may depend on, and when the run ended, as plain values.
-
-    `gpu` and `cuda` are None for a run on the CPU.
-    """
+    """Return versions and settings that results may depend on, and when the run ended, as plain values."""
     cuda = device.startswith("cuda")
     return {
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),

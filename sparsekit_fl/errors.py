@@ -24,10 +24,7 @@ class UpdateError(SparsekitError, ValueError):
 
 
 class TooFewRepliesError(ClientError, UpdateError):
-    """Too few clients of a round sent a valid update, also when it was repeated.
-
-    Both a ClientError and an UpdateError, as the clients may have failed or their updates been refused.
-    """
+    """Too few clients of a round sent a valid update: some failed, or their updates were refused."""
 
 
 class StorageError(SparsekitError, OSError):

@@ -54,14 +54,8 @@ def read_initial(source: Path | str | StateDict, fresh: StateDict) -> dict[str, 
     """Return a state like `fresh` with the values of another where name and shape agree.
 
     Entries that do not agree, such as the head of a model that was trained for other classes, stay fresh; a warning names them.
-
-    Args:
-        source: A state dict; a `.safetensors` file, or a state dict in a file of `torch.save`; or the folder of a finished run,
-            whose global model is taken.
-        fresh: The state of a new model.
-
-    Raises:
-        DataError: it cannot be read, holds no tensors, or none that fits.
+    The source is a state dict; a file of one, of safetensors or `torch.save`; or the folder of a finished run, whose global
+    model is taken. If nothing in it fits, a DataError says so.
     """
     given = source if isinstance(source, Mapping) else _read(Path(source))
     where = "the state" if isinstance(source, Mapping) else str(source)

@@ -10,8 +10,6 @@ pydantic checks every value, and converts text only. Flags of commands, TOML fil
 `--set PATH=VALUE` all follow from `options_of`; no other list of options exists.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import re
@@ -29,26 +27,14 @@ from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 """How values are checked: nothing is converted, so "3" is not a number, and True is neither 1 nor 1.0."""
 
+# What values may be. All numbers are finite.
 Count = Annotated[int, Field(ge=1)]
-"""An integer >= 1."""
-
 NonNegativeCount = Annotated[int, Field(ge=0)]
-"""An integer >= 0."""
-
 Positive = Annotated[float, Field(gt=0)]
-"""A finite number > 0."""
-
 NonNegative = Annotated[float, Field(ge=0)]
-"""A finite number >= 0."""
-
 Share = Annotated[float, Field(ge=0, le=1)]
-"""A number in [0, 1]."""
-
 Fraction = Annotated[float, Field(gt=0, lt=1)]
-"""A number in (0, 1)."""
-
 Ratio = Annotated[float, Field(gt=0, le=1, description="Share that is kept: to prune 30 %, pass 0.7.")]
-"""A share of units kept, in (0, 1]."""
 
 T = TypeVar("T")
 
@@ -66,14 +52,7 @@ def option(default: T, description: str) -> T:
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """One option: a field of a dataclass, or a keyword of a function.
-
-    Args:
-        name: Name of the field.
-        hint: Its annotation, such as `Annotated[int, Field(ge=1)]`.
-        default: Its default; MISSING if it has none.
-        about: Its description; empty if it has none.
-    """
+    """One option, a field of a dataclass or a keyword of a function; `default` is MISSING where it must be given."""
 
     name: str
     hint: Any
@@ -94,13 +73,7 @@ class Option:
             raise self._refusal(error, value, name=name) from None
 
     def read(self, value: object, *, name: str | None = None) -> Any:
-        """Return a value that is allowed, converted if it is text.
-
-        As text, "none" is None, and commas separate the parts of a tuple. `name` replaces the name in messages.
-
-        Raises:
-            InvalidValueError: see `check`.
-        """
+        """Return a value that is allowed. Text is converted: "none" is None, and commas separate the parts of a tuple."""
         if not isinstance(value, str):
             self.check(value, name=name)
             return value
@@ -126,7 +99,6 @@ def _described(hint: Any) -> str:
 
 
 def _is_limited(hint: Any) -> bool:
-    """Tell whether an annotation holds a range or a `Literal`."""
     return get_origin(hint) in (Annotated, Literal) or any(map(_is_limited, get_args(hint)))
 
 
@@ -194,12 +166,8 @@ def read_keywords(
 ) -> dict[str, Any]:
     """Check keywords for a function or a dataclass, and return them; text is read by the annotation.
 
-    `name` names the owner in messages, `prefix` comes before a keyword, as in "partition.", and `advice` ends the message about
-    an unknown one. Keywords in `without` are not options.
-
-    Raises:
-        UnknownNameError: no such keyword; names the nearest.
-        InvalidValueError: a value is not allowed.
+    In errors, `name` names the owner, `prefix` comes before a keyword, and `advice` follows an unknown one. Keywords in
+    `without` are not options.
     """
     known = {key: option for key, option in options_of(owner).items() if key not in without}
     for key in given:

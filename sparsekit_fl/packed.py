@@ -3,8 +3,6 @@
 Never a pickled object: what comes from a wire or a disk is parsed by the safetensors library, which checks it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,11 +23,7 @@ def plain_bytes(tensor: Tensor) -> memoryview:
 
 
 def pack(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> bytes:
-    """Return tensors and metadata, plain JSON values, as one safetensors file; equal input gives equal bytes.
-
-    Raises:
-        DataError: a tensor of a type that safetensors does not know.
-    """
+    """Return tensors and plain JSON values as one safetensors file, equal bytes for equal input, or raise DataError."""
     found, seen = dict[str, Tensor](), set[int]()
     for name, tensor in tensors.items():
         whole = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()

@@ -1,7 +1,5 @@
 """The report of finished runs: one HTML page with tables and charts, and published numbers where runs have their protocol."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -32,10 +30,7 @@ _MOST_RATIO_CHARTS = 3
 
 
 def write_report(comparisons: Sequence[Comparison], out: Path | str, *, command: str = "", failed: Sequence[str] = ()) -> Path:
-    """Write `report.html` into a folder, a section for each comparison; return the file.
-
-    The page shows the command that made it, and a line for each run that failed.
-    """
+    """Write `report.html` into a folder, a section for each comparison, with the command and the failed runs; return it."""
     parts = [code(command), *(paragraph(line, "failed") for line in failed)]
     published = [published_beside(one) for one in comparisons]
     for comparison, beside in zip(comparisons, published, strict=True):

@@ -1,7 +1,5 @@
 """RunResult: scores, records of rounds and everything else that a run reports, and `result.json`."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -28,7 +26,7 @@ PARTS = ("personal", "validation", "global")
 
 
 def primary_metric(names: Iterable[str]) -> str:
-    """Return the main metric: accuracy if there is one, else the first metric besides the loss, else the loss."""
+    """Return accuracy if it is there, else the first metric besides the loss, else the loss."""
     others = [name for name in names if name != "loss"]
     return "accuracy" if "accuracy" in others else (others or ["loss"])[0]
 
@@ -41,8 +39,7 @@ def _values(scores: Sums, known: Collection[str]) -> dict[str, float]:
 def _means(clients: Sequence[Means], *, worst: Collection[str] | None = None) -> dict[str, float]:
     """Return the mean of each metric over the clients that have it: the exact sum, whatever the order of the clients.
 
-    With `worst`, the metrics with small values for good models, only the worst tenth counts, rounded up. A value that is not a
-    number is worse than every number.
+    With `worst`, the metrics with small values for good models, only the worst tenth counts, rounded up, with NaN the worst.
     """
     found = {}
     for name in dict.fromkeys(name for values in clients for name in values):
@@ -79,22 +76,16 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientScores(Scores):
-    """Scores of one client, on its own data.
-
-    Args:
-        id: The client.
-        examples: Test examples.
-        ratio: Ratio of its personal model; None where that is not sparse.
-    """
+    """Scores of one client, on its own data; `ratio` is None where its personal model is not sparse."""
 
     id: int
     examples: int
     ratio: float | None = None
 
-    @staticmethod
-    def read(one: Evaluation, known: Collection[str]) -> ClientScores:
+    @classmethod
+    def read(cls, one: Evaluation, known: Collection[str]) -> Self:
         """Read the scores that a client sent, of the `known` metrics."""
-        return ClientScores(
+        return cls(
             id=one.client_id,
             examples=one.examples,
             ratio=one.ratio,
@@ -106,11 +97,9 @@ class ClientScores(Scores):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundScores(Scores):
-    """Means over the clients that were scored, each on its own data.
+    """Means over the `count` clients that were scored, each on its own data, and part → means over their worst tenth.
 
-    Args:
-        count: Number of clients that were scored.
-        worst_decile: Part (personal, validation, global) → means over the worst tenth of the clients, of each metric its own.
+    In `worst_decile`, each metric has a tenth of its own.
     """
 
     count: int = 0
@@ -132,12 +121,9 @@ class RoundScores(Scores):
 
 @dataclass(frozen=True, kw_only=True)
 class FinalScores(RoundScores):
-    """Scores over all clients at the end of a run.
+    """Scores over all clients at the end of a run, and the digest of the final global state.
 
-    Args:
-        per_client: One per client that could be scored.
-        state_sha256: Digest of the final global state.
-        primary_metric: The metric that stands for all: accuracy, if it is scored.
+    `primary_metric` is the metric that stands for all: accuracy, if it is scored.
     """
 
     per_client: tuple[ClientScores, ...] = ()
@@ -183,12 +169,8 @@ class RoundRecord:
         return dict(json.loads(_RECORD.dump_json(self, by_alias=True)))
 
     @staticmethod
-    def from_dict(raw: Mapping[str, Any]) -> RoundRecord:
-        """Read what `to_dict` returned.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is not a record.
-        """
+    def from_dict(raw: Mapping[str, Any]) -> "RoundRecord":
+        """Read what `to_dict` returned; raise KeyError, TypeError or ValueError if it is not a record."""
         return _RECORD.validate_python(raw)
 
     def numbers(self) -> dict[str, Any]:
@@ -262,7 +244,7 @@ class RunResult:
         return {"schema": SCHEMA_NUMBER, "seed": self.config.seed, **found, "failed_clients": plain(self.failures)}
 
     @staticmethod
-    def from_dict(raw: Mapping[str, Any]) -> RunResult:
+    def from_dict(raw: Mapping[str, Any]) -> "RunResult":
         """Read what `to_dict` returned; the state is not part of it.
 
         Raises:

@@ -1,7 +1,5 @@
 """run(): a method over a problem and its clients, with an engine, a folder and callbacks."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import time
@@ -195,14 +193,7 @@ def _explained(view: RunView) -> Iterator[None]:
 
 
 def _run_round(server: Server, view: RunView, run_clients: RunClients) -> tuple[RoundRecord, list[ClientScores] | None]:
-    """Let the cohort train, change the global model, and score clients if it is time.
-
-    Returns:
-        The record of the round, and after the last round the scores of each client, else None.
-
-    Raises:
-        TooFewRepliesError: too few clients sent a valid update.
-    """
+    """Let the cohort train, change the global model, and score clients if it is time; return scores after the last round."""
     began, spec, round = time.perf_counter(), server.spec, view.round + 1
     ctx = server.context(round)
     requests, replies = server.requests(ctx), list[Reply]()
@@ -263,11 +254,7 @@ def _scored_after(round: int, ids: list[int], config: RunConfig) -> tuple[list[i
 def _score(
     server: Server, ids: list[int], run_clients: RunClients, *, with_shared: bool, with_model: bool
 ) -> tuple[list[ClientScores], list[str]]:
-    """Score clients; return a text for each that could not be scored.
-
-    Raises:
-        ClientError: none could.
-    """
+    """Score clients; return a text for each that could not be scored."""
     with_shared = with_shared and bool(server.spec.shared_names())  # of nothing that is shared there are no scores
     replies = list(run_clients(server.scoring(ids, with_shared=with_shared, with_model=with_model))) if ids else []
     known = {*server.spec.problem.metrics, "loss"}
@@ -288,12 +275,9 @@ def _mean(name: str, updates: Sequence[Update]) -> float | None:
 
 
 def round_cost(costs: Iterable[Cost], *, wall_seconds: float, until: float | None = None) -> Cost:
-    """Add up the work of all clients; the seconds come from the slowest client.
+    """Add up the work of all clients; the seconds come from the slowest client, or end at `until`, in simulated time.
 
-    Args:
-        costs: One per client.
-        wall_seconds: Measured for the whole round; the clients' own wall seconds overlap and are not added.
-        until: Simulated length of a round that does not wait for its slowest client.
+    Wall seconds are of the whole round, since those of clients overlap.
     """
     costs = list(costs)
     slowest = max((cost.simulated_seconds for cost in costs), default=0.0) if until is None else until

@@ -1,7 +1,5 @@
 """Server: writes the requests of a round, checks the updates, and changes the model."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -40,11 +38,8 @@ _FURTHER_EXAMPLES = 256
 class Server:
     """Holds the global model. A method keeps its state in `state.memory`, and the state of each client in a file of its own.
 
-    Args:
-        spec: The fixed parts of the run.
-        clients: Client id → client; of the clients only sizes and capabilities are read.
-        state: Continues from this state; None: starts from the initial model.
-        remembered: Files of what the server remembers of each client; None: it forgets them after each round.
+    Of `clients`, id → client, only sizes and capabilities are read. Without `remembered`, the server forgets what it knows of
+    each client after a round.
     """
 
     def __init__(
@@ -57,11 +52,9 @@ class Server:
         self.spec, self.clients, self._remembered = spec, clients, remembered
         self.state = state or State(0, clone(spec.initial))
         self._names = spec.shared_names()
-        self.note = ""
-        """What a reader of the numbers must know, beside the note of the method."""
+        self.note = ""  # what a reader of the numbers must know, besides the note of the method
 
     def shared(self) -> dict[str, Tensor]:
-        """Return the shared entries of the global state."""
         return {name: self.state.model[name] for name in self._names}
 
     def context(self, round: int) -> ServerContext:
@@ -84,11 +77,7 @@ class Server:
         )
 
     def requests(self, ctx: ServerContext) -> list[Request]:
-        """Sample the cohort of a round, and write its requests.
-
-        Raises:
-            InvalidValueError: the method sampled a stranger, or a client twice.
-        """
+        """Sample the cohort of a round, and write its requests; raise InvalidValueError if the sample is wrong."""
         spec, round, roster = self.spec, ctx.round, ctx.roster
         cohort = spec.method.sample(ctx)
         wrong = sorted({id for id in cohort if id not in ctx.roster or cohort.count(id) > 1})
@@ -117,7 +106,7 @@ class Server:
             )
 
     def scoring(self, ids: Iterable[int], *, with_shared: bool, with_model: bool) -> list[Request]:
-        """Write requests to be scored, after the last finished round; see `Request`."""
+        """Write requests to be scored, after the last finished round."""
         state, roster = self.shared(), Roster(self.clients, self.spec.config, self.state.round)
         more = {"with_shared": with_shared, "with_model": with_model}
         return [self._request(self.state.round, roster, id, state=state, task="score", **more) for id in ids]
@@ -170,13 +159,7 @@ class Server:
     def aggregate(self, ctx: ServerContext, updates: Sequence[Update], replies: Sequence[Reply] = ()) -> float | None:
         """Aggregate updates that `validate` returned, let the method learn from them, and count the memories of their clients.
 
-        Args:
-            ctx: Context of the requests.
-            updates: In the order of their summation; at least one, and at most one per client.
-            replies: All of the round, which say whose memory was written.
-
-        Returns:
-            Simulated length of the round, if it does not wait for the slowest client.
+        Updates are added up in their order. The result is the simulated length of a round that does not wait for its slowest.
         """
         found = self.spec.method.aggregate(ctx, updates)
         state, seconds = found if isinstance(found, tuple) else (found, None)
@@ -193,15 +176,9 @@ class Server:
 def check_update(
     update: Update, request: Request, graph: UnitGraph, state: StateDict, *, examples: int, upload: Upload = "float32"
 ) -> None:
-    """Raise UpdateError unless an update may touch the model; nothing was changed.
+    """Raise UpdateError unless an update, under its own mask, may touch the shared `state`; nothing was changed.
 
-    Args:
-        update: The client's update, under its own mask.
-        request: Request to the client.
-        graph: The units of the model.
-        state: The shared state before the round.
-        examples: Number of training examples that the client is known to have.
-        upload: The type of uploaded changes.
+    `examples` is the number of training examples that the client is known to have, `upload` the type of changes.
     """
     who = f"the update of client {update.client_id}"
     if (update.round, update.client_id) != (request.round, request.client_id):
@@ -241,13 +218,7 @@ def check_update(
 
 
 def check_answer(update: Update, task: Task, *, whole: float) -> None:
-    """Raise UpdateError unless an update holds what its task asked for, and reports no more work than it allows.
-
-    Args:
-        update: What the client sent.
-        task: The client's task.
-        whole: FLOPs of training the whole model on the client's data.
-    """
+    """Raise UpdateError unless an update holds what its task asked for, with no more work than `task.work` · `whole` FLOPs."""
     who = f"the update of client {update.client_id}"
     if update.mask is not None and task.mask is None and not task.partial:
         raise UpdateError(

@@ -1,7 +1,5 @@
 """RunSpec: the fixed parts of a run, the same for every client."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -9,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
@@ -35,14 +33,9 @@ _DIGITS = 16
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RunSpec:
-    """The fixed parts of a run, the same for every client.
+    """The fixed parts of a run, the same for every client; problem and options are as `method.check` returned them.
 
     Args:
-        method: The recipe.
-        problem: Model, loss and metrics, as `method.check` returned them.
-        graph: The units of the model, and its layers.
-        costs: The FLOPs of the model.
-        config: The options, as `method.check` returned them.
         initial: The global state of round 0, dense, on the CPU.
         parameters: State-dict keys of parameters that train; the others are buffers or frozen parameters.
         frozen: State-dict keys of parameters without gradient. They are neither sent nor kept for each client.
@@ -61,8 +54,8 @@ class RunSpec:
     private: frozenset[str] = frozenset()
     trained: bool = False
 
-    @staticmethod
-    def build(method: Method, problem: Problem, config: RunConfig, *, init: Path | str | StateDict | None = None) -> RunSpec:
+    @classmethod
+    def build(cls, method: Method, problem: Problem, config: RunConfig, *, init: Path | str | StateDict | None = None) -> Self:
         """Make the model from the run's seed or from `init` (see `read_initial`), and trace its units and costs."""
         check_training(config.training)
         model, graph = _traced(problem, config)
@@ -72,7 +65,7 @@ class RunSpec:
         costs = cost_model(model, *setup.problem.example_inputs, graph=graph)
         initial = clone(model.state_dict())
         leaves = dict(model.named_parameters(remove_duplicate=False))
-        return RunSpec(
+        return cls(
             method=method,
             problem=setup.problem,
             graph=graph,
@@ -90,16 +83,13 @@ class RunSpec:
         return [name for name in self.initial if name not in self.frozen and name not in self.private]
 
     def fingerprint(self) -> str:
-        """Return a digest of the model: its entries, its units and its frozen values.
-
-        Frozen values are never sent, so server and clients must have the same ones.
-        """
+        """Return a digest of entries, units and frozen values, which never travel: server and clients must have the same."""
         shapes = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in self.initial.items()]
         frozen = digest({name: self.initial[name] for name in self.frozen})
         return short_digest([shapes, self.graph.fingerprint(), frozen])
 
     def describe(self, clients: Mapping[int, Client], experiment: Mapping[str, Any]) -> dict[str, Any]:
-        """Return plain JSON values that must be equal when a run is resumed; `experiment` is the user's."""
+        """Return plain JSON values that must be equal when a run is resumed."""
         devices = [[client.id, *dataclasses.astuple(client.capability)] for client in clients.values()]
         return {
             "method": self.method.describe(),
@@ -113,7 +103,7 @@ class RunSpec:
             "model": {"fingerprint": self.fingerprint(), "initial": digest(self.initial)[:_DIGITS]},
         }
 
-    def on(self, device: str) -> RunSpec:
+    def on(self, device: str) -> Self:
         """Return the same spec for one device. Its narrow model is made again when it is first used."""
         return dataclasses.replace(self, config=dataclasses.replace(self.config, device=device))
 
@@ -144,20 +134,15 @@ def _traced(problem: Problem, config: RunConfig) -> tuple[nn.Module, UnitGraph]:
 
 
 def short_digest(value: Any) -> str:
-    """Return a digest of plain JSON values, 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:_DIGITS]
 
 
 def by_id(clients: Sequence[Client]) -> dict[int, Client]:
-    """Return the clients by id, ascending."""
     return {client.id: client for client in sorted(clients, key=lambda client: client.id)}
 
 
 def data_fingerprint(clients: Iterable[Client]) -> str:
-    """Return a cheap hash that distinguishes data sets, 16 hexadecimal digits.
-
-    It covers ids, sizes, and of `TensorData` all labels and the first example. Other changes go unnoticed.
-    """
+    """Return a hash of ids, sizes, and of `TensorData` all labels and the first example; other changes go unnoticed."""
     sha = hashlib.sha256()
     for client in sorted(clients, key=lambda client: client.id):
         for split in (client.data.train, client.data.val, client.data.test):

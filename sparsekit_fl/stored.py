@@ -22,11 +22,7 @@ _STEPS = {
 
 
 def read_result(path: Path | str) -> dict[str, Any]:
-    """Read a `result.json`, given by its path or its folder, as plain JSON values.
-
-    Raises:
-        DataError: there is none, it is not a result, or another version wrote it.
-    """
+    """Read `result.json`, or the one in a folder, as plain JSON values; a DataError says if it is none of this schema."""
     path = Path(path)
     path = path / "result.json" if path.is_dir() else path
     try:
@@ -42,7 +38,7 @@ def read_result(path: Path | str) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return JSON values only. Numbers that are not finite become null, since JSON has none."""
+    """Return JSON values only; numbers that are not finite become null."""
     return json.loads(to_json(value, inf_nan_mode="null"))
 
 
@@ -68,8 +64,7 @@ def scale(unit: str, largest: float) -> tuple[float, str]:
 def texts(unit: str, means: Sequence[float | None], deviations: Sequence[float | None] = ()) -> list[str]:
     """Write the numbers of one column, all with the prefix of the largest; a dash stands for None and for non-finite numbers.
 
-    `unit` is one of `scale`, or "number". All texts have equally many decimals: three digits of the smallest number, but three
-    decimals at most.
+    All have three digits of the smallest number, but three decimals at most. `unit` is one of `scale`, or "number".
     """
     known = [abs(mean) for mean in means if mean is not None and math.isfinite(mean)]
     size, ending = scale(unit, max(known, default=0.0))

@@ -22,28 +22,22 @@ class Streams:
     def _generator(self, *key: int) -> np.random.Generator:
         return np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=key))
 
-    def model(self) -> np.random.Generator:
-        """Return the generator for initial weights."""
+    def model(self) -> np.random.Generator:  # initial weights
         return self._generator(_MODEL)
 
-    def data(self) -> np.random.Generator:
-        """Return the generator for partitions and splits of the data."""
+    def data(self) -> np.random.Generator:  # partitions and splits
         return self._generator(_DATA)
 
-    def server(self, round: int) -> np.random.Generator:
-        """Return the generator for what the server draws in a round: the cohort, proposed ratios."""
+    def server(self, round: int) -> np.random.Generator:  # the cohort, proposed ratios
         return self._generator(_SERVER, round)
 
-    def client(self, round: int, id: int) -> np.random.Generator:
-        """Return the generator for what one client draws in a round: batches, dropout, its own units."""
+    def client(self, round: int, id: int) -> np.random.Generator:  # batches, dropout, its own units
         return self._generator(_CLIENT, round, id)
 
-    def capability(self, round: int, id: int) -> np.random.Generator:
-        """Return the generator for the capability of one client in a round (round 0: drawn once for the whole run)."""
+    def capability(self, round: int, id: int) -> np.random.Generator:  # round 0: drawn once for the whole run
         return self._generator(_CAPABILITY, round, id)
 
-    def evaluation(self, round: int) -> np.random.Generator:
-        """Return the generator for the choice of clients that are scored after a round, where not all are."""
+    def evaluation(self, round: int) -> np.random.Generator:  # which clients are scored, where not all are
         return self._generator(_EVALUATION, round)
 
 
@@ -52,10 +46,7 @@ Purpose = Literal["sampling", "ratio", "mask", "local", "share", "aggregate", "p
 
 
 class Rngs(dict[str, np.random.Generator]):
-    """Purpose → an independent generator, made when it is first asked for: few are, and making one takes time.
-
-    Each is what `rng.spawn` gives at the place of its purpose.
-    """
+    """Purpose → what `rng.spawn` gives at its place; made when first asked for, since few are, and making one takes time."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         super().__init__()

@@ -117,7 +117,6 @@ def _distinct(texts: Sequence[str]) -> dict[str, Method]:
 
 @lru_cache(maxsize=1)
 def _experiment(options: RunOptions) -> Experiment:
-    """Load data and settings; the newest stay in memory, since neighboring trials share them."""
     return Experiment.of(options)
 
 

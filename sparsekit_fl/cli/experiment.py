@@ -25,12 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Experiment:
-    """The arguments of `sparsekit_fl.run`, except the method.
-
-    Args:
-        engine: Runs the clients; None for Flower, which runs the experiment in an app.
-        described: Names of model, data set and partition, for the result.
-    """
+    """The arguments of `sparsekit_fl.run`, except the method; without an engine, Flower runs them in an app."""
 
     problem: Problem
     clients: list[Client]
@@ -39,7 +34,6 @@ class Experiment:
     described: Mapping[str, Any]
 
     def run(self, method: Method, options: RunOptions, callbacks: Sequence[Callback], *, resume: bool) -> RunResult:
-        """Run a method in the folder that the options name; with `resume`, continue the run there."""
         from sparsekit_fl.rounds import run
 
         return run(
@@ -52,9 +46,6 @@ class Experiment:
         """Load and partition the data, and complete the options from the preset.
 
         With `ids`, only these clients are loaded: the clients of one device, or none on a server without data.
-
-        Raises:
-            SparsekitError: an option that is not allowed, or data that are missing or do not fit.
         """
         from sparsekit_fl.client.fit import check_training
         from sparsekit_fl.engines import check_device

@@ -1,7 +1,5 @@
 """Flower from the command line: the options of its app, and `sparsekit flower-app DIR`, which writes it for devices."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """`sparsekit list KIND`: the names that options take, or all options; `sparsekit describe METHOD`: the options of a method."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

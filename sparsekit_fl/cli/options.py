@@ -53,12 +53,7 @@ _FROM_PRESET = {*options_of(Preset), *options_of(TrainingConfig), "heterogeneity
 
 @dataclass(init=False, eq=False)
 class RunOptions:
-    """The options of a run and of a command that the user gave, by name in `given`; any other has its default, or None.
-
-    Raises:
-        UnknownNameError: no such option.
-        InvalidValueError: a value that is not allowed.
-    """
+    """The options of a run and of a command that the user gave, by name in `given`; any other has its default, or None."""
 
     preset: str | None = option(
         None,
@@ -151,7 +146,6 @@ class RunOptions:
         return cls(**given | typed, **({"set": tuple(rest)} if rest else {}))
 
     def given_of(self, *kinds: type) -> dict[str, Any]:
-        """Return the given options of some classes, by name."""
         return {name: value for name, value in self.given.items() if any(name in options_of(kind) for kind in kinds)}
 
     def replaced(self, **values: Any) -> Self:
@@ -160,16 +154,14 @@ class RunOptions:
         return type(self)(**left, **{name: value for name, value in values.items() if value is not None})
 
     def settings(self) -> dict[str, str]:
-        """Return path → text, of the options of the method."""
+        """Return path → text of the options of the method."""
         return {path: text for path, text in read_settings(self.set or ()).items() if not path.startswith(PARTITION)}
 
     def partition_options(self) -> dict[str, str]:
-        """Return name → text, of the options of the partition."""
         given = read_settings(self.set or ()).items()
         return {path.removeprefix(PARTITION): text for path, text in given if path.startswith(PARTITION)}
 
     def callbacks(self) -> list[Callback]:
-        """Return the callbacks that were named, made."""
         from sparsekit_fl.callbacks import loggers
 
         return [loggers.find(name)() for name in self.callback or ()]

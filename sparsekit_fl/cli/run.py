@@ -63,7 +63,6 @@ def _keeping_options(method: str, options: RunOptions) -> Callback:
 
 
 def _show(result: RunResult, options: RunOptions) -> None:
-    """Print a result: JSON only with --json, else a table and remarks."""
     from sparsekit_fl.comparison import columns_of, unlike
     from sparsekit_fl.stored import flat, number_text
 

@@ -46,11 +46,7 @@ _LOG_LINES = 15
 def simulate(method: str, options: RunOptions, on_round: Callable[[RoundRecord], object]) -> RunResult:
     """Run a method in Flower's simulation: write an app, start a SuperLink that simulates, and submit the app to it.
 
-    Raises:
-        SparsekitError: the error that ended the run.
-        InvalidValueError: a Ray cluster, and no folder that its machines share.
-        WorkerDiedError: Flower ended without a result; has the end of its log.
-        RunInterrupted: Ctrl-C, or SIGTERM; says how to continue.
+    The error that ended the run is raised here; if Flower ended without a result, WorkerDiedError with the end of its log.
     """
     from sparsekit_fl import errors
     from sparsekit_fl.results import RoundRecord, load_result

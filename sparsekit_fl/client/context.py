@@ -1,7 +1,5 @@
 """ClientContext: a method's view of a client, its state, and the cost of its work."""
 
-from __future__ import annotations
-
 import bisect
 import functools
 import math
@@ -174,11 +172,7 @@ def width_of(costs: CostModel, share: float) -> float:
     """Return the largest share of units, equal in all groups, at which a step costs at most a share of the FLOPs of a full
     step.
 
-    At least one unit of each group is kept, whatever it costs.
-
-    Args:
-        costs: The FLOPs of the model.
-        share: In (0, 1].
+    One unit of each group is the least, whatever it costs.
     """
     if share == 1.0:
         return 1.0
@@ -201,13 +195,9 @@ def timed(cost: Cost, capability: Capability) -> Cost:
 
 
 def rowmask_flops(costs: CostModel, mask: UnitMask | WeightMask | None = None) -> int:
-    """Return the FLOPs of one example: (2 · nonzero weights + bias entries) per output position.
+    """Return the FLOPs of one example: (2 · nonzero weights + bias entries) per output position; products count whole.
 
-    Products between activations count whole.
-
-    Args:
-        costs: The model's terms.
-        mask: A UnitMask, which removes rows of dropped units, or a WeightMask, which removes entries; None keeps all.
+    A UnitMask removes rows of dropped units, a WeightMask removes entries, None keeps all.
     """
     if isinstance(mask, WeightMask):
         sizes = {name: int(mask[name].sum()) if name in mask else math.prod(s) for name, s in costs.graph.shapes.items()}
@@ -217,12 +207,9 @@ def rowmask_flops(costs: CostModel, mask: UnitMask | WeightMask | None = None) -
 
 
 def part_flops(costs: CostModel, weights: Collection[str], *, bias: bool = False) -> int:
-    """Return the FLOPs of one example spent on the uses of some weights of the whole model.
+    """Return the FLOPs of one example spent on the uses of some weights of the whole model, in convolutions and products.
 
-    Args:
-        costs: The model's terms.
-        weights: State-dict keys; others than weights of convolutions and products cost nothing.
-        bias: Count bias entries once per output position too, as the paper's convention does.
+    `bias` counts bias entries once per output position too, as the paper's convention does.
     """
     return _flops(costs, {name: math.prod(costs.graph.shapes[name]) for name in weights}, bias=bias)
 

@@ -1,13 +1,11 @@
 """fit(): the only loop over batches, and its parts: examples in memory, batches by index, optimizers, scores."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -42,10 +40,8 @@ Step = Callable[[Batch], tuple[Any, Tensor]]
 class Examples:
     """One split of a client's data. TensorData are normalized and moved once; any other data set is read batch by batch.
 
-    `name` and `split` are for messages. `rng` seeds random transforms of the data; None: there are none.
-
-    Raises:
-        DataError: inputs hold NaN or infinity; lazily read data are checked at each read.
+    `name` and `split` are for messages. `rng` seeds random transforms of the data; None: there are none. Inputs with NaN or
+    infinity are a DataError, of lazily read data at each read.
     """
 
     def __init__(
@@ -150,11 +146,7 @@ Adjust = Callable[[dict[Tensor, Tensor]], dict[Tensor, Tensor]]
 class LocalStep:
     """One step of local training. Plain SGD is one fused operation, with the same numbers as `torch.optim.SGD`.
 
-    Args:
-        parameters: What trains; those that need no gradient are left alone.
-        lr: Learning rate of plain SGD.
-        clip: Largest norm of the whole gradient, before weight decay; None: any.
-        optimizer: Changes the parameters by their gradients; None: plain SGD.
+    `clip` limits the norm of the whole gradient, before weight decay. Without an optimizer, it is plain SGD with rate `lr`.
     """
 
     def __init__(
@@ -202,11 +194,7 @@ def check_training(training: TrainingConfig) -> None:
 
 
 def make_step(training: TrainingConfig, leaves: Iterable[Tensor]) -> LocalStep:
-    """Build the optimizer that the options describe, for some leaves.
-
-    Raises:
-        InvalidValueError: the options give a momentum or a weight decay that it does not take, or a value that it refuses.
-    """
+    """Build the optimizer of some leaves as the options say, or raise InvalidValueError if it refuses them."""
     name, given = training.optimizer, {"momentum": training.momentum, "weight_decay": training.weight_decay}
     leaves, optimizer = [leaf for leaf in leaves if leaf.requires_grad], None
     if leaves and (name != "sgd" or any(given.values())):
@@ -243,8 +231,8 @@ class TrainingLog:
     passes: int = 0
     forward_only: int = 0
 
-    def __add__(self, other: TrainingLog) -> TrainingLog:
-        return TrainingLog(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+    def __add__(self, other: Self) -> Self:
+        return type(self)(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
     def metrics(self) -> dict[str, float]:
         """Return `loss` and `accuracy`, each the mean over the epochs."""
@@ -288,10 +276,9 @@ def fit(
     amp: Amp = "off",
     device: str = "cpu",
 ) -> TrainingLog:
-    """Run `step` over every batch; the only loop over batches. Return loss and accuracy per epoch, and counts.
+    """Run `step` over every batch, in training mode; the only loop over batches. Return losses, accuracies and counts.
 
-    The module is put in training mode. Accuracy is recorded where the problem has a metric of that name. `rng` seeds torch's
-    global generator, from which dropout draws.
+    Accuracy is recorded where the problem has a metric of that name. `rng` seeds torch's global generator for dropout.
     """
     accuracy = metrics.get("accuracy")
     losses, accuracies = list[float](), list[float]()
@@ -325,12 +312,7 @@ def fit(
 
 
 def evaluate(module: nn.Module, problem: Problem, examples: Examples, *, positions: Tensor | None = None) -> Scores:
-    """Score a module in evaluation mode.
-
-    Returns:
-        `loss` and every metric of the problem, as (sum over examples, weight), of the examples at `positions`, int64, or all;
-        empty without examples.
-    """
+    """Score a module in evaluation mode, on the examples at `positions`, int64, or on all; empty without examples."""
     if len(examples) == 0:
         return {}
     sums: dict[str, tuple[float, float]] = {}

@@ -1,12 +1,10 @@
 """Request and Reply, with Update and Evaluation: everything that is sent between server and clients, and its exact size."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import ConfigDict, TypeAdapter
@@ -57,8 +55,8 @@ class Cost:
     simulated_seconds_scoring: float = 0.0
     wall_seconds: float = 0.0
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self)})
+    def __add__(self, other: Self) -> Self:
+        return type(self)(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self)})
 
     @property
     def seconds(self) -> float:
@@ -133,15 +131,9 @@ class Update:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Checked):
-    """Scores of one client on its own data.
+    """Scores of one client on its own data: of its model on test and validation data, and of the global model (`shared`).
 
-    Args:
-        client_id: The client.
-        examples: Test examples.
-        personal: Scores of the personal model on the test data.
-        validation: Scores of the personal model on the validation data; empty where there are none.
-        shared: Scores of the global model on the test data; None where not asked for.
-        ratio: Ratio of the personal model; None where it is not sparse.
+    Validation scores are empty without such data, `shared` is None where not asked for, `ratio` where the model is not sparse.
     """
 
     client_id: NonNegativeCount
@@ -188,7 +180,6 @@ def _tensors(message: Request | Update) -> tuple[dict[str, Tensor], dict[str, An
 
 
 def update_bytes(update: Update) -> int:
-    """Return the bytes of the tensors of an update: changes, mask and further tensors."""
     return sum(tensor.nbytes for tensor in _tensors(update)[0].values())
 
 
@@ -200,10 +191,7 @@ def request_bytes(request: Request, graph: UnitGraph) -> int:
 
 
 def encode_request(request: Request, graph: UnitGraph, *, with_state: bool = True) -> bytes:
-    """Return a request as it is sent: of the state, only what its mask keeps.
-
-    `with_state=False` leaves the state out, for many requests that share one.
-    """
+    """Return a request as it is sent: of the state, only what its mask keeps, or nothing where many requests share one."""
     tensors, meta = _tensors(request)
     if with_state:
         kept = Kept(graph, request.mask).gather_all(request.state)
@@ -213,12 +201,9 @@ def encode_request(request: Request, graph: UnitGraph, *, with_state: bool = Tru
 
 
 def decode_request(payload: bytes, graph: UnitGraph, *, state: StateDict | None = None) -> Request:
-    """Undo `encode_request`; dropped entries are zero, or come from `state`.
+    """Undo `encode_request`; dropped entries are zero, or come from `state`, if the request was sent without one.
 
-    Args:
-        payload: What the server sent, which clients trust.
-        graph: The units of the model.
-        state: The dense shared state, if the request was sent without it.
+    Clients trust the server.
     """
     tensors, meta = unpack(payload)
     common = _common(tensors, meta, graph)
@@ -231,7 +216,6 @@ def decode_request(payload: bytes, graph: UnitGraph, *, state: StateDict | None 
 
 
 def encode_reply(reply: Reply) -> bytes:
-    """Return a reply as it is sent: an update, or scores, or an error."""
     tensors, meta = dict[str, Tensor](), dict[str, Any]()
     if reply.update is not None:
         tensors, meta = _tensors(reply.update)
@@ -248,11 +232,7 @@ def encode_reply(reply: Reply) -> bytes:
 
 
 def decode_reply(payload: bytes, request: Request, graph: UnitGraph) -> Reply:
-    """Undo `encode_reply` for the reply to a request; the sender need not be trusted.
-
-    Raises:
-        DataError: it is not a reply to this request.
-    """
+    """Undo `encode_reply`, for the reply to a request, whoever sent it; raise DataError if it is not a reply to it."""
     tensors, meta = unpack(payload)
     try:
         said = meta["reply"]

@@ -1,7 +1,5 @@
 """The parts of a state that are sent under a mask, and masks as bits."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Mapping
@@ -28,15 +26,12 @@ from sparsekit_fl.packed import plain_bytes
 
 
 def clone(state: StateDict) -> dict[str, Tensor]:
-    """Return a copy that shares no memory with `state` and carries no graph."""
+    """Return a copy without shared memory or a graph."""
     return {name: tensor.detach().clone() for name, tensor in state.items()}
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Tell whether a float or complex tensor holds neither NaN nor infinity.
-
-    If the sum is finite, so are its terms, and a sum takes a twentieth of the time of checking each term.
-    """
+    """Tell whether a tensor holds neither NaN nor infinity; a finite sum says so in a twentieth of the time."""
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
@@ -59,10 +54,6 @@ class Kept:
 
     A unit mask keeps a narrow tensor (the shape that the compact model has), a weight mask a 1-D tensor of the kept
     entries in row-major order, no mask everything; keys without dropped entries are kept whole, in their own shape.
-
-    Args:
-        graph: The units and shapes of the model.
-        mask: Units or entries to keep; None keeps all.
     """
 
     def __init__(self, graph: UnitGraph, mask: Mask | None) -> None:
@@ -80,11 +71,9 @@ class Kept:
             self._flat = {name: keep.nonzero().reshape(-1) for name, keep in partial.items()}
 
     def is_whole(self, name: str) -> bool:
-        """Return true where every entry of `name` is kept and its shape is the model's."""
         return name not in self._axes and name not in self._flat
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the kept part of `name`."""
         if name in self._flat:
             return (self._flat[name].numel(),)
         return tuple(narrow_shape(self.graph.shapes[name], self._axes.get(name, {})))
@@ -96,7 +85,6 @@ class Kept:
         return gather(tensor, self._axes.get(name, {}))
 
     def scatter(self, name: str, kept: Tensor, into: Tensor) -> None:
-        """Write the kept part into the dense tensor `into`, in place."""
         if name in self._flat:
             into.view(-1)[self._flat[name]] = kept
         else:
@@ -107,7 +95,6 @@ class Kept:
         self.scatter(name, self.gather(name, into) + kept, into)
 
     def gather_all(self, state: StateDict) -> dict[str, Tensor]:
-        """Return the kept part of each entry of a dense state."""
         return {name: self.gather(name, tensor) for name, tensor in state.items()}
 
     def scatter_all(self, kept: StateDict, into: StateDict) -> dict[str, Tensor]:
@@ -136,7 +123,6 @@ def mask_state(graph: UnitGraph, mask: Mask | None, state: StateDict) -> dict[st
 
 
 def upload_dtype(dtype: torch.dtype, upload: Upload) -> torch.dtype:
-    """Return the dtype that a change is uploaded in: its own, or on request bfloat16 for a floating-point one."""
     return torch.bfloat16 if upload == "bfloat16" and dtype.is_floating_point else dtype
 
 
@@ -174,16 +160,10 @@ def _unpack_entry(size: int, few: int | None, data: npt.NDArray[np.uint8]) -> np
 def unpack_mask(
     tensors: Mapping[str, Tensor], description: Mapping[str, Any] | None, graph: UnitGraph | None = None
 ) -> Mask | None:
-    """Return the inverse of `pack_mask`.
+    """Return the inverse of `pack_mask`; raise DataError if bits and description disagree, or do not fit the graph.
 
-    Args:
-        tensors: With the bits.
-        description: Description of the mask.
-        graph: The units and shapes of the model; None trusts the description. A few bytes can describe an entry of any size, so
-            a mask from an untrusted sender is checked against the graph before memory is allocated.
-
-    Raises:
-        DataError: bits and description disagree, or the mask is not one of this graph.
+    Without a graph, the description is believed. A few bytes can describe an entry of any size, so what strangers send is read
+    with the graph, before room is made for it.
     """
     if description is None:
         return None
@@ -213,11 +193,9 @@ def unpack_mask(
 
 
 def remember_mask(memory: dict[str, Any], mask: Mask | None) -> None:
-    """Save a mask in a memory, as bits."""
     bits, description = pack_mask(mask)
     memory.update(bits=bits, description=description)
 
 
 def recall_mask(memory: Mapping[str, Any]) -> Mask | None:
-    """Return the mask that is saved in a memory; None where there is none."""
     return unpack_mask(memory.get("bits", {}), memory.get("description"))

@@ -39,14 +39,10 @@ _log = logging.getLogger("flwr")  # what Flower shows of an app
 
 @dataclass(eq=False)
 class Node:
-    """The state of a node.
+    """A node, and its clients by id. Next to the folder of memories, the models of its clients stay after the last round.
 
-    Args:
-        spec: The fixed parts of the run.
-        clients: Client id → client, of all clients in the requests.
-        memories: The memories of its clients. Next to their folder, the models of its clients stay after the last round.
-        device: Whether it is a device: its failures are answers, and it keeps the global model too, for `load_model`. Else it
-            is a process of the simulation, and its failures end the run.
+    Failures of a device are answers, and it keeps the global model too, for `load_model`. The failure of a process of the
+    simulation ends the run.
     """
 
     spec: RunSpec

@@ -1,7 +1,5 @@
 """train_submodel: your own training loop on a part of the model, inside an existing ClientApp."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,9 +24,8 @@ _TYPE = "sparsekit.raw"  # of the array in a reply
 class Submodel:
     """The part of the model that a client trains in one round; made by `train_submodel`.
 
-    Attributes:
-        model: Train this. A plain, narrow module if the server chose the mask, else a `sparsekit.LearnableMask`.
-        ratio: Share of units kept in each group, in (0, 1].
+    Train `model`: a plain, narrow module if the server chose the mask, else a `sparsekit.LearnableMask`. `ratio`, in (0, 1], is
+    the share of units kept in each group.
     """
 
     def __init__(self, message: Message, context: Context, model: nn.Module, ratio: float, mask: sk.UnitMask | None) -> None:
@@ -38,12 +35,9 @@ class Submodel:
         self._seconds = 0.0
 
     def reply(self, metrics: Mapping[str, float | int]) -> Message:
-        """Return the reply to the server: the kept entries, their mask, and the metrics.
+        """Return the reply to the server, after the training: the kept entries, their mask, and the metrics of your app.
 
-        Call it after the training. A learned mask is kept in `context.state` until the next round.
-
-        Args:
-            metrics: As your app sends them, `num-examples` among them.
+        The metrics have `num-examples` among them. A learned mask is kept in `context.state` until the next round.
         """
         trained, mask = self.model, self._mask
         if isinstance(trained, sk.LearnableMask):
@@ -115,16 +109,7 @@ def train_submodel(
 def load_submodel(message: Message, context: Context, model: nn.Module, example_inputs: Any) -> nn.Module:
     """Return the global model of a message under this client's own learned mask; the whole model if it has none yet.
 
-    Use it in the `@app.evaluate()` function of an app whose clients learn their masks.
-
-    Args:
-        message: From the server, with the whole model.
-        context: Of this client.
-        model: A fresh model.
-        example_inputs: As in `train_submodel`.
-
-    Returns:
-        A plain module, narrow if this client has learned a mask.
+    Use it in the `@app.evaluate()` function of an app whose clients learn their masks; arguments are as in `train_submodel`.
     """
     model.load_state_dict(_state(message))
     if _MASK not in context.state:
@@ -133,13 +118,10 @@ def load_submodel(message: Message, context: Context, model: nn.Module, example_
     return sk.compact(model, graph, read_mask(context.state.config_records[_MASK], graph), inplace=True)
 
 
-def traced(model: nn.Module, example_inputs: Any) -> sk.UnitGraph:
-    """Return the units of a model; `example_inputs` is a tensor or a tuple of positional inputs."""
-    return sk.trace_units(model, example_inputs)
+traced = sk.trace_units
 
 
 def mask_record(mask: sk.UnitMask, **numbers: float) -> ConfigRecord:
-    """Return a record of a mask and further numbers."""
     bits, about = pack_mask(mask)
     record = ConfigRecord({"mask": pack(bits, about or {})})
     record.update(numbers)
@@ -172,7 +154,6 @@ def _state(message: Message) -> dict[str, Tensor]:
 
 
 def arrays_of(state: Mapping[str, Tensor]) -> ArrayRecord:
-    """Return a state as Flower carries it."""
     return ArrayRecord({name: Array(tensor.detach().cpu().numpy()) for name, tensor in state.items()})
 
 

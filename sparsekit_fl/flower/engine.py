@@ -195,10 +195,9 @@ def content(*parts: bytes, run: str = "") -> RecordDict:
 
 
 def read(message: Message | str) -> tuple[str, list[bytes]]:
-    """Undo `content`: return the id of the run, and the payloads.
+    """Undo `content`: return the id of the run, and the payloads; raise DataError if the message is absent or not of `content`.
 
-    Raises:
-        DataError: the message is absent (a text says why), is an error of Flower, or is not from this package.
+    A text in place of a message says why it is absent.
     """
     if isinstance(message, str):
         raise DataError(message)
@@ -240,8 +239,7 @@ def describe_clients(clients: Iterable[Client], identity: str) -> bytes:
 def read_clients(answer: Message | str, identity: str) -> dict[int, Client]:
     """Undo `describe_clients`, for the answer of any device: client id → client, with numbers of examples in place of data.
 
-    Raises:
-        DataError: it names no clients, one twice or more than a million, or has other code or another model; says what to do.
+    If it describes none, one twice or more than a million, or has other code or another model, a DataError says what to do.
     """
     _, parts = read(answer)
     try:

@@ -1,7 +1,5 @@
 """SubmodelStrategy: any Flower strategy that averages, made to send submodels and to merge what comes back."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import Counter
@@ -141,7 +139,6 @@ class SubmodelStrategy(Strategy):
         return replace(update, delta=change), metrics
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
-        """Do as the strategy inside does: the whole global model travels, and `load_submodel` cuts it."""
         return self._inner.configure_evaluate(server_round, arrays, config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:

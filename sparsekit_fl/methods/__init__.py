@@ -41,13 +41,7 @@ registry = Registry(
 def make_method(text: str, *, settings: Mapping[str, Any] | None = None) -> Method:
     """Make a method from its name in the registry, or from `package.module:Class`; options may follow: `fedprox mu=0.1`.
 
-    Args:
-        text: What the user wrote.
-        settings: Further options: name → value; text is read by the annotation of the field.
-
-    Raises:
-        UnknownNameError: there is no such method or option; names the nearest.
-        InvalidValueError: the text does not name a method, or the value of an option is not allowed.
+    `settings` are further options: name → value; text is read by the annotation of the field.
     """
     name, *own = text.split() or [text]
     found = registry.find(name)

@@ -17,8 +17,6 @@ bit-identical on every engine and after every resumption.
 The types that hooks take and return, and their usual steps, can be imported from here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,14 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Variant:
-    """Name a method with other defaults.
-
-    Args:
-        name: Name in tables and in results.
-        about: What the variant is, a sentence.
-        note: See `Method.note`.
-        defaults: Options that differ from the defaults of the class, with their values.
-    """
+    """A method with other `defaults` than its class, name → value; `about` is a sentence, for `note` see `Method.note`."""
 
     name: str
     about: str

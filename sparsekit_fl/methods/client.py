@@ -1,7 +1,5 @@
 """`Task`, `Result` and `Model`: a client's work, its outcome, and the model it deploys. `sgd` trains, `keep_model` keeps it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -130,14 +128,12 @@ def descend(
         leaves: The leaves of the model that train, from `load` or `trained_leaves`.
         adjusts: Gives changes of the gradients of each step, applied in order, from the leaves that train: state-dict key →
             leaf. A method that adds a term to the loss adds its gradient here.
-        pull: Adds pull / 2 · ‖θ − anchor‖² to the loss; 0 adds nothing.
+        pull: Adds pull / 2 · ‖θ − anchor‖² to the loss (FedProx, Li et al., MLSys 2020); 0 adds nothing.
         anchor: A dense state; None: the state that training starts from.
         batches: The batches to train on; None: new ones, as the options of the run say.
         forward: Replaces the forward pass and the loss of a batch: returns the outputs, which metrics score, and the loss.
         only: State-dict keys of the entries that train; None: all. The others stay as they are.
         **training: Replace options of `TrainingConfig`, as in `local_epochs=1`.
-
-    Source: the pull comes from FedProx (Li et al., MLSys 2020).
     """
     if training:
         client = replace(client, training=replace(client.training, **training))
@@ -188,15 +184,10 @@ def trained_leaves(masked: LearnableMask) -> dict[str, Tensor]:
 def pull_towards(
     masked: LearnableMask, leaves: Leaves, anchor: StateDict, strength: float, *, training: TrainingConfig | None = None
 ) -> Adjust:
-    """Add strength · (leaf - anchor) to each gradient: the gradient of (strength / 2) · squared distance.
+    """Add strength · (leaf - anchor) to each gradient: the gradient of (strength / 2) · squared distance to a dense state.
 
-    Args:
-        masked: The narrow model; whenever its mask changes, the anchors of kept units are gathered again.
-        leaves: Its leaves that train.
-        anchor: A dense state.
-        strength: Factor.
-        training: The options of the steps. With plain SGD, the pull is one interpolation of the leaves in place, several times
-            as fast as a longer gradient.
+    Whenever the mask changes, the anchors of kept units are gathered again. If `training` gives the options of the steps and
+    these are plain SGD, the pull is one interpolation of the leaves in place, several times as fast as a longer gradient.
     """
     narrow, version = masked.narrow_model, -1
     origin: dict[Tensor, Tensor] = {}

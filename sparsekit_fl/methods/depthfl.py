@@ -51,10 +51,8 @@ class _Stop(BaseException):
 class WithExits(nn.Module):
     """A model with exits; called, it gives the mean of all outputs, its own among them. The model's state is under "model.".
 
-    Running to an exit stops there: what comes after is neither computed nor differentiated, whatever code calls the layers.
-
-    `places` are qualified names of the modules before which the exits `heads` are, in forward order; each is called once per
-    pass.
+    The exits `heads` are before the modules named by `places`, in forward order; each is called once per pass. Running to an
+    exit stops there: what comes after is neither computed nor differentiated.
     """
 
     def __init__(self, model: nn.Module, places: Sequence[str], heads: Sequence[nn.Module]) -> None:
@@ -64,10 +62,7 @@ class WithExits(nn.Module):
         self._places = tuple(places)
 
     def outputs(self, *inputs: Any, depth: int | None = None) -> list[Tensor]:
-        """Return the outputs of the first `depth` exits, at least 1; None gives all, the model's own last.
-
-        Nothing behind the last one asked for is run.
-        """
+        """Return the outputs of the first `depth` exits, at least 1; None gives all, the model's own last."""
         found: list[Tensor] = []
 
         def leave(head: nn.Module, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG001 - torch's signature
@@ -89,20 +84,13 @@ class WithExits(nn.Module):
         return found
 
     def forward(self, *inputs: Any) -> Tensor:
-        """Return the mean of all outputs."""
         return torch.stack(self.outputs(*inputs)).mean(0)
 
 
 def with_exits(build: Callable[[], nn.Module], inputs: tuple[Any, ...]) -> WithExits:
-    """Build a model and give it exits, each one linear layer.
+    """Build a model, which names its places in `exits_before`, and give it exits, each one linear layer.
 
-    Args:
-        build: Builds the model. Its attribute `exits_before` has the qualified names of the modules before which there is an
-            exit, in forward order. The model is a chain: what such a module reads, all layers before it have made.
-        inputs: One call's.
-
-    Raises:
-        InvalidValueError: the model names no place, or an exit cannot be made there.
+    The model is a chain: all layers before an exit have made what the exit reads from one call with `inputs`.
     """
     model = build()
     places, read = tuple(getattr(model, "exits_before", ())), list[tuple[str, Any]]()
@@ -130,25 +118,21 @@ def with_exits(build: Callable[[], nn.Module], inputs: tuple[Any, ...]) -> WithE
 
 
 def _ends(graph: UnitGraph) -> list[int]:
-    """Return, for each depth from 1, the number of layers that a client of that depth runs, exits included."""
     return [*(place for place, layer in enumerate(graph.layers, 1) if layer.name.startswith("exits.")), len(graph.layers)]
 
 
 def depth_entries(graph: UnitGraph) -> list[frozenset[str]]:
-    """Return, for each depth from 1, the state-dict keys that a client of that depth trains."""
+    """Return the state-dict keys that a client of each depth trains, from depth 1."""
     return [frozenset(name for layer in graph.layers[:end] for name in layer.entries) for end in _ends(graph)]
 
 
 def depth_flops(graph: UnitGraph, costs: CostModel, *, bias: bool = False) -> list[int]:
-    """Return, for each depth from 1, the FLOPs of one example through the layers and exits that a client of that depth runs.
-
-    `bias` adds the bias entries that the paper's convention counts.
-    """
+    """Return the FLOPs of one example at each depth, from 1; `bias` adds bias entries, as the paper's convention does."""
     return [part_flops(costs, prefix_entries(graph.layers, end), bias=bias) for end in _ends(graph)]
 
 
 def affordable_depth(graph: UnitGraph, costs: CostModel, ratio: float) -> int:
-    """Return the largest depth, at least 1, whose work is at most `ratio` of the whole model's, exits included."""
+    """Return the largest depth whose work is at most `ratio` of the whole model's, exits included; at least 1."""
     work = depth_flops(graph, costs)
     return max([1, *(depth for depth, flops in enumerate(work, 1) if flops <= ratio * work[-1])])
 
@@ -193,7 +177,6 @@ class DepthFL(Method):
         return replace(setup, problem=replace(problem, model=partial(with_exits, problem.model, problem.example_inputs)))
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
-        """Send the first layers and exits; everything at full depth."""
         ratio = server.roster[client_id].capability.ratio
         entries = depth_entries(server.graph)
         depth = affordable_depth(server.graph, server.costs, ratio)
@@ -204,7 +187,6 @@ class DepthFL(Method):
         return Task(mask=mask, ratio=ratio)
 
     def train(self, client: ClientContext, task: Task) -> Result:
-        """Train the first layers alone; the layers behind are not run."""
         depth = affordable_depth(client.graph, client.costs, task.ratio)
         names = depth_entries(client.graph)[depth - 1]
         module, loss_of = client.masked.model, client.problem.loss

@@ -38,10 +38,7 @@ _NOISE = 0.01  # upper end of the noise on importance that starts at the absolut
 
 
 def utility(accuracy: float) -> float:
-    """Return u(x) = 10 − 20 / (1 + e^(0.35 x)) = 10 tanh(0.175 x); accuracy is a fraction, where U is nearly linear.
-
-    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), reward function.
-    """
+    """Return u(x) = 10 − 20 / (1 + e^(0.35 x)) = 10 tanh(0.175 x) of the paper; x is a fraction, where u is nearly linear."""
     return 10.0 * math.tanh(0.175 * accuracy)
 
 
@@ -117,12 +114,7 @@ class FedLPS(Method):
         return described if self.redraw is None else {**described, "redraw_capability": str(self.redraw).lower()}
 
     def check(self, setup: Setup) -> Setup:
-        """Keep the head private, unless all share it or the model has nothing else.
-
-        Raises:
-            NoUnitsError: the model has no units.
-            InvalidValueError: the problem lacks the accuracy that bandits learn from.
-        """
+        """Keep the head private, unless all share it or the model has nothing else."""
         setup.require_units("FedLPS")
         if self.ratios == "bandit":
             setup.problem.require_accuracy("FedLPS learns from training accuracy")
@@ -134,7 +126,6 @@ class FedLPS(Method):
     # On the server
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
-        """Send the whole model, with the ratio of this client. A bandit learns from its accuracy."""
         metrics = ("accuracy",) if self.ratios == "bandit" else ()
         return Task(ratio=offered(server, client_id, self._ratio(server, client_id)), partial=True, metrics=metrics)
 
@@ -201,13 +192,8 @@ class FedLPS(Method):
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train, and keep the model if it is to be deployed.
 
-        Returns:
-            The narrow state under the final mask. If a bandit learns from it, the first result has the metric
-            `initial_accuracy`: the accuracy of the client's submodel in the state of round 0, on a few of its training
-            examples, a⁻¹ in the paper.
-
-        Raises:
-            InvalidValueError: the learned importance diverged.
+        If a bandit learns from it, the first time the metric `initial_accuracy` is that of the client's submodel of the global
+        state of round 0, on a few of its training examples, a⁻¹ in the paper.
         """
         if self.pattern == "learned":
             return self._train_learned(client, task)
@@ -276,8 +262,8 @@ class FedLPS(Method):
     def _first(self, client: ClientContext, load: Callable[[], object]) -> dict[str, float]:
         """Score a client's first submodel in the state of round 0; nothing if no bandit learns from it.
 
-        A few of its training examples count, for a hundredth of the FLOPs of the training. They are drawn by the
-        generator of the ratio, so that batches are the same as in any other method.
+        A few training examples count, for a hundredth of the FLOPs of the training, drawn by the generator of the ratio, so
+        that batches are the same as in any other method.
         """
         if self.ratios != "bandit" or "began" in client.memory:
             return {}
@@ -290,7 +276,6 @@ class FedLPS(Method):
         return {"initial_accuracy": score / weight} if weight else {}
 
     def _train_learned(self, client: ClientContext, task: Task) -> Result:
-        """Train weights and importance together, under a mask that follows it."""
         metrics = self._first(client, lambda: self._load(client, client.initial_state(), task.ratio))
         masked = self._load(client, task.state, task.ratio)
         # ‖θ − ω‖² is a sum in the paper and a mean here; its gradient has a factor of 2.

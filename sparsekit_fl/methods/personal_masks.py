@@ -33,24 +33,20 @@ class OwnMasks(Method):
     A client deploys the global model under its mask; a client that never trained deploys all of it.
     """
 
-    over: ClassVar[Over] = "holders"
-    """The clients that the mean of an entry is over; see `mean`."""
+    over: ClassVar[Over] = "holders"  # see `mean`
 
     def next_mask(self, graph: UnitGraph, mask: Mask | None, extra: StateDict) -> Mask | None:
         """Return the mask of the client's next participation, from an update; by default the trained mask."""
         return mask
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
-        """Return the mask that the client's last update named; None before the first."""
         return Task(mask=recall_mask(server.client[client_id]), partial=True)
 
     def remember(self, client: ClientContext, result: Result, ratio: float) -> None:
-        """Keep the next mask and its ratio on the client, for `deploy`."""
         client.memory["ratio"] = ratio
         remember_mask(client.memory, self.next_mask(client.graph, result.mask, result.extra))
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
-        """Return the mean with equal weights, and remember each client's mask."""
         for update in updates:
             remember_mask(server.client[update.client_id], self.next_mask(server.graph, update.mask, update.extra))
         return mean(server, updates, weights="uniform", over=self.over)
@@ -63,14 +59,12 @@ class OwnMasks(Method):
 class PruneWhenAccurate(OwnMasks):
     """A client prunes a little more whenever the received model does well enough on its validation data."""
 
-    rewinds: ClassVar[bool] = False
-    """Whether a client that has just pruned trains from the values of round 0."""
+    rewinds: ClassVar[bool] = False  # whether a client that has just pruned trains from the values of round 0
 
     threshold: Share = option(0.5, "Validation accuracy, a fraction, above which a client prunes; 1 never prunes.")
     target: Fraction = option(0.5, "A client prunes as long as it keeps more than this share; the last step may end below.")
 
     def check(self, setup: Setup) -> Setup:
-        """Raise InvalidValueError if the problem has no accuracy."""
         setup.problem.require_accuracy(f"{type(self).__name__} decides by accuracy")
         return super().check(setup)
 
@@ -83,7 +77,6 @@ class PruneWhenAccurate(OwnMasks):
         return []
 
     def train(self, client: ClientContext, task: Task) -> Result:
-        """Prune if the received model does well, then train."""
         mask, kept = task.mask, float(client.memory.get("ratio", 1.0))
         if kept > self.target and _accuracy(client, task) > self.threshold:
             kept *= 1.0 - _STEP
@@ -149,7 +142,7 @@ class Hermes(PruneWhenAccurate):
         return super().check(setup)
 
     def prune(self, client: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
-        """Return the units of largest L1 norm, max(1, ⌈ratio · size⌉) of each group; dropped units are zero and come last."""
+        """Return the units of largest L1 norm; dropped units are zero and come last."""
         return units(client, Magnitude(), ratio, state)
 
     def terms(self, client: ClientContext, leaves: Leaves) -> list[Adjust]:
@@ -271,10 +264,8 @@ def random_weights(shapes: Mapping[str, torch.Size], shares: Mapping[str, float]
 def layer_densities(shapes: Mapping[str, torch.Size], density: float) -> dict[str, float]:
     """Return Erdős–Rényi–Kernel densities: a layer keeps a share in proportion to Σ axes / Π axes, one share at most.
 
-    Small layers stay denser than large ones. If a layer would need more than all its weights, it stays whole, and the others
-    share what is left of `density`, the share of all entries together, in (0, 1].
-
-    Source: Evci et al., Rigging the Lottery, ICML 2020 (arXiv 1911.11134).
+    If a layer would need more than all its weights, it stays whole, and the others share what is left of `density`, the share
+    of all entries together. Source: Evci et al., Rigging the Lottery, ICML 2020 (arXiv 1911.11134).
     """
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     raw = {name: sum(shape) / sizes[name] for name, shape in shapes.items()}
@@ -295,9 +286,7 @@ def layer_densities(shapes: Mapping[str, torch.Size], density: float) -> dict[st
 def move_mask(mask: WeightMask, weights: StateDict, gradients: StateDict, share: float) -> WeightMask:
     """Drop the ⌈share · active⌉ smallest active weights of each layer; activate as many others, by largest gradient.
 
-    Weights that were just dropped may come back. A layer has as many entries as before.
-
-    Source: Evci et al., Rigging the Lottery, ICML 2020; Dai et al., DisPFL, ICML 2022, for the counts.
+    Weights that were just dropped may come back. Source: Rigging the Lottery; Dai et al., DisPFL, ICML 2022, for the counts.
     """
     moved: dict[str, Tensor] = {}
     for name, active in mask.items():

@@ -51,7 +51,6 @@ class Oort(Method):
     source = "Lai et al., Oort: Efficient FL via Guided Participant Selection, OSDI 2021, arXiv 2010.06081"
 
     def sample(self, server: ServerContext) -> list[int]:
-        """Sample exploited, then explored clients; if they are too few, the rest is drawn from all."""
         memory, rng, size = server.memory, server.rngs["sampling"], server.cohort_size
         roster = dict(server.roster)  # read once, since the first access of a client draws its capability
         tried = memory.setdefault("tried", {})
@@ -78,11 +77,9 @@ class Oort(Method):
         return sorted(cohort)
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
-        """Send the whole model, and ask for the squared losses."""
         return Task(metrics=(_SQUARES,))
 
     def train(self, client: ClientContext, task: Task) -> Result:
-        """Train, and report the mean squared loss of single examples in the first epoch."""
         loss_of, wanted, squares = client.problem.loss, len(client.client.data.train), list[Tensor]()
 
         def forward(batch: Batch) -> tuple[Any, Tensor]:
@@ -97,7 +94,6 @@ class Oort(Method):
         return replace(result, metrics={_SQUARES: float(sum(squares)) / len(squares)})
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
-        """Return the mean, and learn the clients' utilities and times."""
         memory, gained = server.memory, []
         for update in updates:
             utility = update.examples * math.sqrt(max(0.0, update.metrics[_SQUARES]))
@@ -188,7 +184,6 @@ class REFL(Method):
     )
 
     def sample(self, server: ServerContext) -> list[int]:
-        """Sample the clients that are expected to be away in the next round first."""
         memory, ids = server.memory, sorted(server.roster)
         here, staying = (set(compress(ids, flags)) for flags in self._presence(server, len(ids)))
         late = memory.setdefault("late", [])
@@ -223,10 +218,6 @@ class REFL(Method):
         return now.tolist(), (memory["next"] == right).tolist()
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> tuple[StateDict, float]:
-        """Return the mean of the updates that came in time and of the late ones of earlier rounds that are ready.
-
-        The round ends when the share `target` of the cohort has answered.
-        """
         fresh, late, seconds = self._arrivals(server, updates)
         weights = [1.0] * len(fresh)
         for update, boost in zip(late, _boosts(server, fresh, late), strict=True):

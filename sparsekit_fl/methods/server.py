@@ -3,8 +3,6 @@
 Sums are in float64, in the order of the updates.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -143,7 +141,6 @@ class ServerContext:
 
 
 def drawn(ids: Sequence[int], count: int, rng: np.random.Generator, p: np.ndarray[Any, Any] | None = None) -> list[int]:
-    """Draw `count` distinct ids, uniformly or with the probabilities `p`."""
     return [ids[int(place)] for place in rng.choice(len(ids), size=count, replace=False, p=p)]
 
 
@@ -199,10 +196,7 @@ def mean_change(
     weights: Weights | Sequence[float] = "examples",
     over: Over = "all",
 ) -> dict[str, Tensor]:
-    """Return the weighted mean of the changes of a global state: state-dict key → float64, dense; as for `mean`.
-
-    Entries that nobody trained are zero.
-    """
+    """Return the weighted mean of the changes, as for `mean`: state-dict key → float64, dense, zero where nobody trained."""
     if isinstance(weights, str):
         weights = [float(update.examples) if weights == "examples" else 1.0 for update in updates]
     # Divided by the first one, so that equal weights are exactly 1.
@@ -231,12 +225,7 @@ def mean_change(
 
 
 def moved(state: StateDict, changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a new state: `state` plus the changes, in its own types. Integers are rounded to the nearest, halves to even.
-
-    Args:
-        state: Read-only.
-        changes: State-dict key → float64, dense; entries without a change stay as they are.
-    """
+    """Return `state` plus changes, float64, in its own types; integers are rounded to the nearest, halves to even."""
     result: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if name not in changes:

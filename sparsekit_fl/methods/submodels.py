@@ -61,12 +61,10 @@ def affordable(client: ClientContext, state: StateDict) -> Model:
 def calibrate(client: ClientContext, module: nn.Module) -> bool:
     """Replace the batch norm statistics of a module by the mean over a few large batches of the client's training data.
 
-    Statistics averaged over submodels of several widths fit none of them. HeteroFL passes the data of all clients through the
-    global model once before it is scored; here each client uses its own training data, which stay where they are, and never
-    those of the test batch. The module is changed in place. Returns whether it was; not if it has no batch norm, or if the
-    client has one example.
+    Statistics averaged over submodels of several widths fit none of them. Returns whether the module was changed, in place; it
+    is not if it has no batch norm, or if the client has one example.
 
-    Source: Diao, Ding, Tarokh, HeteroFL, ICLR 2021, static batch normalization; the client's own data are our choice.
+    Source: Diao, Ding, Tarokh, HeteroFL, ICLR 2021, static batch normalization, there with the data of all clients.
     """
     count = len(client.client.data.train)
     if count < 2:
@@ -84,20 +82,15 @@ def calibrate(client: ClientContext, module: nn.Module) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Submodels(Method):
-    """The server chooses units by a criterion, as many as the client's capability allows, and sends the submodel alone.
+    """The server sends each client as many units, chosen by a criterion, as its capability allows; holders average them."""
 
-    Entries are averaged over the clients that hold them.
-    """
-
-    criterion: ClassVar[Criterion] = Ordered()
-    """Ranks the units; by default the first units of each group come first."""
+    criterion: ClassVar[Criterion] = Ordered()  # ranks the units; the first units of each group come first
 
     def check(self, setup: Setup) -> Setup:
         setup.require_units(type(self).__name__)
         return setup
 
     def ratio_of(self, server: ServerContext, client_id: int) -> float:
-        """Return the ratio of one client in this round; by default its capability's."""
         return server.roster[client_id].capability.ratio
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
@@ -108,7 +101,6 @@ class Submodels(Method):
         return mean(server, updates, weights="uniform", over="holders")
 
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
-        """Return the global model with statistics of the client's own data."""
         return Model(state=state, calibrate=True)
 
 
@@ -177,7 +169,6 @@ class FedRolex(HeteroFL):
     source = "Alam et al., FedRolex: Model-Heterogeneous FL with Rolling Sub-Model Extraction, NeurIPS 2022, arXiv 2212.01548"
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
-        """Send the window {round, …, round + count − 1} modulo the size of each group."""
         ratio, graph = self.ratio_of(server, client_id), server.graph
         counts = ratio_counts(graph, server.width(ratio))
         # The nearer to the start of the window, the higher the score.
@@ -221,7 +212,6 @@ class FjORD(Submodels):
     source = "Horváth et al., FjORD: Fair and Accurate FL with Ordered Dropout, NeurIPS 2021, arXiv 2102.13451, Algorithm 1"
 
     def train(self, client: ClientContext, task: Task) -> Result:
-        """Train; the work of a step counts the widths that it ran."""
         ratio = task.ratio
         widths = [*(level for level in sorted(set(client.levels)) if level < ratio), ratio]
         masks = [units(client, Ordered(), width, task.state) for width in widths]
@@ -259,10 +249,7 @@ class FjORD(Submodels):
 
 
 class _Width:
-    """A narrower submodel that slices the parameters of the widest one.
-
-    The client's narrow model is loaded with this width and copied.
-    """
+    """A narrower submodel that slices the parameters of the widest one."""
 
     def __init__(self, client: ClientContext, start: StateDict, widest: UnitMask, mask: UnitMask) -> None:
         client.load(start, mask)
@@ -327,7 +314,6 @@ class EUCB:
         return min(bisect_right(edges, value) - 1, len(edges) - 2)
 
     def draw(self) -> float:
-        """Return a ratio to try."""
         edges: list[float] = self._memory["edges"]
         indices = self.indices()
         place = indices.index(max(indices))
@@ -369,7 +355,6 @@ class FedMP(Submodels):
     low: Fraction = option(0.2, "Least ratio; the arms cover [low, 1]. It is 0.2 in the comparison of Xue et al., ICDE 2025.")
 
     def ratio_of(self, server: ServerContext, client_id: int) -> float:
-        """Draw a ratio for this client. A draw without an answer is proposed again."""
         memory = server.client[client_id]
         seed = int(server.rngs["ratio"].integers(2**63 - 1))
         if memory.get("drawn") is None:
@@ -377,11 +362,9 @@ class FedMP(Submodels):
         return offered(server, client_id, float(memory["drawn"]))
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
-        """Return the submodel. The bandit learns from its loss."""
         return replace(super().assign(server, client_id), metrics=("loss",))
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
-        """Return the mean over all clients, and credit each client's ratio."""
         learn_limits(server, updates)
         for client_id in server.failed:  # nothing is known of what did not run
             server.client[client_id]["drawn"] = None

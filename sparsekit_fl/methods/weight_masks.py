@@ -66,10 +66,7 @@ def keep_largest(scores: Tensor, count: int, within: Tensor | None = None) -> Te
 def largest_weights(
     state: StateDict, names: Sequence[str], ratio: float, *, within: Mapping[str, Tensor] | None = None
 ) -> WeightMask:
-    """Keep max(1, ⌈ratio · size⌉) weights of each layer, by largest absolute value; ties go to the lower place.
-
-    With `within`, only what that mask keeps may stay, as in iterative pruning, so fewer stay if fewer are left.
-    """
+    """Keep max(1, ⌈ratio · size⌉) weights of each layer, by largest absolute value, and of these what `within` keeps."""
     counts = {name: weight_count(ratio, state[name].numel()) for name in names}
     return WeightMask({name: keep_largest(state[name], count, (within or {}).get(name)) for name, count in counts.items()})
 
@@ -107,7 +104,6 @@ class CS(SparseWeights):
     rate: Positive = option(1.5, "η, the aggregation ratio; 1 is a plain mean, and 1.5 is in the reference code.")
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
-        """Send the largest weights of each layer; everything in the first round."""
         return Task(mask=None if server.round == 1 else self._largest(server.graph, server.state), ratio=self.ratio)
 
     def train(self, client: ClientContext, task: Task) -> Result:
@@ -121,7 +117,6 @@ class CS(SparseWeights):
         return replace(result, upload=upload, work=client.work(received, result.log))
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
-        """Add `rate` times the mean of the pruned weights to the sparse model, then prune it again."""
         pruned = {name for update in updates for name in update.mask or ()}
         changes = mean_change(server.graph, server.state, updates)
         changes = {name: change * self.rate if name in pruned else change for name, change in changes.items()}
@@ -167,12 +162,10 @@ class PruneFL(SparseWeights):
         return round % self.every == 0 and not self.alone(round)
 
     def sample(self, server: ServerContext) -> list[int]:
-        """Sample as FedAvg does, but one client alone for the initial pruning."""
         cohort = super().sample(server)
         return [cohort[int(server.rngs["sampling"].integers(len(cohort)))]] if self.alone(server.round) else cohort
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
-        """Send the model under the common mask, and ask for gradients if they are due."""
         due = self.due(server.round)
         returns = {name: server.state[name] for name in prunable_weights(server.graph)} if due else {}
         metrics = (_PROCESSED,) if due else ()
@@ -180,7 +173,6 @@ class PruneFL(SparseWeights):
         return replace(task, partial=True, work=2.0 * self.initial) if self.alone(server.round) else task
 
     def train(self, client: ClientContext, task: Task) -> Result:
-        """Train under the mask; if a reconfiguration is due, measure the gradients of dropped weights too."""
         if self.alone(client.round):
             return self._prune_alone(client, task)
         result = _measured(client, task) if self.due(client.round) else sgd(client, task)
@@ -247,10 +239,7 @@ def _measured(client: ClientContext, task: Task) -> Result:
 
 
 def weight_seconds(costs: CostModel, mask: WeightMask, examples: float) -> dict[str, float]:
-    """Return the seconds that one weight of each layer costs a full device in a round: computing with it, sending it both ways.
-
-    `examples`: passes forward and backward in a round.
-    """
+    """Return the seconds that one weight of each layer costs a full device in a round of some examples, sent both ways."""
     device = Capability()
     link = _BYTES_PER_WEIGHT / device.uplink_bytes_per_second + _BYTES_PER_WEIGHT / device.downlink_bytes_per_second
     return {

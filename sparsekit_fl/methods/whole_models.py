@@ -71,7 +71,6 @@ class PerFedAvg(Method):
     )
 
     def _adaptation(self, client: ClientContext, leaves: Leaves) -> LocalStep:
-        """Return plain gradient descent at the adaptation rate, clipped as the run clips."""
         rate = 0.1 * client.training.lr if self.adaptation_lr is None else self.adaptation_lr
         return LocalStep(leaves.values(), lr=rate, clip=client.training.clip)
 
@@ -103,7 +102,6 @@ class PerFedAvg(Method):
         return mean(server, updates, weights="uniform")
 
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
-        """Return the global model after one step of gradient descent on the client's training data, at most 256 of them."""
         adapt = self._adaptation(client, load(client, state, None))
         module = client.masked.model
         # Statistics of batch norm stay those of the server: one step is too few to learn new ones.
@@ -163,15 +161,11 @@ class FedPer(Method):
     )
 
     def check(self, setup: Setup) -> Setup:
-        """Keep the head private; raise InvalidValueError if the model cannot be split into a head and a shared part."""
         return replace(setup, private=own_head(setup.graph, self.layers))
 
 
 def own_head(graph: UnitGraph, layers: int) -> tuple[str, ...]:
-    """Return the entries of the head; raise InvalidValueError if the model has none, or consists of its head alone.
-
-    An entry that an earlier layer reads too is not of the head: of a decoder tied to its embedding, only the bias is.
-    """
+    """Return the entries that only the head reads; raise InvalidValueError if there are none, or nothing is left to share."""
     if not head_entries(graph.layers, layers) or len(graph.layers) <= layers:
         names = ", ".join(layer.name or "the model itself" for layer in graph.layers)
         raise InvalidValueError(
@@ -243,17 +237,14 @@ class FedP3(Method):
     kept: Ratio = option(0.9, "Share of the weights of each other layer that is sent.")
 
     def check(self, setup: Setup) -> Setup:
-        """Keep the head private; raise if the model has no units, or no head that can stay with a client."""
         setup.require_units("FedP3")
         return replace(setup, private=own_head(setup.graph, 1))
 
     def own_layers(self, graph: UnitGraph, client_id: int) -> tuple[Layer, ...]:
-        """Return the layers that a client owns, cyclically, from layer k modulo their number for client k; never the head."""
         layers = graph.layers[:-1]
         return tuple(layers[(client_id + step) % len(layers)] for step in range(min(self.layers, len(layers))))
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
-        """Send the client's own layers whole, the others pruned."""
         mine = {name for layer in self.own_layers(server.graph, client_id) for name in layer.entries}
         names = [name for name in layer_weights(server.graph.layers, server.graph.shapes) if name not in mine]
         mask = largest_weights(server.state, names, self.kept) if names and self.kept < 1.0 else None
@@ -263,7 +254,6 @@ class FedP3(Method):
         return mean(server, updates, weights="uniform", over="holders")
 
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
-        """Return the client's last model; before its first participation, the first units that its device affords."""
         return kept_model(client) or affordable(client, state)
 
     def train(self, client: ClientContext, task: Task) -> Result:

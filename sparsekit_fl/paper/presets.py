@@ -19,18 +19,9 @@ DEFAULT = "digits"
 class Preset:
     """The settings of one experiment; devices have high heterogeneity, drawn again in every round.
 
-    Args:
-        name: The value of `--preset`.
-        dataset: Name in the registry of data sets, or `package.module:factory`.
-        model: Name in the registry of models, or `package.module:factory`.
-        clients: Number of clients, K.
-        cohort: Size of the cohort, C.
-        rounds: Number of rounds, R.
-        capability_of: The unit of capabilities. "units", as in the authors' released code, gives the FLOPs of Table I by
-            the paper's count, `flops_paper`.
-        training: Options of a client's training.
-        partition: Name in the registry of partitions; None takes natural for data with owners, else pathological.
-        options: Keywords for the partition.
+    Data set, model and partition are names, or `package.module:name`. The partition None is natural for data with owners, else
+    pathological; `options` are its keywords. Capabilities of "units", as in the authors' released code, give the FLOPs of
+    Table I by the paper's count, `flops_paper`.
     """
 
     name: str
@@ -45,12 +36,9 @@ class Preset:
     options: Mapping[str, object] = field(default_factory=dict)
 
     def config(self, given: Mapping[str, Any], clients: int) -> RunConfig:
-        """Return the options of a run.
+        """Return the options of a run of some clients: `given` ones by name, of a run or of its training, over the preset's.
 
-        Args:
-            given: Options of `RunConfig` and of its `TrainingConfig` by name, in place of the preset's. Another optimizer comes
-                with its own learning rate, momentum and weight decay.
-            clients: Number of clients.
+        Another optimizer comes with its own learning rate, momentum and weight decay.
         """
         kept = asdict(self.training)
         if given.get("optimizer", self.training.optimizer) != self.training.optimizer:

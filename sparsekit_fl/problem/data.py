@@ -1,11 +1,9 @@
 """Client, its device (Capability) and its examples (ClientData), which are TensorData or any map-style data set."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 import torch
@@ -87,16 +85,17 @@ class TensorData:
         """Return the targets of these examples, `(examples, …)`."""
         return self.targets if self.index is None else self.targets.index_select(0, self.index)
 
-    def take(self, positions: Tensor | np.ndarray[Any, np.dtype[np.int64]] | Sequence[int]) -> TensorData:
+    def take(self, positions: Tensor | np.ndarray[Any, np.dtype[np.int64]] | Sequence[int]) -> Self:
         """Return a view of some of these examples; the tensors are shared, not copied."""
         rows = self._rows(torch.as_tensor(positions, dtype=torch.int64))
         assert isinstance(rows, Tensor), "only a slice, or none, gives a slice"
         return replace(self, index=rows)
 
-    def materialise(self, device: torch.device | str = "cpu") -> TensorData:
+    def materialise(self, device: torch.device | str = "cpu") -> Self:
         """Return the same examples, read once to a device, without index and transform: a batch is then one `index_select`."""
         inputs, targets = self.batch()
-        return TensorData(tuple(tensor.to(device) for tensor in inputs), targets.to(device))
+        moved = tuple(tensor.to(device) for tensor in inputs)
+        return replace(self, inputs=moved, targets=targets.to(device), index=None, transform=None)
 
     def _rows(self, positions: Positions) -> Tensor | slice:
         if positions is None:
@@ -178,7 +177,7 @@ class Capability(Checked):
         if math.isnan(self.flops_per_second):
             object.__setattr__(self, "flops_per_second", _FULL_FLOPS_PER_SECOND * self.ratio)
 
-    def at(self, ratio: float) -> Capability:
+    def at(self, ratio: float) -> Self:
         """Return the same device at another ratio: the speed changes in proportion, the links stay."""
         return replace(self, ratio=ratio, flops_per_second=self.flops_per_second / self.ratio * ratio)
 

@@ -1,9 +1,8 @@
 """Data sets by name, called with the user's data directory; a DataSource is a data set before it is dealt to clients."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from types import NoneType
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -88,7 +87,7 @@ class DataSource:
         """Of one raw example of the first input: `(C, H, W)` or `(T,)`."""
         return self.train.inputs[0].shape[1:]
 
-    def with_transform(self, transform: Transform | None) -> DataSource:
+    def with_transform(self, transform: Transform | None) -> Self:
         """Return the same source, read through another transform."""
         test = None if self.test is None else replace(self.test, transform=transform)
         return replace(self, train=replace(self.train, transform=transform), test=test)

@@ -25,10 +25,7 @@ def find_files(
     """Return the files of a data set for each pattern, sorted: from the user's data directory, or from the hub without `root`.
 
     `layout` describes the expected files in errors, `repo` is the id of the data set on the hub, and `aliases` are other names
-    of its folder.
-
-    Raises:
-        DataError: files are missing, or cannot be fetched; the message says how to provide them.
+    of its folder. If files are missing, a DataError says how to provide them.
     """
     ways = f"pass --data-dir DIR with DIR/{layout}"
     if repo:
@@ -63,11 +60,10 @@ _FORMAT = 1
 
 
 def cached_tensors(name: str, files: Sequence[Path], decode: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return tensors decoded from files, from the cache if these files were decoded before.
+    """Return tensors decoded from files, or from the cache ($SPARSEKIT_CACHE) if these names, sizes and times are known.
 
-    The cache is `$SPARSEKIT_CACHE`, or the system's folder for caches. Names, sizes and times of change of the files are the
-    key. If the cache cannot be read or written, the run continues without it. Cached tensors are copy-on-write maps of the
-    file, so processes share their pages.
+    If the cache cannot be read or written, the run continues without it. Cached tensors are copy-on-write maps, which processes
+    share.
     """
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     key = hashlib.sha256(json.dumps([_FORMAT, name, stats]).encode()).hexdigest()[:20]

@@ -31,16 +31,10 @@ Batches = DataLoader[tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """Make normalized float images of a given size from uint8 images.
+    """Make normalized float images of a given size from uint8 images; mean and std are per channel of the raw image, in [0, 1].
 
     An image that is nearly as large as asked for (three quarters or more) is padded with black, so that its pixels stay
     as they are; any other is resized bilinearly. One grey channel is repeated where three are asked for.
-
-    Args:
-        channels: Number of channels of the result; differs from the raw image only if that is grey.
-        size: Height and width of the result.
-        mean: Per channel of the raw image, in [0, 1].
-        std: Likewise.
     """
 
     channels: int
@@ -128,16 +122,10 @@ def tiny_imagenet(root: Path | str | None = None) -> DataSource:
 
 
 def read_images(files: Sequence[Path], shape: tuple[int, int, int]) -> dict[str, Tensor]:
-    """Decode all images of some parquet files; each image has `shape` (C, H, W).
+    """Decode all images, of `shape` (C, H, W), of parquet files: `images` uint8 (rows, C, H, W), `labels` int64 (rows,).
 
     The files have a column `image` or `img` (a struct of encoded `bytes`, or the bytes themselves) and a column `label` or
-    `fine_label`.
-
-    Returns:
-        `images` uint8 `(rows, C, H, W)` and `labels` int64 `(rows,)`.
-
-    Raises:
-        DataError: a column is missing, a file is damaged, or an image has another size.
+    `fine_label`; otherwise, or if an image has another size, a DataError says so.
     """
     parquet, pillow = require("pyarrow.parquet"), require("PIL.Image")
     images, labels = [], []
@@ -176,10 +164,9 @@ def _decode(pillow: Any, encoded: Any, shape: tuple[int, int, int], what: str) -
 
 
 def _loaders(name: str, *, data_dir: Path | None = None, batch_size: int = 64, seed: int = 0) -> tuple[Batches, Batches]:
-    """Return training batches, in another order each time, and validation batches: normalized float images and labels.
+    """Return training batches, in another order each time, and validation batches, for commands that know nothing of clients.
 
-    For commands without clients. A tenth of the training examples, drawn from `seed`, is for validation; the test set is not
-    used.
+    A tenth of the training examples, drawn from `seed`, is for validation; the test set is not used.
     """
     source = datasets[name](data_dir)
     channels, height, width = source.shape

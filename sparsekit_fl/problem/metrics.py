@@ -48,14 +48,11 @@ def accuracy(outputs: Tensor, targets: Tensor, *, never_right: Collection[int] =
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return mean cross-entropy in nats, classes last, for single labels and for sequences alike.
+    """Return mean cross-entropy in nats over the targets that count, classes last, for labels and for sequences alike.
 
     Args:
         outputs: Logits, float `(N, classes)` or `(N, T, classes)`.
         targets: int64 `(N,)` or `(N, T)`; `IGNORED` does not count.
-
-    Returns:
-        A scalar, the mean over all targets that count.
     """
     if targets.ndim > 1:
         outputs, targets = outputs.flatten(0, -2), targets.flatten()
@@ -70,19 +67,15 @@ cross_entropy.weight = _counted  # type: ignore[attr-defined]
 
 
 def loss_weight(loss: Any, targets: Tensor) -> Any:
-    """Return how much the loss of a batch of `targets` counts next to other batches.
+    """Return how much the loss of a batch counts next to other batches: the number of examples, or what its `weight` says.
 
-    A loss with an attribute `weight`, a function of targets, says what its mean is over: `cross_entropy` counts tokens, padding
-    excluded. Any other loss is a mean over examples.
+    `cross_entropy.weight`, a function of targets, counts tokens, padding excluded.
     """
     weight = getattr(loss, "weight", None)
     return weight(targets) if callable(weight) else len(targets)
 
 
 def lower_is_better(name: str, metric: Metric | None = None) -> bool:
-    """Return whether small values of a metric are the good ones.
-
-    Its attribute `lower_is_better` decides; without it, names that end with `loss`, `error` or `perplexity` are losses.
-    """
+    """Return what the metric's attribute `lower_is_better` says, or whether its name ends as the name of a loss does."""
     told = getattr(metric, "lower_is_better", None)
     return name.endswith(("loss", "error", "perplexity")) if told is None else bool(told)

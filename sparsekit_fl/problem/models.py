@@ -16,7 +16,6 @@ from sparsekit.registry import Registry
 from sparsekit.rng import torch_generator
 
 Kind = Literal["image", "tokens", "other"]
-"""Kind of the examples of a data set; see `DataSource`."""
 
 models = Registry(
     "model",
@@ -30,15 +29,11 @@ class ModelSpec:
     """A kind of network.
 
     Args:
-        name: Its name in the registry.
         build: Builds it. It may accept any of the keywords `classes`, `shape` (of one example), `channels` and `size` (images:
             height and width) and `vocabulary` (tokens).
-        kind: The only kind of data that it takes; None takes any.
-        channels: The only number of image channels that it takes; None takes any number.
-        multiple: Height and width must be a positive multiple of this.
-        minimum: The smallest height and width.
-        example: Input shape when no data set is named.
-        classes: Classes (or vocabulary) when no data set is named.
+        kind: The only kind of data that it takes; None takes any. Likewise `channels`, of images.
+        multiple: Height and width must be a positive multiple of this, and at least `minimum`.
+        example: Input shape when no data set is named. Likewise `classes`, or the size of the vocabulary.
         channels_last: Whether it is faster on images of that memory layout; see `Problem`.
     """
 
@@ -71,11 +66,7 @@ class ModelSpec:
         return (self.channels or channels, *sides)
 
     def factory(self, kind: Kind, shape: tuple[int, ...], classes: int) -> "Network":
-        """Return a function without arguments that builds a network, with weights from torch's global generator.
-
-        `shape` is the shape of one example, from `input_shape`: (C, H, W) of images, (T,) of tokens. `classes` is the number of
-        outputs; for tokens the size of the vocabulary.
-        """
+        """Return a function without arguments that builds a network, with weights from torch's global generator."""
         return Network(self, kind, shape, classes)
 
     def demo(self) -> tuple[nn.Module, tuple[Tensor]]:
@@ -139,11 +130,6 @@ class NextWordLstm(nn.Module):
     """embedding – LSTM 256 – LSTM back to the embedding's width – the embedding again, as decoder, plus a bias.
 
     2,845,392 parameters at a vocabulary of 10,000. The tied matrix is one entry of the state dict, so it travels once.
-
-    Args:
-        vocabulary: Token ids are in [0, vocabulary).
-        width: Width of the embedding and of the second LSTM.
-        hidden: Width of the first LSTM.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216); LEAF (arXiv 1812.01097) for the task.
     """

@@ -25,8 +25,7 @@ Concentration = Annotated[
     Field(
         gt=0, description="Concentration; the smaller, the fewer classes per client: 0.1 is very uneven, 100 is nearly even."
     ),
-]
-"""Parameter of a symmetric Dirichlet distribution, a finite number > 0."""
+]  # parameter of a symmetric Dirichlet distribution
 
 partitions = Registry(
     "partition",
@@ -44,7 +43,6 @@ class Partition(Protocol):
 
     def __call__(self, source: DataSource, *, clients: int, rng: np.random.Generator) -> list[ClientData]:
         """Return one ClientData per client, all views into the tensors of the source."""
-        ...
 
 
 def _tenth(indices: Indices) -> int:
@@ -65,7 +63,6 @@ def _rows_by_class(source: DataSource, partition: str) -> tuple[list[Indices], l
 
 
 def _hand(source: DataSource, train: Sequence[Indices], val: Sequence[Indices], test: Sequence[Indices]) -> ClientData:
-    """Return the data of a client of a source with a test pool."""
     assert source.test is not None
     kept, held, scored = map(np.concatenate, (train, val, test))
     return ClientData(train=source.train.take(kept), val=source.train.take(held), test=source.test.take(scored))

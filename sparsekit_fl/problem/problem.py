@@ -83,12 +83,7 @@ def check_fit(problem: Problem, clients: Sequence[Client]) -> None:
     """Try a fresh model, the loss and the metrics on two training examples of the first client; check the labels of all.
 
     A run does this before its first round, so that mistakes show at once. Clients with their data elsewhere, on devices, are
-    left out.
-
-    Raises:
-        DataError: the data do not fit the model, the loss or a metric; the message says which and how.
-        InvalidValueError: the model's factory makes no module, nothing in it trains, or the loss is not a mean.
-        TraceError: the model fails on its own example inputs.
+    left out. Errors say what does not fit: DataError, InvalidValueError, or TraceError of the model on its example inputs.
     """
     here = [client for client in clients if not isinstance(client.data.train, range)]
     if not here:

@@ -29,11 +29,8 @@ def token_source(name: str, users: Mapping[str, Sequence[Sequence[str]]], *, voc
     """Return a next-word source from the texts of natural clients, each text a sequence of words, in order of time.
 
     Ids go to the most frequent words, after padding (0) and unknown (1); ties go to the word that sorts first. Each text is cut
-    into chunks of `chunk` words; inputs are all words but the last, targets all but the first. A last chunk of two words or
-    more is padded; a single word predicts nothing and is left out.
-
-    Returns:
-        The source: inputs and targets int64 `(rows, chunk − 1)`, owners numbered in the order of `users`, no test pool.
+    into chunks of `chunk` words; inputs are all words but the last, targets all but the first, int64 (rows, chunk − 1). A last
+    chunk of two words or more is padded; a single word predicts nothing and is left out.
     """
     counts = Counter(word for texts in users.values() for text in texts for word in text)
     ranked = sorted(counts.keys() - set(_SPECIAL), key=lambda word: (-counts[word], word))
@@ -63,9 +60,6 @@ def read_leaf(paths: list[Path]) -> dict[str, list[list[str]]]:
     """Return user → texts from LEAF's files for Reddit: JSON with `users`, `num_samples` and `user_data → {x, y}`.
 
     A sample of `x` is a list of chunks, each a list of words. Padding is dropped. `y` repeats the words and is not read.
-
-    Raises:
-        DataError: a file is not of this layout.
     """
     users: dict[str, list[list[str]]] = {}
     for path in paths:
@@ -84,12 +78,7 @@ def read_leaf(paths: list[Path]) -> dict[str, list[list[str]]]:
 def reddit(root: Path | str | None = None) -> DataSource:
     """Return comments by user for next-word prediction: tokens int64 `(9,)`, vocabulary 10,000, users as owners.
 
-    Args:
-        root: Directory with `reddit/**/*.json` in the layout of LEAF; its folders `train`, `val` and `test` are read in this
-            order.
-
-    Raises:
-        DataError: the files are not there or not of LEAF's layout.
+    They are in `reddit/**/*.json` below `root`, in the layout of LEAF; folders `train`, `val`, `test` are read in this order.
     """
     layout = "reddit/*.json in LEAF's layout (https://github.com/TalwalkarLab/leaf, data/reddit)"
     (found,) = find_files("reddit", root, "*.json", layout=layout)
@@ -111,14 +100,7 @@ def speeches(text: str) -> dict[str, list[list[str]]]:
 
 
 def shakespeare(root: Path | str | None = None) -> DataSource:
-    """Return plays for next-word prediction: tokens int64 `(9,)`, vocabulary 10,000, speakers as owners.
-
-    Args:
-        root: Directory with `shakespeare/input.txt` or `tinyshakespeare/input.txt`.
-
-    Raises:
-        DataError: the file is not there.
-    """
+    """Return plays for next-word prediction: tokens int64 `(9,)`, vocabulary 10,000, speakers as owners."""
     layout = "shakespeare/input.txt, the 'tinyshakespeare' file of A. Karpathy's char-rnn"
     ((path, *_),) = find_files("shakespeare", root, "input.txt", layout=layout, aliases=("tinyshakespeare",))
     return token_source("shakespeare", speeches(path.read_text(encoding="utf-8")), vocabulary=_VOCABULARY)
