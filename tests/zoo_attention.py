@@ -1,152 +1,127 @@
 """The zoo, part three: attention, whose unit is a whole head."""
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from zoo_base import add, images, tokens
+from zoo_base import Lambda, add, images, tokens
+
+Mix = Callable[..., Tensor]
+sdpa: Mix = F.scaled_dot_product_attention
+causal: Mix = functools.partial(sdpa, is_causal=True)
 
 
-class Separate(nn.Module):
-    def __init__(self, dim: int, heads: int, size: int, *, fused: bool = True) -> None:
-        super().__init__()
-        self.num_heads, self.head_dim, self.fused = heads, size, fused
-        self.q, self.v = nn.Linear(dim, heads * size), nn.Linear(dim, heads * size)
-        self.k = nn.Linear(dim, heads * size, bias=False)
-        self.out = nn.Linear(heads * size, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        shape = (x.shape[0], -1, self.num_heads, self.head_dim)
-        q, k, v = (layer(x).view(shape).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        if self.fused:
-            y = F.scaled_dot_product_attention(q, k, v)
-        else:
-            y = torch.softmax(q @ k.transpose(-2, -1) / math.sqrt(self.head_dim), dim=-1) @ v
-        return self.out(y.transpose(1, 2).flatten(2))
+def written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1]), dim=-1) @ v
 
 
-class Fused(nn.Module):
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.num_heads, self.head_dim, self.attn_dim = heads, dim // heads, dim
-        self.scale = self.head_dim**-0.5
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.proj = nn.Linear(dim, dim)
+def separate(dim: int, heads: int, size: int, mix: Mix = sdpa) -> nn.Module:
+    """Query, key and value from layers of their own."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def run(m: Any, x: Tensor) -> Tensor:
+        shape = (x.shape[0], -1, m.num_heads, m.head_dim)
+        q, k, v = (layer(x).view(shape).transpose(1, 2) for layer in (m.q, m.k, m.v))
+        return m.out(mix(q, k, v).transpose(1, 2).flatten(2))
+
+    inner, k = heads * size, nn.Linear(dim, heads * size, bias=False)
+    return Lambda(run, num_heads=heads, head_dim=size, q=(dim, inner), v=(dim, inner), k=k, out=(inner, dim))
+
+
+def fused(dim: int, heads: int) -> nn.Module:
+    """One layer for all three, cut as in a vision transformer."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
         b, n, _ = x.shape
-        q, k, v = self.qkv(x).reshape(b, n, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
-        attention = ((q * self.scale) @ k.transpose(-2, -1)).softmax(dim=-1)
-        return self.proj((attention @ v).transpose(1, 2).reshape(b, n, self.attn_dim))
+        q, k, v = m.qkv(x).reshape(b, n, 3, m.num_heads, m.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        attention = ((q * m.scale) @ k.transpose(-2, -1)).softmax(dim=-1)
+        return m.proj((attention @ v).transpose(1, 2).reshape(b, n, m.attn_dim))
+
+    size = dim // heads
+    return Lambda(run, num_heads=heads, head_dim=size, attn_dim=dim, scale=size**-0.5, qkv=(dim, 3 * dim), proj=(dim, dim))
 
 
-class Chunked(nn.Module):
-    """One layer for all three, cut in thirds; causal. The number of heads is what `-1` finds."""
+def chunked(dim: int, size: int) -> nn.Module:
+    """One layer for all three, cut in thirds. The number of heads is what `-1` finds."""
 
-    def __init__(self, dim: int, size: int) -> None:
-        super().__init__()
-        self.size = size
-        self.c_attn = nn.Linear(dim, 3 * dim)
-        self.c_proj = nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def run(m: Any, x: Tensor) -> Tensor:
         b, t, _ = x.shape
-        q, k, v = (y.view(b, t, -1, self.size).transpose(1, 2) for y in self.c_attn(x).chunk(3, dim=-1))
-        return self.c_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, -1))
+        q, k, v = (y.view(b, t, -1, m.size).transpose(1, 2) for y in m.c_attn(x).chunk(3, dim=-1))
+        return m.c_proj(causal(q, k, v).transpose(1, 2).reshape(b, t, -1))
+
+    return Lambda(run, size=size, c_attn=(dim, 3 * dim), c_proj=(dim, dim))
 
 
-class Block(nn.Module):
-    def __init__(self, dim: int, attention: nn.Module, hidden: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.attn = attention
-        self.fc1, self.fc2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+def hardcoded(dim: int, heads: int) -> nn.Module:
+    """The width of the input is taken for the width of the heads, as in many a tutorial: they go together, or stay."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x))
-        return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
+    def run(m: Any, x: Tensor) -> Tensor:
+        b, t, c = x.size()
+        q, k, v = (y.view(b, t, m.n_head, c // m.n_head).transpose(1, 2) for y in m.c_attn(x).chunk(3, dim=2))
+        return m.c_proj(causal(q, k, v).transpose(1, 2).contiguous().view(b, t, c))
 
-
-class Vision(nn.Module):
-    def __init__(self, dim: int, *blocks: nn.Module) -> None:
-        super().__init__()
-        self.patch = nn.Conv2d(1, dim, 2, stride=2)
-        self.cls = nn.Parameter(torch.randn(1, 1, dim))
-        self.position = nn.Parameter(torch.randn(1, 5, dim))
-        self.blocks = nn.ModuleList(blocks)
-        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.patch(x).flatten(2).transpose(1, 2)
-        x = torch.cat([self.cls.expand(x.shape[0], -1, -1), x], dim=1) + self.position
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x)[:, 0])
+    return Lambda(run, n_head=heads, c_attn=(dim, 3 * dim), c_proj=(dim, dim))
 
 
-class Language(nn.Module):
-    def __init__(self, dim: int, *blocks: nn.Module, tied: bool = False) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(11, dim), nn.Embedding(6, dim)
-        self.blocks = nn.ModuleList(blocks)
-        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 11, bias=False)
-        if tied:
-            self.head.weight = self.tokens.weight
+def block(dim: int, attention: nn.Module, hidden: int) -> nn.Module:
+    def run(m: Any, x: Tensor) -> Tensor:
+        x = x + m.attn(m.norm1(x))
+        return x + m.fc2(F.gelu(m.fc1(m.norm2(x))))
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+    norm1, norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+    return Lambda(run, norm1=norm1, norm2=norm2, attn=attention, fc1=(dim, hidden), fc2=(hidden, dim))
+
+
+def vision(dim: int, *blocks: nn.Module) -> nn.Module:
+    def run(m: Any, x: Tensor) -> Tensor:
+        x = m.patch(x).flatten(2).transpose(1, 2)
+        x = m.blocks(torch.cat([m.cls.expand(x.shape[0], -1, -1), x], dim=1) + m.position)
+        return m.head(m.norm(x)[:, 0])
+
+    cls, position = nn.Parameter(torch.randn(1, 1, dim)), nn.Parameter(torch.randn(1, 5, dim))
+    ends = {"norm": nn.LayerNorm(dim), "head": (dim, 3)}
+    return Lambda(run, patch=nn.Conv2d(1, dim, 2, stride=2), cls=cls, position=position, blocks=nn.Sequential(*blocks), **ends)
+
+
+def language(dim: int, *blocks: nn.Module, tied: bool = False) -> nn.Module:
+    def run(m: Any, ids: Tensor) -> Tensor:
+        x = m.blocks(m.tokens(ids) + m.positions(torch.arange(ids.shape[1])))
+        return m.head(m.norm(x))
+
+    words, places, head = nn.Embedding(11, dim), nn.Embedding(6, dim), nn.Linear(dim, 11, bias=False)
+    if tied:
+        head.weight = words.weight
+    return Lambda(run, tokens=words, positions=places, blocks=nn.Sequential(*blocks), norm=nn.LayerNorm(dim), head=head)
 
 
 NORMED = ("normalized over its units",)
-
-add(
-    "vit-separate",
-    images(2, 1, 4, 4),
-    {"blocks.0.attn.q": 4, "blocks.0.fc1": 12, "blocks.1.attn.q": 4, "blocks.1.fc1": 10},
-    fixed=NORMED,
-)(lambda: Vision(8, Block(8, Separate(8, 4, 2), 12), Block(8, Separate(8, 4, 2, fused=False), 10)))
-add("vit-fused-qkv", images(2, 1, 4, 4), {"blocks.0.attn.qkv": 3, "blocks.0.fc1": 10}, fixed=NORMED)(
-    lambda: Vision(12, Block(12, Fused(12, 3), 10))
-)
-add(
-    "gpt",
-    tokens(11, 2, 6),
-    {"blocks.0.attn.c_attn": 3, "blocks.0.fc1": 10, "blocks.1.attn.c_attn": 6, "blocks.1.fc1": 8},
-    fixed=NORMED,
-)(lambda: Language(12, Block(12, Chunked(12, 4), 10), Block(12, Chunked(12, 2), 8)))
-
-
-class Hardcoded(nn.Module):
-    """The width of the input is taken for the width of the heads, as in many a tutorial: they go together, or stay."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.n_head = heads
-        self.c_attn, self.c_proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, c = x.size()
-        q, k, v = (y.view(b, t, self.n_head, c // self.n_head).transpose(1, 2) for y in self.c_attn(x).chunk(3, dim=2))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.c_proj(y.transpose(1, 2).contiguous().view(b, t, c))
-
-
 _TOLD = ("its width is read from units that cannot be pruned at zoo_attention.py", "write -1 in place")
+_SEPARATE = {"blocks.0.attn.q": 4, "blocks.0.fc1": 12, "blocks.1.attn.q": 4, "blocks.1.fc1": 10}
+_GPT = {"blocks.0.attn.c_attn": 3, "blocks.0.fc1": 10, "blocks.1.attn.c_attn": 6, "blocks.1.fc1": 8}
+
+add("vit-separate", images(2, 1, 4, 4), _SEPARATE, fixed=NORMED)(
+    lambda: vision(8, block(8, separate(8, 4, 2), 12), block(8, separate(8, 4, 2, written_out), 10))
+)
+add("vit-fused-qkv", images(2, 1, 4, 4), {"blocks.0.attn.qkv": 3, "blocks.0.fc1": 10}, fixed=NORMED)(
+    lambda: vision(12, block(12, fused(12, 3), 10))
+)
+add("gpt", tokens(11, 2, 6), _GPT, fixed=NORMED)(
+    lambda: language(12, block(12, chunked(12, 4), 10), block(12, chunked(12, 2), 8))
+)
 add("gpt-hard-coded-width", tokens(11, 2, 6), {"blocks.0.fc1": 10}, fixed=_TOLD)(
-    lambda: Language(8, Block(8, Hardcoded(8, 4), 10))
+    lambda: language(8, block(8, hardcoded(8, 4), 10))
 )
 add("hard-coded-width", images(2, 5, 3), {"stem": 4, "attn.c_proj": 8})(
-    lambda m, x: m.head(F.relu(m.attn(F.relu(m.stem(x))))), stem=(3, 8), attn=lambda: Hardcoded(8, 4), head=(8, 2)
+    lambda m, x: m.head(F.relu(m.attn(F.relu(m.stem(x))))), stem=(3, 8), attn=lambda: hardcoded(8, 4), head=(8, 2)
 )
 add("heads-at-positions", images(1, 5, 3, 3), {"stem": 8, "attn.q": 4, "attn.out": 8})(
     lambda m, x: m.head(F.relu(m.attn((m.stem(x) + m.position).flatten(0, 1)))),
     stem=(3, 8),
     position=lambda: nn.Parameter(torch.randn(1, 5, 1, 1)),
-    attn=lambda: Separate(8, 4, 2, fused=False),
+    attn=lambda: separate(8, 4, 2, written_out),
     head=(8, 2),
 )
 
@@ -202,73 +177,72 @@ def _rotated(x: Tensor, angles: Tensor) -> Tensor:
     return x * angles.cos() + torch.cat((-b, a), dim=-1) * angles.sin()
 
 
-class Grouped(nn.Module):
-    def __init__(self, dim: int, heads: int, kv_heads: int, size: int) -> None:
-        super().__init__()
-        self.n_heads, self.n_kv_heads, self.head_dim = heads, kv_heads, size
-        self.n_rep = heads // kv_heads
-        self.wq = nn.Linear(dim, heads * size, bias=False)
-        self.wk, self.wv = (nn.Linear(dim, kv_heads * size, bias=False) for _ in range(2))
-        self.wo = nn.Linear(heads * size, dim, bias=False)
+def grouped(dim: int, heads: int, kv_heads: int, size: int) -> nn.Module:
+    """Grouped-query attention with rotary positions."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def run(m: Any, x: Tensor) -> Tensor:
         b, t, _ = x.shape
-        angles = torch.arange(t, dtype=x.dtype)[:, None] * 10.0 ** -torch.arange(self.head_dim // 2, dtype=x.dtype)
+        angles = torch.arange(t, dtype=x.dtype)[:, None] * 10.0 ** -torch.arange(m.head_dim // 2, dtype=x.dtype)
         angles = torch.cat((angles, angles), dim=-1)[:, None, :]
-        q = _rotated(self.wq(x).view(b, t, self.n_heads, self.head_dim), angles).transpose(1, 2)
-        k = _rotated(self.wk(x).view(b, t, self.n_kv_heads, self.head_dim), angles).transpose(1, 2)
-        v = self.wv(x).view(b, t, self.n_kv_heads, self.head_dim).transpose(1, 2)
-        k, v = (y.repeat_interleave(self.n_rep, dim=1) for y in (k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.wo(y.transpose(1, 2).reshape(b, t, -1))
+        q = _rotated(m.wq(x).view(b, t, m.n_heads, m.head_dim), angles).transpose(1, 2)
+        k = _rotated(m.wk(x).view(b, t, m.n_kv_heads, m.head_dim), angles).transpose(1, 2)
+        v = m.wv(x).view(b, t, m.n_kv_heads, m.head_dim).transpose(1, 2)
+        k, v = (y.repeat_interleave(m.n_rep, dim=1) for y in (k, v))
+        return m.wo(causal(q, k, v).transpose(1, 2).reshape(b, t, -1))
+
+    widths = {"wq": (dim, heads * size), "wk": (dim, kv_heads * size), "wv": (dim, kv_heads * size), "wo": (heads * size, dim)}
+    layers = {name: nn.Linear(*each, bias=False) for name, each in widths.items()}
+    return Lambda(run, n_heads=heads, n_kv_heads=kv_heads, head_dim=size, n_rep=heads // kv_heads, **layers)
 
 
-class Llama(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.norms = nn.ModuleList(nn.RMSNorm(8) for _ in range(5))
-        self.attn = nn.ModuleList([Grouped(8, 6, 3, 4), Grouped(8, 4, 4, 2)])
-        self.gate, self.up, self.down = (
-            nn.ModuleList(nn.Linear(a, b, bias=False) for _ in range(2)) for a, b in ((8, 10), (8, 10), (10, 8))
-        )
-        self.head = nn.Linear(8, 11, bias=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for i in range(2):
-            x = x + self.attn[i](self.norms[2 * i](x))
-            h = self.norms[2 * i + 1](x)
-            x = x + self.down[i](F.silu(self.gate[i](h)) * self.up[i](h))
-        return self.head(self.norms[4](x))
+def _llama(m: Any, ids: Tensor) -> Tensor:
+    x = m.embed(ids)
+    for i in range(2):
+        x = x + m.attn[i](m.norms[2 * i](x))
+        h = m.norms[2 * i + 1](x)
+        x = x + m.down[i](F.silu(m.gate[i](h)) * m.up[i](h))
+    return m.head(m.norms[4](x))
 
 
-add("llama", tokens(11, 2, 5), {"attn.0.wq": 3, "gate.0": 10, "attn.1.wq": 4, "gate.1": 10}, fixed=("'mean'",))(Llama)
+def _twice(wide: int, out: int) -> Callable[[], nn.Module]:
+    return lambda: nn.ModuleList(nn.Linear(wide, out, bias=False) for _ in range(2))
 
 
-class Interleaved(nn.Module):
+add("llama", tokens(11, 2, 5), {"attn.0.wq": 3, "gate.0": 10, "attn.1.wq": 4, "gate.1": 10}, fixed=("'mean'",))(
+    _llama,
+    embed=lambda: nn.Embedding(11, 8),
+    norms=lambda: nn.ModuleList(nn.RMSNorm(8) for _ in range(5)),
+    attn=lambda: nn.ModuleList([grouped(8, 6, 3, 4), grouped(8, 4, 4, 2)]),
+    gate=_twice(8, 10),
+    up=_twice(8, 10),
+    down=_twice(10, 8),
+    head=lambda: nn.Linear(8, 11, bias=False),
+)
+
+
+def _interleaved(m: Any, x: Tensor) -> Tensor:
     """Rotary positions as complex numbers, with norms over the head and attention over a bias-free product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = 3
-        self.q, self.k, self.v = (nn.Linear(6, 12) for _ in range(3))
-        self.q_norm, self.k_norm = nn.LayerNorm(4), nn.RMSNorm(4)
-        self.out = nn.Linear(12, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, _ = x.shape
-        q, k, v = (layer(x).unflatten(-1, (self.heads, -1)) for layer in (self.q, self.k, self.v))
-        turn = torch.polar(torch.ones(t, 1, 2, dtype=x.dtype), torch.arange(t, dtype=x.dtype)[:, None, None].expand(t, 1, 2))
-        q, k = (
-            torch.view_as_real(torch.view_as_complex(y.reshape(b, t, -1, 2, 2)) * turn).flatten(3)
-            for y in (self.q_norm(q), self.k_norm(k))
-        )
-        weights = torch.einsum("bthd,bshd->bhts", q, k).div(2.0).softmax(-1)
-        return self.out(torch.einsum("bhts,bshd->bthd", weights, v).flatten(2))
+    b, t, _ = x.shape
+    q, k, v = (layer(x).unflatten(-1, (m.heads, -1)) for layer in (m.q, m.k, m.v))
+    turn = torch.polar(torch.ones(t, 1, 2, dtype=x.dtype), torch.arange(t, dtype=x.dtype)[:, None, None].expand(t, 1, 2))
+    q, k = (
+        torch.view_as_real(torch.view_as_complex(y.reshape(b, t, -1, 2, 2)) * turn).flatten(3)
+        for y in (m.q_norm(q), m.k_norm(k))
+    )
+    weights = torch.einsum("bthd,bshd->bhts", q, k).div(2.0).softmax(-1)
+    return m.out(torch.einsum("bhts,bshd->bthd", weights, v).flatten(2))
 
 
-add("rotary-complex", images(2, 5, 6), {"q": 3})(Interleaved)
+add("rotary-complex", images(2, 5, 6), {"q": 3})(
+    _interleaved,
+    heads=lambda: 3,
+    q=(6, 12),
+    k=(6, 12),
+    v=(6, 12),
+    q_norm=lambda: nn.LayerNorm(4),
+    k_norm=lambda: nn.RMSNorm(4),
+    out=(12, 2),
+)
 
 
 class Windows(nn.Module):

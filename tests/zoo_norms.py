@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +10,7 @@ import zoo
 import zoo_base
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from zoo_attention import Block, Language, Separate
+from zoo_attention import block, language, separate
 from zoo_base import Architecture, images, tokens
 
 __all__ = ["KEPT"]
@@ -26,24 +27,15 @@ def widened(name: str, groups: dict[str, int], fixed: tuple[str, ...] = ()) -> N
 
 
 widened("vit-fused-qkv", {"patch": 12, "blocks.0.attn.qkv": 3, "blocks.0.fc1": 10})
-widened(
-    "gpt",
-    {"tokens": 12, "blocks.0.attn.c_attn": 3, "blocks.0.fc1": 10, "blocks.1.attn.c_attn": 6, "blocks.1.fc1": 8},
-)
+widened("gpt", {"tokens": 12, "blocks.0.attn.c_attn": 3, "blocks.0.fc1": 10, "blocks.1.attn.c_attn": 6, "blocks.1.fc1": 8})
 widened("gpt-hard-coded-width", {"tokens": 4, "blocks.0.fc1": 10})
 widened(
     "transformer-encoder",
-    {
-        "0": 8,
-        "1.layers.0.self_attn": 4,
-        "1.layers.0.linear1": 12,
-        "1.layers.1.self_attn": 4,
-        "1.layers.1.linear1": 12,
-    },
+    {"0": 8, "1.layers.0.self_attn": 4, "1.layers.0.linear1": 12, "1.layers.1.self_attn": 4, "1.layers.1.linear1": 12},
 )
 widened("llama", {"embed": 8, "attn.0.wq": 3, "gate.0": 10, "attn.1.wq": 4, "gate.1": 10})
 add("gpt-tied", tokens(11, 2, 5), {"tokens": 8, "blocks.0.attn.q": 3, "blocks.0.fc1": 10})(
-    lambda: Language(8, Block(8, Separate(8, 3, 2), 10), tied=True)
+    lambda: language(8, block(8, separate(8, 3, 2), 10), tied=True)
 )
 
 
@@ -58,23 +50,26 @@ class ChannelNorm(nn.Module):
         return self.weight[:, None, None] * (x - mean) / torch.sqrt(spread + 1e-6) + self.bias[:, None, None]
 
 
-class ConvNeXt(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.stem_norm = nn.Conv2d(1, 6, 2, stride=2), ChannelNorm(6)
-        self.depthwise, self.norm = nn.Conv2d(6, 6, 3, padding=1, groups=6), nn.LayerNorm(6, eps=1e-6)
-        self.up, self.down, self.gamma = nn.Linear(6, 12), nn.Linear(12, 6), nn.Parameter(torch.rand(6))
-        self.last, self.head = nn.LayerNorm(6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem_norm(self.stem(x))
-        h = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
-        x = x + (self.gamma * self.down(F.gelu(self.up(h)))).permute(0, 3, 1, 2)
-        out: Tensor = self.head(self.last(x.mean((2, 3))))
-        return out
+def _convnext(m: Any, x: Tensor) -> Tensor:
+    """Depthwise convolution, norm over channels last, inverted bottleneck, a learned scale of each channel."""
+    x = m.stem_norm(m.stem(x))
+    h = m.norm(m.depthwise(x).permute(0, 2, 3, 1))
+    x = x + (m.gamma * m.down(F.gelu(m.up(h)))).permute(0, 3, 1, 2)
+    return m.head(m.last(x.mean((2, 3))))
 
 
-add("convnext", images(2, 1, 6, 6), {"stem": 6, "up": 12})(ConvNeXt)
+add("convnext", images(2, 1, 6, 6), {"stem": 6, "up": 12})(
+    _convnext,
+    stem=lambda: nn.Conv2d(1, 6, 2, stride=2),
+    stem_norm=lambda: ChannelNorm(6),
+    depthwise=lambda: nn.Conv2d(6, 6, 3, padding=1, groups=6),
+    norm=lambda: nn.LayerNorm(6, eps=1e-6),
+    up=(6, 12),
+    down=(12, 6),
+    gamma=lambda: nn.Parameter(torch.rand(6)),
+    last=lambda: nn.LayerNorm(6),
+    head=(6, 3),
+)
 
 
 add("mean-in-the-words-of-numpy", images(4, 3), {"a": 6})(
