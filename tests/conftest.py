@@ -3,14 +3,18 @@
 import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 import torch
-from on_device import OnDevice
 from second_device import load
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 torch.set_num_threads(1)
 
@@ -120,3 +124,37 @@ def data_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real data: {folder} does not exist; set SPARSEKIT_DATA to a folder with mnist/, cifar10/, …")
     return folder
+
+
+__all__ = ["OnDevice"]
+
+TESTS = str(Path(__file__).parent)
+PACKAGES = tuple(str(Path(__file__).parent.parent / name) for name in ("sparsekit", "sparsekit_fl"))
+
+
+def _of_a_test() -> bool:
+    """Whether a file of the tests, not of the package, makes the present tensor."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(PACKAGES):
+            return False
+        if name.startswith(TESTS) and not name.endswith(("on_device.py", "conftest.py")):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+class OnDevice(TorchFunctionMode):
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = torch.device(device)
+        self._makers = _device_constructors()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func in self._makers and kwargs.get("device") is None and isinstance(result, Tensor) and _of_a_test():
+            moved = result.detach().to(self.device)
+            return moved.requires_grad_(result.requires_grad)
+        return result

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import sparsekit as sk
 from sparsekit._torch import DispatchMode, buffers_of, eager, parameters_of, reset_flat_weights, tree_leaves
-from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import StateDict
-from sparsekit.graph.mask import UnitMask
 from sparsekit.runtime.kept_norms import KeptNorms
 from sparsekit.surgery.compaction import compact, compact_state, expand
 from sparsekit.surgery.rebuild import copy_with, named_entries
@@ -36,14 +35,14 @@ __all__ = [
 ]
 
 
-def as_text(graph: UnitGraph) -> str:
+def as_text(graph: sk.UnitGraph) -> str:
     """All of a graph, so that two can be compared."""
     return json.dumps(dataclasses.asdict(graph), default=Tensor.tolist)
 
 
 def trace(
     model: nn.Module, *args: Any, category: type[Warning] = UnprunableWarning, **options: Any
-) -> tuple[UnitGraph, list[str]]:
+) -> tuple[sk.UnitGraph, list[str]]:
     """Trace a model: its units, and the warnings of a category."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -51,19 +50,19 @@ def trace(
     return graph, [str(w.message) for w in caught if w.category is category]
 
 
-def slices(graph: UnitGraph, group: str) -> dict[tuple[str, int], tuple[str, bool, int]]:
+def slices(graph: sk.UnitGraph, group: str) -> dict[tuple[str, int], tuple[str, bool, int]]:
     """(entry, axis) → side, whether it is gated, span."""
     return {(s.name, s.dim): (s.side, s.gated, s.span) for s in graph.groups[group].slices}
 
 
-def spoiled(graph: UnitGraph, name: str) -> UnitGraph:
+def spoiled(graph: sk.UnitGraph, name: str) -> sk.UnitGraph:
     """The graph with the readers of one group in the wrong order."""
     group = graph.groups[name]
     pieces = tuple(dataclasses.replace(s, index=s.index.flip(0)) if s.side == "in" else s for s in group.slices)
     return dataclasses.replace(graph, groups={**graph.groups, name: dataclasses.replace(group, slices=pieces)})
 
 
-def random_mask(graph: UnitGraph, ratio: float, seed: int) -> UnitMask:
+def random_mask(graph: sk.UnitGraph, ratio: float, seed: int) -> sk.UnitMask:
     """About `ratio` of the units of every group."""
     generator = torch.Generator().manual_seed(seed)
     keep = {}
@@ -71,7 +70,7 @@ def random_mask(graph: UnitGraph, ratio: float, seed: int) -> UnitMask:
         count = max(1, round(ratio * group.size))
         keep[name] = torch.zeros(group.size, dtype=torch.bool)
         keep[name][torch.randperm(group.size, generator=generator)[:count]] = True
-    return UnitMask(keep)
+    return sk.UnitMask(keep)
 
 
 class DenseModel:
@@ -81,7 +80,7 @@ class DenseModel:
     pass, see the same gated entries. `torch.func.functional_call` restores the module's own state too early for that.
     """
 
-    def __init__(self, module: nn.Module, graph: UnitGraph) -> None:
+    def __init__(self, module: nn.Module, graph: sk.UnitGraph) -> None:
         empty = {name: torch.empty_like(entry, device="meta") for name, entry in named_entries(module).items()}
         self._module = copy_with(module, empty)
         self._norms = KeptNorms(self._module, graph)
@@ -94,7 +93,7 @@ class DenseModel:
             parameters_of(owner).pop(attribute, None)
             buffers_of(owner).pop(attribute, None)
 
-    def call(self, state: StateDict, mask: UnitMask, like: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call(self, state: StateDict, mask: sk.UnitMask, like: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the model on a gated state, whose buffers are written to; `like` has the training modes."""
         for own, other in zip(self._module.modules(), like.modules(), strict=True):
             own.training = other.training
@@ -108,7 +107,7 @@ class DenseModel:
             return self._module(*args, **kwargs)
 
 
-def run_gated(model: nn.Module, graph: UnitGraph, mask: UnitMask, args: Any, kwargs: Any) -> list[Tensor]:
+def run_gated(model: nn.Module, graph: sk.UnitGraph, mask: sk.UnitMask, args: Any, kwargs: Any) -> list[Tensor]:
     """Outputs of the dense model under a mask."""
     dtype = next(model.parameters()).dtype
     gated = graph.gate(named_entries(model), {name: keep.to(dtype) for name, keep in mask.items()})
@@ -121,8 +120,8 @@ def check_masked_equals_compact(
     model: nn.Module,
     args: Any,
     kwargs: Any,
-    graph: UnitGraph,
-    mask: UnitMask,
+    graph: sk.UnitGraph,
+    mask: sk.UnitMask,
     *,
     dtype: torch.dtype = torch.float64,
     train: bool = False,
@@ -160,7 +159,7 @@ def check_masked_equals_compact(
     return small
 
 
-def check_nothing_is_lost(model: nn.Module, graph: UnitGraph, mask: UnitMask) -> None:
+def check_nothing_is_lost(model: nn.Module, graph: sk.UnitGraph, mask: sk.UnitMask) -> None:
     """Fail unless a narrow state comes back, bit for bit, from the dense state that it is of and from any other."""
     state = model.state_dict()
     narrow = compact_state(state, graph, mask)

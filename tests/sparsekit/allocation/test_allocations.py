@@ -27,7 +27,6 @@ from sparsekit.allocation import (
 from sparsekit.allocation.limits import free_counts
 from sparsekit.allocation.shares import check_ratio, keep_count
 from sparsekit.errors import InvalidValueError, UnknownNameError
-from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup
 from sparsekit.testing.allocations import AllocationContract
 from sparsekit.testing.criteria import example_graph
@@ -178,11 +177,11 @@ def test_schedules_go_from_the_dense_model_to_the_budget() -> None:
 )
 def test_the_count_is_rounded_up_and_at_least_one(ratio: float, size: int, count: int) -> None:
     assert keep_count(ratio, size) == count
-    assert ratio_counts(UnitGraph({"only": UnitGroup("only", size, "feature", ())}, {}), ratio) == {"only": count}
+    assert ratio_counts(sk.UnitGraph({"only": UnitGroup("only", size, "feature", ())}, {}), ratio) == {"only": count}
 
 
 @pytest.mark.parametrize("ratio", [0, -0.5, 1.5, float("nan"), float("inf"), True, "0.5", None])
-@pytest.mark.parametrize("check", [check_ratio, lambda ratio: ratio_counts(UnitGraph({}, {}), ratio)])
+@pytest.mark.parametrize("check", [check_ratio, lambda ratio: ratio_counts(sk.UnitGraph({}, {}), ratio)])
 def test_a_ratio_outside_the_range_is_refused(ratio: object, check: Callable[[object], object]) -> None:
     with pytest.raises(InvalidValueError, match=r"ratio must be in \(0, 1\], got"):
         check(ratio)
@@ -190,7 +189,7 @@ def test_a_ratio_outside_the_range_is_refused(ratio: object, check: Callable[[ob
 
 def test_groups_tied_in_a_chain_take_the_least_of_their_counts() -> None:
     groups = {name: UnitGroup(name, size, "feature", ()) for name, size in (("a", 9), ("b", 8), ("c", 6), ("d", 9))}
-    graph = UnitGraph(groups, {}, ties=(("a", "b"), ("b", "c")))
+    graph = sk.UnitGraph(groups, {}, ties=(("a", "b"), ("b", "c")))
     assert ratio_counts(graph, 0.5) == {"a": 3, "b": 3, "c": 3, "d": 5}
 
 

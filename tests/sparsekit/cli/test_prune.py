@@ -15,7 +15,6 @@ from torch import nn
 import sparsekit as sk
 from sparsekit.cli import main as cli
 from sparsekit.cli.model_source import load_checkpoint
-from sparsekit.surgery import export_onnx
 from sparsekit.surgery.onnx import SlowWidthsWarning
 
 
@@ -123,7 +122,7 @@ def test_widths_without_fast_kernels_in_onnx_runtime_are_told_and_nothing_else(
     model = nn.Sequential(nn.Conv2d(3, width, 3), nn.ReLU(), nn.Conv2d(width, 16, 3)).eval()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        export_onnx(model, (torch.zeros(1, 3, 8, 8),), tmp_path / "model.onnx")
+        sk.export_onnx(model, (torch.zeros(1, 3, 8, 8),), tmp_path / "model.onnx")
     assert [str(each.message) for each in told if each.category is SlowWidthsWarning] == (
         [
             "1 of 2 convolutions have a number of channels, such as 37, for which ONNX Runtime has no fast kernels; prune with"

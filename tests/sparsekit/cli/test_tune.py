@@ -1,15 +1,20 @@
-"""`sparsekit tune` as a user meets it: output, errors, Ctrl-C, kill -9 and resuming."""
+"""`sparsekit tune` as a user meets it, and commands as its trials: lines, metrics, signals, and nothing that stays behind."""
 
 import json
+import os
 import re
 import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from commands import ended
 
+from sparsekit.cli.commands import Commands, filled, metric_pattern, read_metric
 from sparsekit.cli.main import execute
+from sparsekit.errors import InvalidValueError
 
 pytest.importorskip("optuna", reason="optuna is not installed; pip install '.[tune]'")
 
@@ -65,3 +70,85 @@ def test_a_search_that_is_ended_or_killed_says_how_to_resume_and_loses_nothing(t
             assert "Traceback" not in err
     assert execute([*begin, "-q"]) == 0
     assert values(folder) == values(tmp_path / "whole")
+
+
+def test_a_filled_command_line_can_be_pasted_into_a_shell() -> None:
+    line = filled("printf '%s|%s' \"it's {x}\" 'a;b'", {"x": "1e-07"}, trial=1)
+    assert subprocess.run(line, shell=True, capture_output=True, text=True, check=True).stdout == "it's 1e-07|a;b"
+
+
+def read(pattern: str, *outputs: str) -> float:
+    return read_metric(metric_pattern(pattern), *outputs)
+
+
+def test_the_last_match_counts_and_standard_error_where_standard_output_has_none() -> None:
+    assert read(r"acc: (\S+)", "acc: 0.1\nacc: 0.25\nbest so far\n") == 0.25
+    assert read(r"^(\d+) ms$", "7 ms\n12 ms\nabout 9 ms\n") == 12.0
+    assert read(r"loss=(?:[a-z]+=)?(-?[\d.e-]+)", "loss=val=-1e-3") == -0.001
+    assert read(r"acc (\S+)", "acc 1", "acc 2") == 1.0
+    assert read(r"acc (\S+)", "", "acc 2") == 2.0
+    # Neither colors nor progress bars hide it.
+    assert read(r"^acc: (\S+)$", "10 %\r50 %\racc: \x1b[1;32m0.75\x1b[0m\r\n") == 0.75
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nothing", "does not match"),
+        ("acc nan", "the metric is nan"),
+        ("acc -inf", "is -inf"),
+        ("acc 1e200", "is 1e\\+200"),
+        ("acc 1,5", "captured .1,5., which is not a number"),
+    ],
+)
+def test_an_output_without_a_finite_number_is_refused(text: str, message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        read(r"acc (\S+)", text)
+
+
+def run(line: str, folder: Path, *, timeout: float | None = None) -> tuple[float | None, str]:
+    with Commands(metric_pattern(r"score (\S+)"), folder, timeout_seconds=timeout) as commands:
+        commands.start(3, line)
+        while True:
+            for number, score, reason in commands.poll():
+                assert number == 3
+                return score, reason
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("echo no room >&2; exit 7", "exit code 7: no room"),
+        ("kill -9 $$", "signal 9"),
+        ("cat", "the output does not match"),  # which also shows that it reads nothing from the terminal
+    ],
+)
+def test_what_went_wrong_is_the_reason(line: str, reason: str, tmp_path: Path) -> None:
+    score, found = run(line, tmp_path)
+    assert score is None
+    assert found.startswith(reason)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # A zombie whose parent has not looked yet is dead.
+    return not Path(f"/proc/{pid}/stat").exists() or Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_command_that_takes_too_long_is_ended_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listens: bool
+) -> None:
+    monkeypatch.setattr("sparsekit.cli.commands._GRACE_SECONDS", 0.2)
+    deaf = "" if listens else "trap '' TERM; "
+    began = time.monotonic()
+    found = run(f"{deaf}sleep 30 & echo $!; wait; sleep 30", tmp_path, timeout=1.5)
+    assert found == (None, "ran longer than 1.5 s")
+    assert 1.5 <= time.monotonic() - began < 20
+    child, deadline = int((tmp_path / "0003.out").read_text()), time.monotonic() + 20
+    while alive(child) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not alive(child)

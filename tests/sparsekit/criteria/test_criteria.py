@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsekit as sk
-from sparsekit.allocation import make_mask
 from sparsekit.allocation.saliency import share_of_remaining
 from sparsekit.criteria import (
     Criterion,
@@ -26,7 +25,6 @@ from sparsekit.criteria import (
 )
 from sparsekit.criteria.base import score_units
 from sparsekit.errors import InvalidValueError, MissingImportanceError
-from sparsekit.graph.graph import UnitGraph
 from sparsekit.testing.criteria import CriterionContract, example_context, example_graph
 
 DATA = [
@@ -37,7 +35,7 @@ DATA = [
 
 @dataclass(frozen=True)
 class Neighbors:
-    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
+    def scores(self, graph: sk.UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
         return {
             name: F.avg_pool1d((context.importance or {})[name].double()[None, None], 3, 1, 1)[0, 0] for name in graph.groups
         }
@@ -74,7 +72,7 @@ class TestActivation(CriterionContract):
             model = nn.Sequential(nn.Linear(3, 9), nn.ReLU(), nn.Linear(9, 1), nn.Linear(1, 7), nn.Tanh(), nn.Linear(7, 3))
         return ScoringContext(model=model, weights=model.state_dict())
 
-    def graph(self) -> UnitGraph:
+    def graph(self) -> sk.UnitGraph:
         model = self.context().model
         assert model is not None
         return sk.trace_units(model, torch.ones(2, 3))
@@ -85,20 +83,20 @@ def _scores(*values: float) -> dict[str, Tensor]:
 
 
 def test_in_order_a_prefix_stays_so_that_submodels_nest() -> None:
-    small, large = (make_mask(Ordered(), example_graph(), ratio, ScoringContext()) for ratio in (0.4, 0.7))
+    small, large = (sk.make_mask(Ordered(), example_graph(), ratio, ScoringContext()) for ratio in (0.4, 0.7))
     assert small["first"].tolist() == [True] * 3 + [False] * 4
     assert all(bool((large[name] | ~small[name]).all()) for name in large)
 
 
 def test_at_random_every_unit_is_equally_likely_and_one_permutation_a_group_is_drawn() -> None:
     generator, again = torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)
-    mask = make_mask(Random(), example_graph(), 0.5, ScoringContext(generator=generator))
+    mask = sk.make_mask(Random(), example_graph(), 0.5, ScoringContext(generator=generator))
     for name, keep in mask.items():
         drawn = torch.randperm(keep.numel(), generator=again)
         assert set(drawn[: int(keep.sum())].tolist()) == set(keep.nonzero().flatten().tolist()), name
     assert torch.equal(generator.get_state(), again.get_state())
     context = ScoringContext(generator=generator)
-    hits = sum(make_mask(Random(), example_graph(), 3 / 7, context)["first"].float() for _ in range(2000)) / 2000
+    hits = sum(sk.make_mask(Random(), example_graph(), 3 / 7, context)["first"].float() for _ in range(2000)) / 2000
     assert torch.allclose(hits, torch.full((7,), 3 / 7), atol=0.05)
 
 
@@ -147,7 +145,7 @@ def test_weights_are_multiplied_by_the_root_mean_square_of_what_they_read() -> N
         (lambda: Random().scores(example_graph(), ScoringContext()), r"pass ScoringContext\(generator="),
         (lambda: Magnitude().scores(example_graph(), ScoringContext()), r"pass ScoringContext\(weights="),
         (
-            lambda: make_mask(
+            lambda: sk.make_mask(
                 Learned(), example_graph(), 0.5, ScoringContext(importance=_scores(0.1, float("nan"), 0, 0, 0, 0, 0))
             ),
             r"Learned scores of group 'first' hold NaN, for unit 1 first; .*learning rate",

@@ -10,13 +10,11 @@ from hypothesis import strategies as st
 from torch import nn
 from zoo_base import Lambda
 
+import sparsekit as sk
 from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph.edit import only, without
-from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice, Unprunable
 from sparsekit.graph.mask import UnitMask, WeightMask, to_weights
-from sparsekit.surgery.compaction import compact, expand
-from sparsekit.tracing.trace import trace_units
 
 SHAPES = {"a.weight": torch.Size((3, 2)), "a.bias": torch.Size((3,)), "b.weight": torch.Size((2, 3))}
 STATE = {name: torch.ones(shape) for name, shape in SHAPES.items()}
@@ -24,7 +22,7 @@ SLICES = tuple(
     UnitSlice(name, dim, torch.arange(3)[:, None], side, gated=side == "out")
     for name, dim, side in (("a.weight", 0, "out"), ("a.bias", 0, "out"), ("b.weight", 1, "in"))
 )
-GRAPH = UnitGraph({"a": UnitGroup("a", 3, "feature", SLICES)}, SHAPES)
+GRAPH = sk.UnitGraph({"a": UnitGroup("a", 3, "feature", SLICES)}, SHAPES)
 """Linear(2, 3) with bias, then Linear(3, 2) without: the hidden features are the units."""
 
 
@@ -34,18 +32,18 @@ def _mask(*keep: int) -> UnitMask:
 
 def _tied(x: tuple[bool, ...], y: tuple[bool, ...]) -> None:
     groups = {name: UnitGroup(name, 2, "cell", ()) for name in ("x", "y")}
-    UnitMask({"x": torch.tensor(x), "y": torch.tensor(y)}).check(UnitGraph(groups, {}, ties=(("x", "y"),)))
+    UnitMask({"x": torch.tensor(x), "y": torch.tensor(y)}).check(sk.UnitGraph(groups, {}, ties=(("x", "y"),)))
 
 
 def _foreign() -> nn.Module:
     other = nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 6), nn.Tanh(), nn.Linear(6, 3))
-    return compact(other, zoo.traced("mlp")[3], UnitMask.full(zoo.traced("mlp")[3]))
+    return sk.compact(other, zoo.traced("mlp")[3], UnitMask.full(zoo.traced("mlp")[3]))
 
 
 def _expanded_twice() -> object:
     model, _, _, graph = zoo.traced("mlp")
     mask = UnitMask({"0": torch.arange(8) < 4, "2": torch.arange(6) < 3})
-    return expand(model.state_dict(), graph, mask, into=model.state_dict())
+    return sk.expand(model.state_dict(), graph, mask, into=model.state_dict())
 
 
 def _stacked(edit: Callable[..., object]) -> object:
@@ -78,7 +76,7 @@ def test_what_does_not_fit_is_refused(error: type[Exception], told: str, call: C
 @given(st.lists(st.lists(st.sampled_from("abcdefg"), min_size=2, max_size=3, unique=True), max_size=5))
 def test_ties_that_share_a_group_are_one_set(ties: list[list[str]]) -> None:
     groups = {name: UnitGroup(name, 4, "cell", ()) for name in "abcdefg"}
-    graph = UnitGraph(groups, {}, ties=tuple(map(tuple, ties)))
+    graph = sk.UnitGraph(groups, {}, ties=tuple(map(tuple, ties)))
     linked = {name: {name} for name in groups}
     for _ in groups:  # every round reaches one tie further
         linked = {name: same.union(*(tied for tied in ties if same & set(tied))) for name, same in linked.items()}
@@ -93,7 +91,7 @@ def test_gates_of_zero_and_one_are_exact_and_soft_ones_behind_what_scales(betwee
     # Its units have no reader with weights, so they are gated where they are made.
     model = Lambda(lambda m, x, scale=1.0: (m.between(m.a(x)) * scale).sum(-1, keepdim=True), a=(3, 6), between=between)
     x = torch.randn(4, 3)
-    graph = trace_units(model, x)
+    graph = sk.trace_units(model, x)
     for gates, exact in ((torch.tensor([0.0, 1, 1, 0, 1, 0]), True), (torch.full((6,), 0.5), not isinstance(between, nn.Tanh))):
         found = torch.func.functional_call(model, graph.gate(model.state_dict(), {"a": gates}), (x,))
         assert torch.allclose(found, model(x, gates), atol=1e-6) == exact
@@ -117,12 +115,12 @@ def test_by_entry_a_dropped_unit_loses_its_rows_and_the_columns_that_read_it() -
 
 def test_what_is_left_out_is_fixed_with_a_reason_and_stays_whole_in_a_compact_model() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
-    graph = trace_units(model, torch.randn(3, 4))
+    graph = sk.trace_units(model, torch.randn(3, 4))
     smaller = without(graph, ["0"])
     assert list(smaller.groups) == ["2"]
     assert smaller.unprunable[-1] == Unprunable("0", 6, "left out on purpose", "choice")
     assert smaller.shapes == graph.shapes
-    small = compact(model, smaller, UnitMask({"2": torch.arange(5) < 3}))
+    small = sk.compact(model, smaller, UnitMask({"2": torch.arange(5) < 3}))
     assert [small[0].out_features, small[2].out_features] == [6, 3]  # type: ignore[index]
     stacked = zoo.traced("lstm-stacked")[3]  # two layers of one hidden size
     assert without(stacked, stacked.ties[0]).ties == ()

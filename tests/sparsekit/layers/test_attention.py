@@ -12,14 +12,11 @@ from hypothesis import strategies as st
 from laws import check_masked_equals_compact, random_mask
 from torch import Tensor, nn
 
+import sparsekit as sk
 from sparsekit.errors import NoUnitsError
-from sparsekit.graph.mask import UnitMask
-from sparsekit.pruning.prune import prune
 from sparsekit.runtime.narrow_attention import NarrowMultiheadAttention
-from sparsekit.surgery.compaction import compact
 from sparsekit.tracing import blocks
 from sparsekit.tracing.trace import UnprunableWarning, trace_units
-from sparsekit.training.learnable import LearnableMask
 
 traced = functools.cache(zoo.traced)
 
@@ -45,7 +42,7 @@ def test_a_padded_batch_runs_through_a_narrow_encoder_with_the_fused_path_on() -
     keep = {name: torch.ones(group.size, dtype=torch.bool) for name, group in graph.groups.items()}
     keep["layers.1.self_attn"][0] = False
     assert model.use_nested_tensor
-    small = compact(model, graph, UnitMask(keep))
+    small = sk.compact(model, graph, sk.UnitMask(keep))
     assert not small.use_nested_tensor
     assert type(small.layers[0].self_attn) is nn.MultiheadAttention
     assert type(small.layers[1].self_attn) is NarrowMultiheadAttention
@@ -53,7 +50,7 @@ def test_a_padded_batch_runs_through_a_narrow_encoder_with_the_fused_path_on() -
         fused = small(x, src_key_padding_mask=padding)
     plain = small(x, src_key_padding_mask=padding)
     torch.testing.assert_close(fused[~padding], plain[~padding], rtol=1e-5, atol=1e-5)
-    again = compact(model, graph, UnitMask.full(graph))
+    again = sk.compact(model, graph, sk.UnitMask.full(graph))
     assert again.use_nested_tensor
 
 
@@ -81,8 +78,8 @@ def test_float_masks_with_minus_infinity_are_inputs_like_any_other(
     graph = trace_units(model, (x, mask))
     assert [*graph.groups] == [*trace_units(model, (x, torch.zeros_like(mask))).groups]
     check_masked_equals_compact(model, (x, mask), {}, graph, random_mask(graph, 0.5, 0))
-    check_masked_equals_compact(model, (x, mask), {}, graph, prune(model, (x, mask), budget="params=80%").mask)
-    learnable = LearnableMask(model, (x, mask), ratio=0.5)
+    check_masked_equals_compact(model, (x, mask), {}, graph, sk.prune(model, (x, mask), budget="params=80%").mask)
+    learnable = sk.LearnableMask(model, (x, mask), ratio=0.5)
     learnable(x, mask).square().mean().backward()
     assert all(bool(weight.grad.isfinite().all()) for weight in learnable.parameters() if weight.grad is not None)
 
@@ -112,7 +109,7 @@ def narrowed(module: nn.MultiheadAttention, keep: Tensor, *inputs: Tensor) -> nn
     )
     graph = trace_units(model, inputs, verify=False)
     mask = {name: keep if group.kind == "head" else torch.ones(group.size).bool() for name, group in graph.groups.items()}
-    return compact(model, graph, UnitMask(mask)).attention
+    return sk.compact(model, graph, sk.UnitMask(mask)).attention
 
 
 @settings(max_examples=30, deadline=None)

@@ -1,11 +1,20 @@
-"""Budgets: what may be asked for, and how it is read."""
+"""Budgets: what may be asked for, how it is read, and how milliseconds are met by measurement."""
 
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
 
 import sparsekit as sk
 from sparsekit.errors import InvalidValueError
+from sparsekit.measure.clock import device_of, median_ms
+from sparsekit.measure.paired import prepare
+from sparsekit.pruning.latency import meet_latency
 
 
 def test_a_string_is_a_share_and_a_number_is_absolute() -> None:
@@ -49,3 +58,119 @@ def test_the_runtime_goes_with_a_budget_wherever_it_goes() -> None:
     assert budget.limits({"latency_ms": 8.0}) == {"latency_ms": 4.0}
     assert budget.part(0.5, {"latency_ms": 8.0}) == sk.Budget(latency_ms=6.0, runtime="onnx")
     assert str(budget) == "latency_ms ≤ 50%, run by onnx"
+
+
+def _net() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.Flatten(),
+                         nn.Linear(64 * 64, 256), nn.ReLU(), nn.Linear(256, 5)).eval()  # fmt: skip
+
+
+X = torch.randn(4, 3, 12, 12)
+
+
+def test_a_budget_of_milliseconds_is_met_by_the_measured_model() -> None:
+    pruned = sk.prune(_net(), X, budget={"latency_ms": "60%"})
+    assert pruned.report.after["latency_ms"] <= pruned.report.limits["latency_ms"]
+    masked = sk.LearnableMask(_net(), (X,), budget={"latency_ms": "60%"})
+    assert masked.unit_mask().counts() != {group.name: group.size for group in masked.graph.groups.values()}
+
+
+@pytest.mark.parametrize("runtime", ["export", pytest.param("onnx", marks=pytest.mark.slow)])
+def test_a_budget_of_milliseconds_is_measured_in_its_runtime(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if runtime == "onnx":
+        pytest.importorskip("onnxruntime", reason="the extra 'export' is not installed")
+    model, asked = _net(), []
+
+    def noted(*args: Any) -> Any:
+        asked.append(args[:2])
+        return prepare(*args)
+
+    for place in ("settings", "cutting"):
+        monkeypatch.setattr(f"sparsekit.pruning.{place}.prepare", noted)
+    pruned = sk.prune(model, (X,), budget=sk.Budget(latency_ms="60%", runtime=runtime))
+    assert {own for _, own in asked} == {runtime}
+    assert sum(module is model for module, _ in asked) == 1, "the dense model is prepared once to be timed in turns"
+    assert pruned.report.after["latency_ms"] <= 0.6 * pruned.report.before["latency_ms"]
+
+
+@given(
+    fixed=st.floats(0.0, 0.9),
+    power=st.sampled_from([0.5, 1.0, 2.0]),
+    limit=st.floats(0.05, 1.3),
+    smallest=st.floats(0.0, 0.9),
+    noise=st.lists(st.sampled_from([0.5, 0.8, 1.0, 1.0, 1.2]), min_size=20, max_size=20) | st.just([1.0] * 20),
+)
+@settings(max_examples=100)
+def test_of_all_models_measured_the_one_nearest_below_the_limit_is_kept(
+    fixed: float, power: float, limit: float, smallest: float, noise: list[float]
+) -> None:
+    """Milliseconds are any monotone function of the share, times noise; no share below `smallest` can be made."""
+    draws = iter(noise)
+    times: dict[float, list[float]] = {}
+    low, high = 0.0, 1.5  # every new share is above those that were refused or fast enough, and below those that were too slow
+
+    def true(share: float) -> float:
+        return fixed + (1.0 - fixed) * share**power
+
+    def cut(share: float) -> tuple[float, Callable[[], float]]:
+        nonlocal low, high
+        for tried, own in times.items():
+            low, high = (max(low, tried), high) if not own or max(own) <= limit else (low, min(high, tried))
+        assert low < share < high or share == 1.0
+        times[share] = []
+        if share < smallest:
+            raise sk.BudgetError(f"no {share}")
+
+        def measure() -> float:
+            times[share].append(true(share) * next(draws))
+            return times[share][-1]
+
+        return share, measure
+
+    refused: sk.BudgetError | None = None
+    noisy = set(noise) != {1.0}
+    try:
+        found, measured = meet_latency(limit, 1.0, cut, requested="")
+    except sk.BudgetError as error:
+        refused = error
+    accepted = {share: max(own) for share, own in times.items() if own and max(own) <= limit}
+    if refused is not None:
+        fastest = min((max(own) for own in times.values() if own), default=None)
+        assert str(refused).startswith("no ") if fastest is None else refused.least == {"latency_ms": fastest}
+        assert not accepted
+        assert noisy or true(smallest) > 0.9 * limit
+    else:
+        assert measured == accepted[found] == max(accepted.values())
+        assert len(times[found]) == 2, "a model within the limit is measured twice"
+        assert measured >= 0.95 * limit or found == 1.0 or len(times) == 8 or noisy or true(smallest) > 0.8 * limit
+
+
+@pytest.mark.parametrize("limits", [{"params": "30%"}, {"flops": "40%"}, {"flops": "25%", "params": "70%"}])
+def test_the_other_limits_hold_where_milliseconds_would_allow_more(
+    limits: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparsekit.pruning.cutting.time_turns", lambda *_: SimpleNamespace(faster=1000.0, after_ms=0.0))
+    report = sk.prune(_net(), X, budget={"latency_ms": "60%", **limits}).report
+    for metric, share in limits.items():
+        assert report.after[metric] <= report.before[metric] * float(share[:-1]) / 100.0
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "mps", "xpu"])
+def test_a_pass_lasts_until_its_device_has_finished_whatever_that_is(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pending: list[str] = []
+
+    class Elsewhere(nn.Module):
+        def parameters(self, recurse: bool = True) -> Iterator[Any]:
+            yield SimpleNamespace(device=torch.device(kind))
+
+        def forward(self) -> None:
+            assert not pending, "the pass before was not waited for"
+            pending.append("a kernel that still runs")
+
+    asked = []
+    device = SimpleNamespace(synchronize=lambda *_: pending.clear())
+    monkeypatch.setattr(torch, "get_device_module", lambda where: asked.append(torch.device(where).type) or device)
+    model = Elsewhere()
+    median_ms(model, device_of(model), seconds=0.0)
+    assert set(asked) == {kind}
+    assert not pending

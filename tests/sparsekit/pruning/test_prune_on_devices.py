@@ -9,15 +9,13 @@ import torch.nn.functional as F
 from masked import convolutions
 
 import sparsekit as sk
-from sparsekit import criteria
-from sparsekit.finetuning import finetune, recalibrate_batchnorm, reconstruct
 
 CRITERIA: dict[str, Callable[[Any], Any]] = {
-    "magnitude": lambda _: criteria.Magnitude(),
-    "random": lambda _: criteria.Random(),
-    "taylor": lambda batches: criteria.Taylor(batches, F.cross_entropy),
-    "fisher": lambda batches: criteria.Fisher(batches, F.cross_entropy),
-    "wanda": lambda batches: criteria.Wanda(batches),
+    "magnitude": lambda _: sk.criteria.Magnitude(),
+    "random": lambda _: sk.criteria.Random(),
+    "taylor": lambda batches: sk.criteria.Taylor(batches, F.cross_entropy),
+    "fisher": lambda batches: sk.criteria.Fisher(batches, F.cross_entropy),
+    "wanda": lambda batches: sk.criteria.Wanda(batches),
 }
 
 
@@ -31,9 +29,9 @@ def test_every_criterion_keeps_the_same_units_and_what_follows_the_cut_is_the_sa
         generator = torch.Generator().manual_seed(0)
         pruned = sk.prune(model, (x[:2],), budget={"flops": "50%"}, criterion=CRITERIA[name]([(x, y)]), generator=generator)
         assert all(p.device.type == torch.device(place).type for p in pruned.model.parameters())
-        reconstruct(model, pruned.model, pruned.graph, pruned.mask, [x])
-        recalibrate_batchnorm(pruned.model, [x])
-        finetune(pruned.model, [(x, y)], F.cross_entropy, epochs=2)
+        sk.reconstruct(model, pruned.model, pruned.graph, pruned.mask, [x])
+        sk.recalibrate_batchnorm(pruned.model, [x])
+        sk.finetune(pruned.model, [(x, y)], F.cross_entropy, epochs=2)
         found.append((pruned.mask, {name: tensor.cpu() for name, tensor in pruned.model.state_dict().items()}))
     assert found[0][0] == found[1][0]
     for name, tensor in found[0][1].items():

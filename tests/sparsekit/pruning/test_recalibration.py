@@ -11,7 +11,6 @@ from small import half
 from torch import Tensor, nn
 
 import sparsekit as sk
-from sparsekit.finetuning import recalibrate_batchnorm, reconstruct
 from sparsekit.pruning import reconstruction
 
 
@@ -19,7 +18,7 @@ def test_statistics_are_averages_over_the_batches() -> None:
     model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3, momentum=0.3), nn.Dropout(0.5))
     model.eval()
     batches = [torch.randn(4, 2, 5, 5), torch.randn(4, 2, 5, 5)]
-    assert recalibrate_batchnorm(model, batches) == 1
+    assert sk.recalibrate_batchnorm(model, batches) == 1
     values = [model[0](x).detach() for x in batches]
     mean = torch.stack([v.mean((0, 2, 3)) for v in values]).mean(0)
     variance = torch.stack([v.transpose(0, 1).flatten(1).var(1) for v in values]).mean(0)
@@ -33,15 +32,15 @@ def test_batches_of_one_example_give_the_statistics_of_all_and_a_last_one_change
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval()
     x = torch.randn(24, 3)
     alone, together, ragged = copy.deepcopy(model), copy.deepcopy(model), copy.deepcopy(model)
-    recalibrate_batchnorm(alone, x.split(1))
-    recalibrate_batchnorm(together, [x])
-    recalibrate_batchnorm(ragged, [x, x[:1], x[:0]])
+    sk.recalibrate_batchnorm(alone, x.split(1))
+    sk.recalibrate_batchnorm(together, [x])
+    sk.recalibrate_batchnorm(ragged, [x, x[:1], x[:0]])
     for name, value in together.state_dict().items():
         if "running" in name:
             torch.testing.assert_close(alone.state_dict()[name], value)
             assert torch.equal(ragged.state_dict()[name], value)
     before = copy.deepcopy(model.state_dict())
-    recalibrate_batchnorm(model, [x[:1]])
+    sk.recalibrate_batchnorm(model, [x[:1]])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "one value has no variance"
 
 
@@ -50,14 +49,14 @@ def test_the_prior_moves_statistics_a_share_of_the_way_to_those_of_the_training(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
     fresh = copy.deepcopy(model)
-    recalibrate_batchnorm(model, [2 * torch.randn(64, 3) + 1])  # "training" data, of which the batches below differ
+    sk.recalibrate_batchnorm(model, [2 * torch.randn(64, 3) + 1])  # "training" data, of which the batches below differ
     before = {name: value.clone() for name, value in model.state_dict().items()}
     batches = [torch.randn(64, 3)]
     prior = reconstruction.statistics_prior(model, batches, share=share)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     alone, moved = copy.deepcopy(model), copy.deepcopy(model)
-    recalibrate_batchnorm(alone, batches)
-    recalibrate_batchnorm(moved, batches, prior=prior)
+    sk.recalibrate_batchnorm(alone, batches)
+    sk.recalibrate_batchnorm(moved, batches, prior=prior)
     for name, value in moved.state_dict().items():
         if "running" in name:
             expected = (1 - share) * alone.state_dict()[name] + share * before[name]
@@ -72,7 +71,7 @@ def test_statistics_survive_an_empty_loader(batches: Any) -> None:
     model(torch.randn(8, 3))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(sk.errors.DataError):
-        recalibrate_batchnorm(model, batches)
+        sk.recalibrate_batchnorm(model, batches)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -82,12 +81,12 @@ def test_layers_are_fitted_in_parts_within_a_limit_of_memory() -> None:
     graph = sk.trace_units(model, batches[0][:2])
     mask = half(graph)
     whole, parts, none = (sk.compact(model, graph, mask) for _ in range(3))
-    left = reconstruct(model, whole, graph, mask, batches)
+    left = sk.reconstruct(model, whole, graph, mask, batches)
     sizes = {"head": 8 * 5 * (5 + 4), "hidden": 8 * 64 * (64 + 5), "second": 8 * 54 * (54 + 6), "third": 8 * 54 * (54 + 4)}
-    assert reconstruct(model, parts, graph, mask, batches, memory_bytes=max(sizes.values())) == pytest.approx(left)
+    assert sk.reconstruct(model, parts, graph, mask, batches, memory_bytes=max(sizes.values())) == pytest.approx(left)
     for name, value in whole.state_dict().items():
         assert torch.allclose(value, parts.state_dict()[name], atol=1e-5), name
-    fitted = reconstruct(model, none, graph, mask, batches, memory_bytes=sizes["second"])
+    fitted = sk.reconstruct(model, none, graph, mask, batches, memory_bytes=sizes["second"])
     assert fitted["hidden"] == 1.0, "its sums alone are too large"
     assert fitted["second"] == pytest.approx(left["second"])
 
@@ -102,7 +101,7 @@ def test_units_that_are_sums_of_others_are_made_up_for() -> None:
     mask = half(graph)
     small = sk.compact(model, graph, mask)
     assert not torch.allclose(small(x), model(x), atol=1e-2)
-    left = reconstruct(model, small, graph, mask, [x], ridge=1e-9)
+    left = sk.reconstruct(model, small, graph, mask, [x], ridge=1e-9)
     assert torch.allclose(small(x), model(x), atol=1e-4)
     assert left["1"] < 1e-6
 
@@ -137,7 +136,7 @@ def test_every_kind_of_reader_is_fitted_and_the_whole_model_gets_nearer(images: 
     mask = half(graph)
     before = {name: entry.clone() for name, entry in model.state_dict().items()}
     small, fitted = sk.compact(model, graph, mask), sk.compact(model, graph, mask)
-    left = reconstruct(model, fitted, graph, mask, [(x, None) for x in batches])
+    left = sk.reconstruct(model, fitted, graph, mask, [(x, None) for x in batches])
     assert sorted(left) == ["head", "hidden", "second", "third"]
     assert all(0 <= share < 1 for share in left.values())
     with torch.no_grad():
@@ -168,7 +167,7 @@ def test_the_share_that_is_left_is_that_of_the_layers_error_on_data_it_has_not_s
     graph = sk.trace_units(model, x[:2])
     mask = half(graph)
     small, fitted = sk.compact(model, graph, mask), sk.compact(model, graph, mask)
-    [left] = reconstruct(model, fitted, graph, mask, x.split(50)).values()
+    [left] = sk.reconstruct(model, fitted, graph, mask, x.split(50)).values()
     with torch.no_grad():
         errors = [float(F.mse_loss(m(unseen), model(unseen))) for m in (small, fitted)]
     assert left == pytest.approx(errors[1] / errors[0], rel=0.15)

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from zoo_base import Lambda
 
+import sparsekit as sk
 from sparsekit.errors import TraceError
 from sparsekit.runtime.kept_norms import NormCall, kept_norms, read_norm_call
-from sparsekit.surgery.compaction import compact
-from sparsekit.tracing.trace import trace_units
 
 
 class _Catch(TorchFunctionMode):
@@ -90,7 +89,7 @@ def test_over_the_kept_positions_equals_the_call_on_what_is_kept(name: str, seed
 @pytest.mark.parametrize("ratio", [0.5, 1.0])
 def test_no_pass_reads_the_mask_back_or_copies_it_to_the_device(ratio: float) -> None:
     model = nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6), nn.Linear(6, 2))
-    graph, x = trace_units(model, torch.randn(4, 3), prune_hidden_size=True), torch.zeros(4, 3, device="meta")
+    graph, x = sk.trace_units(model, torch.randn(4, 3), prune_hidden_size=True), torch.zeros(4, 3, device="meta")
     with kept_norms(model.to("meta"), graph, random_mask(graph, ratio, 0)), torch.no_grad(), Operators() as operators:
         model(x)
     assert not {"_local_scalar_dense", "_to_copy"} & set(operators.names)
@@ -104,7 +103,7 @@ def test_in_inference_the_fused_transformer_kernel_does_not_pass_the_norms_by() 
         dense.load_state_dict(graph.gate(dense.state_dict(), gates))
         with kept_norms(dense, graph, mask):
             found = dense(*args)
-        torch.testing.assert_close(found, compact(dense, graph, mask)(*args), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found, sk.compact(dense, graph, mask)(*args), rtol=1e-4, atol=1e-5)
 
 
 def test_a_model_that_takes_another_path_than_when_it_was_traced_is_told() -> None:
@@ -114,7 +113,7 @@ def test_a_model_that_takes_another_path_than_when_it_was_traced_is_told() -> No
         return m.head(h - h.mean(-1, keepdim=True))
 
     model = Lambda(fickle, a=(3, 6), head=(6, 2), swap=False)
-    graph = trace_units(model, torch.randn(4, 3), prune_hidden_size=True)
+    graph = sk.trace_units(model, torch.randn(4, 3), prune_hidden_size=True)
     model.swap = True
     with kept_norms(model, graph, random_mask(graph, 0.5, 0)), pytest.raises(TraceError, match=r"calls var .* called mean"):
         model(torch.randn(4, 3))

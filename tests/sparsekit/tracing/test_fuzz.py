@@ -14,12 +14,11 @@ import pytest
 from laws import check_masked_equals_compact, check_nothing_is_lost, random_mask
 from torch import Tensor, nn
 
+import sparsekit as sk
 from sparsekit.errors import NoUnitsError
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.mask import UnitMask
 
 
-def trace(seed: int, **options: Any) -> tuple[nn.Module, Tensor, UnitGraph | None]:
+def trace(seed: int, **options: Any) -> tuple[nn.Module, Tensor, sk.UnitGraph | None]:
     model, x = fuzz.build(seed)
     try:
         return model, x, laws.trace(model, x, **options)[0]
@@ -27,7 +26,7 @@ def trace(seed: int, **options: Any) -> tuple[nn.Module, Tensor, UnitGraph | Non
         return model, x, None
 
 
-def check(model: nn.Module, x: Tensor, graph: UnitGraph, mask: UnitMask, *, train: bool = False) -> str | None:
+def check(model: nn.Module, x: Tensor, graph: sk.UnitGraph, mask: sk.UnitMask, *, train: bool = False) -> str | None:
     try:
         check_masked_equals_compact(model, (x,), {}, graph, mask, train=train)
         check_nothing_is_lost(model, graph, mask)

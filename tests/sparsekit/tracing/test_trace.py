@@ -1,19 +1,17 @@
-"""trace_units: the groups of every architecture of the zoo, unprunable layers with reasons, and refusals."""
+"""trace_units: what is never cut, in training too, refusals, and models that are compiled."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import zoo
-from laws import slices, trace
+from laws import check_masked_equals_compact, random_mask, slices, trace
 from torch import Tensor, nn
 
+import sparsekit as sk
 from sparsekit.errors import NoUnitsError, TraceError, UnsupportedModelError
-from sparsekit.graph.mask import UnitMask
-from sparsekit.measure.cost import count_cost
-from sparsekit.surgery.compaction import compact
-from sparsekit.tracing.trace import trace_units
 
 
 def branch_on_data(m: nn.Module, x: Tensor) -> Tensor:
@@ -83,7 +81,7 @@ def test_what_cannot_be_cut_exactly_is_never_cut(name: str, verify: bool) -> Non
     if not verify and name == "divided by the size":
         pytest.skip("only the verification can see sizes that live in Python")
     with pytest.raises(NoUnitsError):
-        trace_units(model, torch.randn(4, 3), verify=verify)
+        sk.trace_units(model, torch.randn(4, 3), verify=verify)
 
 
 def test_a_branch_on_the_sum_of_units_is_exact_if_they_are_gated_where_they_are_made() -> None:
@@ -154,7 +152,7 @@ REFUSED: dict[str, tuple[Any, Any, type[Exception], str]] = {
 def test_what_does_not_fit_is_refused(name: str) -> None:
     model, x, error, told = REFUSED[name]
     with pytest.raises(error, match=told) as caught:
-        trace_units(model, x)
+        sk.trace_units(model, x)
     assert error is not TraceError or isinstance(caught.value.__cause__, Exception)
 
 
@@ -171,12 +169,88 @@ def test_a_model_that_is_compiled_or_has_a_compiled_part_is_cut_costed_and_copie
     before = torch._dynamo.utils.counters["frames"]["total"]
     graph, messages = trace(model, x)
     assert (messages, [group.size for group in graph.groups.values()]) == ([], [6, 5])
-    mask = UnitMask({name: torch.arange(group.size) < 3 for name, group in graph.groups.items()})
+    mask = sk.UnitMask({name: torch.arange(group.size) < 3 for name, group in graph.groups.items()})
     with torch.compiler.set_stance("force_eager"), torch.no_grad():
-        small = compact(model, graph, mask)
-        cost = count_cost(model, x, graph=graph, mask=mask)
+        small = sk.compact(model, graph, mask)
+        cost = sk.count_cost(model, x, graph=graph, mask=mask)
         assert torch._dynamo.utils.counters["frames"]["total"] == before  # nothing was compiled on the way
         assert cost.parameters == sum(p.numel() for p in small.parameters()) == 12 + 12 + 8
         state = graph.gate(model.state_dict(), {name: keep.float() for name, keep in mask.items()})
         torch.testing.assert_close(small(x), torch.func.functional_call(model, state, (x,)))
     assert part or model._orig_mod is plain
+
+
+def net(run: Callable[..., Any]) -> nn.Module:
+    return zoo.Lambda(run, a=(3, 6), b=(3, 5), c=(6, 2), d=(5, 2))
+
+
+@pytest.mark.parametrize(
+    ("trained", "told"),
+    [(lambda out, h: (out, h.mean()), ""), (lambda out, h: out / h.shape[1], "in training, removing units changes the output")],
+    ids=["a penalty on hidden values", "a size that only the verification sees"],
+)
+def test_what_only_training_does_with_units_keeps_them_whole(trained: Callable[..., Any], told: str) -> None:
+    def run(m: nn.Module, x: Tensor) -> Any:
+        h = F.relu(m.a(x))
+        out = m.c(h) + m.d(F.relu(m.b(x)))
+        return trained(out, h) if m.training else out
+
+    graph, messages = trace(net(run), torch.randn(4, 3))
+    assert list(graph.groups) == ["b"]
+    assert len(messages) == 1
+    assert told in messages[0]
+
+
+def dropped_paths(m: nn.Module, x: Tensor) -> Tensor:
+    h = F.relu(m.a(x))
+    if m.training:
+        h = h * x.new_empty((x.shape[0], 1)).bernoulli_(0.5).div_(0.5)
+    out: Tensor = m.c(h)
+    if m.training:
+        keep = 0.5 + torch.rand((x.shape[0], 1), dtype=x.dtype)
+        out = out.div(0.5) * keep.floor_()
+    noise = torch.empty((x.shape[0], 1), dtype=x.dtype).bernoulli_(0.5) if m.training else 1.0
+    return out + m.d(torch.relu(m.b(x)) * noise)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_dropped_paths_keep_units_apart(train: bool) -> None:
+    model = net(dropped_paths)
+    x = torch.randn(4, 3)
+    graph, messages = trace(model, x)
+    assert dict(graph.fingerprint()) == {"a": 6, "b": 5}
+    assert messages == []
+    check_masked_equals_compact(model, (x,), {}, graph, random_mask(graph, 0.5, 0), train=train)
+
+
+def with_head(m: nn.Module, x: Tensor) -> Any:
+    h = m.norm(m.a(x)).relu()
+    return (m.c(h), m.d(h)) if m.training else m.c(h)
+
+
+def test_an_auxiliary_head_of_training_behind_a_batch_norm_is_traced_from_one_example() -> None:
+    model = zoo.Lambda(with_head, a=(3, 6), norm=nn.BatchNorm1d(6), c=(6, 2), d=(6, 2))
+    graph, messages = trace(model, torch.randn(1, 3))
+    assert {piece.name for piece in graph.groups["a"].slices if piece.gated} == {"c.weight", "d.weight"}
+    assert messages == []
+    check_masked_equals_compact(model, (torch.randn(4, 3),), {}, graph, random_mask(graph, 0.5, 0), train=True)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_units_are_found_though_training_drops_paths_at_random_on_a_gpu(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu = torch.Generator().manual_seed(seed)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_generators", (on_gpu,))
+
+    class DropsPaths(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.norm, self.b = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.relu(self.norm(self.a(x)))
+            return self.b(hidden * (torch.rand(1, generator=on_gpu) < 0.8) if self.training else hidden)
+
+    before = on_gpu.get_state()
+    assert list(trace(DropsPaths(), torch.rand(2, 4))[0].groups) == ["a"]
+    assert torch.equal(on_gpu.get_state(), before)

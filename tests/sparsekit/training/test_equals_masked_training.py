@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from masked import batches_like, train_alike
-from optimizers import Lookahead
+from masked import Lookahead, batches_like, train_alike
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zoo import ZOO, build

@@ -10,7 +10,6 @@ from masked import convolutions, train_step
 from torch import Tensor, nn
 
 import sparsekit as sk
-from sparsekit.training import LearnedNarrowing
 
 STEPS = 24
 
@@ -18,13 +17,13 @@ STEPS = 24
 def _masked(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[sk.LearnableMask, Tensor, Tensor]:
     model, x, y = convolutions(dtype)
     settings = {"ratio": 0.3} if not options.keys() & {"ratio", "budget"} else {}
-    rule = LearnedNarrowing(steps=STEPS, least_steps=3, until=0.5, cuts=3)
+    rule = sk.LearnedNarrowing(steps=STEPS, least_steps=3, until=0.5, cuts=3)
     return sk.LearnableMask(model, (x,), **{"learning": rule, **settings, **options}), x, y
 
 
 def test_importance_is_half_the_mean_square_of_the_gates_gradient_of_single_examples() -> None:
     """Against autograd through gates, example by example; a running mean with a half-life, corrected for its start."""
-    masked, x, y = _masked(torch.float64, learning=LearnedNarrowing(steps=100, least_steps=10, half_life=2.0))
+    masked, x, y = _masked(torch.float64, learning=sk.LearnedNarrowing(steps=100, least_steps=10, half_life=2.0))
     masked.eval()
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.05)
     expected, weight = {name: torch.zeros(group.size) for name, group in masked.graph.groups.items()}, 0.0
@@ -142,7 +141,7 @@ def test_readers_that_are_frozen_are_measured_and_units_that_nothing_measures_ar
     model = nn.Sequential(nn.LSTM(3, 8, batch_first=True), _Last(), nn.Linear(8, 2)).requires_grad_(False)
     model.append(nn.Linear(2, 2))
     x = torch.randn(4, 5, 3)
-    other = sk.LearnableMask(model, (x,), ratio=0.5, learning=LearnedNarrowing(steps=8, least_steps=1, cuts=1, until=0.5))
+    other = sk.LearnableMask(model, (x,), ratio=0.5, learning=sk.LearnedNarrowing(steps=8, least_steps=1, cuts=1, until=0.5))
     optimizer = torch.optim.SGD([p for p in other.parameters() if p.requires_grad], lr=0.1)
     train_step(other, optimizer, x, torch.tensor([0, 1, 0, 1]))
     with pytest.warns(UserWarning, match="no gradient reached the units of"):  # at the cut
@@ -158,7 +157,7 @@ def test_finetune_narrows_resumes_and_keeps_the_best_of_the_narrow_epochs(tmp_pa
     """Though the first, wide epoch scores best."""
     found = []
     for epochs in ([4], [1, 4]):
-        masked, x, y = _masked(batches=None, learning=LearnedNarrowing(steps=16, least_steps=1))
+        masked, x, y = _masked(batches=None, learning=sk.LearnedNarrowing(steps=16, least_steps=1))
         path = tmp_path / f"{len(epochs)}.pt"
         batches = list(zip(x.split(3), y.split(3), strict=True))
         options: Any = {"validation": lambda m: float(sum(p.numel() for p in m.parameters())), "checkpoint": path}

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from masked import classifier, shake, train_step
-from optimizers import Lookahead
+from masked import Lookahead, classifier, shake, train_step
 from torch import nn
 
 from sparsekit import GradientImportance, LearnableMask, LearnedNarrowing

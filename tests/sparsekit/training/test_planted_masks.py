@@ -13,7 +13,6 @@ from zoo_base import Lambda
 
 import sparsekit as sk
 from sparsekit.criteria import Fisher, ScoringContext
-from sparsekit.graph import UnitMask
 from sparsekit.graph.edit import only
 
 SEEDS = range(int(os.environ.get("SPARSEKIT_SEEDS", "1")))
@@ -94,7 +93,7 @@ class Planted:
         generator = torch.Generator().manual_seed(100 + self.seed)
         masked = sk.LearnableMask(copy.deepcopy(self.model), graph=self.graph, **options)
         if mask is not None:
-            masked.load(self.model.state_dict(), mask=UnitMask({self.group: mask}))
+            masked.load(self.model.state_dict(), mask=sk.UnitMask({self.group: mask}))
         for name, leaf in masked.named_weights().items():
             leaf.requires_grad_(not (self.frozen and name.startswith("trunk")))
         optimizer = torch.optim.SGD([p for p in masked.parameters() if p.requires_grad], lr=0.02, momentum=0.9)

@@ -1,4 +1,4 @@
-"""Experts of mixtures go whole, with their rows of the router: exactly, never below what a token takes, scored as REAP does."""
+"""Experts of mixtures and heads of Mamba-2 go whole, with their part of every entry."""
 
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,7 @@ from sparsekit.allocation.shares import ratio_counts
 from sparsekit.criteria import ScoringContext, Wanda
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.edit import only
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.mask import UnitMask
 from sparsekit.measure.cost import measure_costs
-from sparsekit.surgery.compaction import compact
 from sparsekit.surgery.rebuild import named_entries
 
 transformers: Any = None  # importing it takes seconds, also where these tests are not run
@@ -60,11 +57,11 @@ def _ids() -> Tensor:
     return torch.randint(17, (3, 8), generator=torch.Generator().manual_seed(1))
 
 
-def _experts(graph: UnitGraph) -> list[str]:
+def _experts(graph: sk.UnitGraph) -> list[str]:
     return [name for name, group in graph.groups.items() if group.kind == "expert"]
 
 
-def _check(model: nn.Module, graph: UnitGraph, mask: UnitMask, dtype: torch.dtype, tolerance: float) -> Any:
+def _check(model: nn.Module, graph: sk.UnitGraph, mask: sk.UnitMask, dtype: torch.dtype, tolerance: float) -> Any:
     check_nothing_is_lost(model, graph, mask)
     kwargs = {"use_cache": False}
     return check_masked_equals_compact(model, (_ids(),), kwargs, graph, mask, dtype=dtype, tolerance=tolerance)
@@ -102,9 +99,9 @@ def test_as_many_experts_stay_as_a_token_takes() -> None:
     model = _model()
     graph, _ = trace(model, _ids())
     (name,) = _experts(graph)
-    full = UnitMask.full(graph)
+    full = sk.UnitMask.full(graph)
     with pytest.raises(InvalidValueError, match="at least 2 must stay"):
-        compact(model, graph, UnitMask({**full, name: torch.arange(6) < 1}))
+        sk.compact(model, graph, sk.UnitMask({**full, name: torch.arange(6) < 1}))
     pruned = sk.prune(model, (_ids(),), graph=graph, allocation="uniform", budget={"params": "70%"}, multiple_of=1)
     assert pruned.mask.counts()[name] >= 2
     counts = {key: group.least for key, group in graph.groups.items()}
@@ -120,8 +117,10 @@ def test_a_token_costs_the_same_however_many_experts_there_are(implementation: s
     graph, _ = trace(model, _ids())
     costs = measure_costs(model, (_ids(),), {}, graph)
     kept = random_mask(graph, 0.5, 0)
-    mask = UnitMask({name: kept[name] if group.kind == "expert" else kept[name] | True for name, group in graph.groups.items()})
-    small = compact(model, graph, mask)
+    mask = sk.UnitMask(
+        {name: kept[name] if group.kind == "expert" else kept[name] | True for name, group in graph.groups.items()}
+    )
+    small = sk.compact(model, graph, mask)
     assert costs.costs(mask.counts()) == measure_costs(small, (_ids(),), {}, None).dense_costs()
     router = 2 * 8 * 3 * 16  # all that a token of eight saves: three of six rows of 16
     assert costs.dense_costs()["flops"] - costs.costs(mask.counts())["flops"] == router
@@ -161,9 +160,42 @@ def test_a_cut_mixture_is_pruned_saved_and_loaded(tmp_path: Path) -> None:
     torch.testing.assert_close(sk.load_pretrained(tmp_path / "any")(_ids()).logits, expected)
     graph = only(pruned.graph, _experts(pruned.graph))
     mask = random_mask(graph, 0.5, 0)
-    small = compact(model, graph, mask)
+    small = sk.compact(model, graph, mask)
     assert sk.fit_config(small, graph, mask) == {"num_local_experts": 3}
     small.save_pretrained(tmp_path / "own")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "own")
     torch.testing.assert_close(loaded(_ids()).logits, small(_ids()).logits)
     assert named_entries(loaded)["model.layers.0.mlp.gate.weight"].shape == (3, 16)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_heads_go_with_their_gates_inputs_steps_and_decay(groups: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 17, "hidden_size": 16, "expand": 2, "state_size": 4, "num_hidden_layers": 2, "chunk_size": 4}
+    config = transformers.Mamba2Config(**sizes, num_heads=8, head_dim=4, n_groups=groups, use_bias=groups > 1)
+    model = transformers.Mamba2ForCausalLM(config).eval()
+    ids = torch.randint(17, (2, 6))
+    with pytest.raises(sk.errors.NoUnitsError, match=r"all heads by the gated norm .* prune_hidden_size=True"):
+        trace(model, ids)
+    graph, _ = trace(model, ids, prune_hidden_size=True)
+    heads = [group for group in graph.groups.values() if group.kind == "head"]
+    assert [group.size for group in heads] == [8 // groups] * 2
+    spans = {piece.name.split("mixer.")[1]: piece.span // groups for piece in heads[0].slices if piece.dim == 0}
+    spans.pop("in_proj.bias", None)
+    assert spans == {
+        "in_proj.weight": 9,
+        "conv1d.weight": 4,
+        "conv1d.bias": 4,
+        "norm.weight": 4,
+        **dict.fromkeys(("A_log", "D", "dt_bias"), 1),
+    }
+    mask = random_mask(graph, 0.5, 0)
+    # The state space is computed in float32 whatever the dtype.
+    check_masked_equals_compact(model, (ids,), {"use_cache": False}, graph, mask, tolerance=1e-5)
+    check_nothing_is_lost(model, graph, mask)
+    small: Any = sk.compact(model, graph, mask)
+    mixer = small.backbone.layers[0].mixer
+    assert (mixer.num_heads, mixer.intermediate_size, mixer.conv_dim) == (4, 16, 16 + 8 * groups)
+    sk.save_pretrained(small, tmp_path)
+    loaded, options = sk.load_pretrained(tmp_path), {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(loaded.generate(ids, **options), small.generate(ids, **options))

@@ -15,12 +15,11 @@ from laws import check_masked_equals_compact, random_mask, trace
 from torch import Tensor, nn
 from zoo_base import Lambda
 
+import sparsekit as sk
 from sparsekit.errors import NoUnitsError
 from sparsekit.graph.edit import compact_graph
 from sparsekit.graph.held import held_numbers, set_held
-from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.compaction import compact, compact_state, expand
-from sparsekit.surgery.saving import load_compact, save_compact
 from sparsekit.tracing.trace import UnprunableWarning, trace_units
 
 
@@ -144,10 +143,10 @@ def test_a_width_is_found_however_it_is_written_and_the_users_own_objects_stay(t
     check_masked_equals_compact(model, (x,), {}, graph, mask)
     assert {name: held_numbers(module) for name, module in model.named_modules()} == before
     left = compact_graph(graph, mask)
-    assert torch.equal(compact(small, left, UnitMask.full(left))(x), small(x))
+    assert torch.equal(compact(small, left, sk.UnitMask.full(left))(x), small(x))
 
-    save_compact(small, tmp_path / "small.safetensors")
-    loaded = load_compact(tmp_path / "small.safetensors", Everything)
+    sk.save_compact(small, tmp_path / "small.safetensors")
+    loaded = sk.load_compact(tmp_path / "small.safetensors", Everything)
     assert torch.equal(loaded.eval()(x), small(x))
 
     state = compact_state(model.state_dict(), graph, mask)
@@ -179,7 +178,7 @@ def test_layers_that_share_a_configuration_keep_numbers_of_heads_of_their_own() 
     graph, _ = trace(model, torch.randn(2, 5, 4))
     keep = {name: torch.ones(group.size, dtype=torch.bool) for name, group in graph.groups.items()}
     keep["1.q"][1], keep["2.q"][:2] = False, False
-    small = compact(model, graph, UnitMask(keep), inplace=True)
+    small = compact(model, graph, sk.UnitMask(keep), inplace=True)
     assert small is model
     assert (small[1].config.heads, small[2].config.heads, config.heads) == (2, 1, 3)
     assert small(torch.randn(2, 5, 4)).shape == (2, 5, 2)
@@ -258,7 +257,7 @@ def test_an_integer_that_counts_the_units_of_two_groups_is_their_sum() -> None:
 
     model = Lambda(run, both=10, a=(4, 6), b=(4, 4), out=(10, 2))
     graph, _ = trace(model, torch.randn(3, 4))
-    mask = UnitMask({"a": torch.arange(6) < 2, "b": torch.arange(4) < 3})
+    mask = sk.UnitMask({"a": torch.arange(6) < 2, "b": torch.arange(4) < 3})
     assert compact(model, graph, mask).both == 5
 
 
