@@ -1,5 +1,6 @@
 """What benchmarks share: seconds measured in turns, files of results that go on where they ended, rows shown as they come."""
 
+import argparse
 import json
 import math
 import multiprocessing
@@ -16,11 +17,32 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["add", "in_process", "in_turns", "mask_of", "over", "processor_seconds", "read", "round_seconds", "show", "spread"]
-
 ROOT = Path(__file__).resolve().parent.parent
 # Some benchmarks use modules of the tests, which they import after this one.
 sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]
+
+
+def options_of(doc: Any, *words: str, choices: Mapping[str, Iterable[str]] = {}, **defaults: Any) -> argparse.Namespace:
+    """Read the command line, and compute on one thread; a word without a flag that ends in "?" may be left out.
+
+    A default has the type of its option; a type stands for no default, False for a flag, and a list for several values.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    allowed = {name: list(each) for name, each in choices.items()}
+    for word in words:
+        name = word.removesuffix("?")
+        parser.add_argument(name, choices=allowed.get(name), **({} if name == word else {"nargs": "?"}))
+    for name, default in defaults.items():
+        flag, one = f"--{name.replace('_', '-')}", default[0] if isinstance(default, list) else default
+        if default is False:
+            parser.add_argument(flag, action="store_true")
+            continue
+        kind, value = (one, None) if isinstance(one, type) else (type(one), default)
+        nargs = "*" if isinstance(default, list) else None
+        told = "" if value is None else f"default {value}".replace("%", "%%")
+        parser.add_argument(flag, type=kind, nargs=nargs, default=value, choices=allowed.get(name), help=told)
+    torch.set_num_threads(1)
+    return parser.parse_args()
 
 
 def processor_seconds(call: Callable[[], Any]) -> float:

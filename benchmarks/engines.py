@@ -7,9 +7,9 @@
     python benchmarks/engines.py scale --clients 10000 --engines processes-1 --rounds 1000 --json
 
 `overhead` is paired: in each repetition every engine gets every load, one after the other. Loads: `messages`, a small CNN
-that nobody trains, 10 clients a round; `bytes`, VGG11 (37 MB each way) that nobody trains, 4 clients a round; and a preset
-trained by FedLPS, 10 clients a round. A round's seconds come from its record, without the first round, where processes
-warm up, and the last, which scores all clients. `start` is everything else but these: starting, the first and last round.
+that nobody trains, 10 clients a round; `bytes`, VGG11 (37 MB each way) that nobody trains, 4 clients a round. A round's seconds
+come from its record, without the first round, where processes warm up, and the last, which scores all clients. `start` is
+everything else but these: starting, the first and last round.
 
 `scale` starts a process for each case. Every client has a batch of 16 images and takes one step; clients share their images,
 so what grows with K is what is kept per client. `main_cpu_seconds` is the time of a round in the process that holds
@@ -79,7 +79,6 @@ def loads(preset: str, data_dir: str, rounds: int) -> dict[str, tuple[str, Any]]
     return {
         "messages": ("engines:Idle", plan),
         "bytes": ("engines:Idle", plan.replaced(preset=None, dataset="engines:vgg_data", cohort=4)),
-        preset: ("fedlps", plan),
     }
 
 
@@ -118,8 +117,7 @@ def _here(name: str, method: str, plan: Any) -> Timing:
 def overhead(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     preset = "mnist" if options.data_dir else "digits"
     known = loads(preset, "" if options.data_dir is None else str(Path(options.data_dir).resolve()), options.rounds)
-    names = [preset if name == "preset" else name for name in options.loads]
-    found: dict[tuple[str, str], list[Timing]] = {(load, engine): [] for load in names for engine in options.engines}
+    found: dict[tuple[str, str], list[Timing]] = {(load, engine): [] for load in options.loads for engine in options.engines}
     for _ in range(options.repeats):
         for load, engine in found:
             timing = _here(engine, *known[load])
@@ -220,7 +218,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     costs = commands.add_parser("overhead", help="seconds per round of every engine")
     costs.add_argument("--engines", nargs="+", default=["processes-1", "processes-2", "ray"])
-    costs.add_argument("--loads", nargs="+", default=["messages", "bytes", "preset"], choices=["messages", "bytes", "preset"])
+    costs.add_argument("--loads", nargs="+", default=["messages", "bytes"], choices=["messages", "bytes"])
     costs.add_argument("--rounds", type=int, default=7, help="of each run, at least 3 (default 7)")
     costs.add_argument("--repeats", type=int, default=3, help="default 3")
     costs.add_argument("--data-dir", help="folder of the data sets: the preset is then mnist, and digits without")

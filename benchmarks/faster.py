@@ -22,7 +22,7 @@ from statistics import geometric_mean, median
 from typing import Any
 
 import torch
-from common import add, in_turns, over, read, show
+from common import add, in_turns, options_of, over, read, show
 from nets import VisionTransformer, densenet121, mobilenet_v2, resnet50, vgg16
 from torch import Tensor, nn
 
@@ -158,18 +158,10 @@ def table(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("faster.jsonl"))
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--arms", nargs="+", default=list(ARMS))
-    parser.add_argument("--shares", nargs="+", type=float, default=[0.5, 0.25])
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
-    parser.add_argument("--runtimes", nargs="+", default=["eager", "onnx"])
-    parser.add_argument("--turns", type=int, default=100)
-    parser.add_argument("--seconds", type=float, default=30.0, help="after which no turn of a model, batch and runtime begins")
-    parser.add_argument("--table", action="store_true", help="only print what is in the file")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    options = options_of(
+        __doc__, choices={"models": MODELS}, out=Path("faster.jsonl"), models=list(MODELS), arms=list(ARMS), shares=[0.5, 0.25],
+        batches=[1, 8], runtimes=["eager", "onnx"], turns=100, seconds=30.0, table=False,
+    )  # fmt: skip
     warnings.simplefilter("ignore")
     if not options.table:
         measure(options)

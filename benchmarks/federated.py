@@ -10,7 +10,6 @@ validation images. A run that was measured is not repeated: its row is in OUT/fe
 the picture.
 """
 
-import argparse
 import copy
 import itertools
 import statistics
@@ -25,7 +24,7 @@ import nets
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import ROOT, add, read, show, spread
+from common import ROOT, add, options_of, read, show, spread
 from narrow_vgg import vgg11
 from torch import Tensor, nn
 
@@ -306,16 +305,10 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("federated"))
-    parser.add_argument("--data-dir", type=Path, default=None)
-    parser.add_argument("--settings", nargs="*", choices=tuple(SETTINGS), default=tuple(SETTINGS))
-    parser.add_argument("--arms", nargs="*", choices=tuple(ARMS), default=tuple(ARMS))
-    parser.add_argument("--seeds", type=int, nargs="*", default=(0, 1, 2))
-    parser.add_argument("--validation", action="store_true", help="print validation accuracy alone, to choose an arm")
-    parser.add_argument("--show", action="store_true", help="print the tables of what was measured")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    options = options_of(
+        __doc__, choices={"settings": SETTINGS, "arms": ARMS}, out=Path("federated"), data_dir=Path, settings=list(SETTINGS),
+        arms=list(ARMS), seeds=[0, 1, 2], validation=False, show=False,
+    )  # fmt: skip
     options.out.mkdir(exist_ok=True)
     path = options.out / "federated.jsonl"
     if options.show:

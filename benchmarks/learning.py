@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import add, read
+from common import add, options_of, read
 from learning_nets import Data, Task, tasks
 from torch import Tensor, nn
 
@@ -286,19 +286,11 @@ def candidates(out: Path, seeds: list[int], steps: int = 200) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["pretrain", "run", "table", "candidates"])
-    parser.add_argument("--out", type=Path, default=Path("learning"))
-    parser.add_argument("--tasks", nargs="+", default=["cat dog", "car ship truck", "bird deer frog", "turned"])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--shares", nargs="+", type=float, default=[0.016, 0.06])
-    parser.add_argument("--budgets", nargs="+", type=float, default=[15.0])
-    parser.add_argument("--arms", nargs="+", default=list(ARMS)[:12], choices=list(ARMS))
-    parser.add_argument("--lr", type=float, default=0.05)
-    parser.add_argument("--epochs", type=int, default=90)
-    parser.add_argument("--device", default="cpu")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    options = options_of(
+        __doc__, "command", choices={"command": ["pretrain", "run", "table", "candidates"], "arms": ARMS}, out=Path("learning"),
+        tasks=["cat dog", "car ship truck", "bird deer frog", "turned"], seeds=[0, 1, 2], shares=[0.016, 0.06], budgets=[15.0],
+        arms=list(ARMS), lr=0.05, epochs=90, device="cpu",
+    )  # fmt: skip
     options.out.mkdir(parents=True, exist_ok=True)
     if options.command == "pretrain":
         from learning_nets import pretrain

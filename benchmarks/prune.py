@@ -9,24 +9,299 @@ arm has it, after recalibration of batch norms, and after fine-tuning at the las
 many epochs as pretraining and fine-tuning together; `training_flops` says what each arm spent, pretraining included.
 """
 
+from __future__ import annotations
+
 import argparse
 import copy
 import os
 import platform
 import statistics
 import warnings
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import add, read, show, spread
-from prune_arms import ARMS
-from prune_cells import PRETRAIN_RATE, RATE, TASKS, Cell, accuracy, flops_of, load, train
+import torch.nn.functional as F
+from common import add, mask_of, options_of, read, show, spread
+from nets import convolutions, resnet
+from torch import Tensor, nn
 
 import sparsekit as sk
+from sparsekit.finetuning import Distillation
+from sparsekit_fl.problem.datasets import datasets
+
+
+def small_resnet(blocks: int, classes: int, width: int = 16, channels: int = 3) -> nn.Module:
+    """The ResNet of He et al. for images of 32 pixels, with 6·blocks + 2 layers."""
+    stem = (nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+    return resnet(stem, width, (blocks,) * 3, width, 1, classes)
+
+
+def vgg(classes: int, *widths: int) -> nn.Module:
+    """A VGG with batch norm and one linear layer; 0 among the widths is a pooling layer."""
+    layers = convolutions(widths, bias=False)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], classes))
+
+
+# Half the channels of VGG-11, which one core trains in minutes.
+VGG11 = (32, 0, 64, 0, 128, 128, 0, 256, 256, 0, 256, 256)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, its data, epochs (before, after, and with a regularizer before the cut), and numbers of images.
+
+    Images are averaged over squares of `pooled` pixels: 2 makes 16 pixels of 32, at a quarter of the FLOPs.
+    """
+
+    dataset: str
+    make: Callable[[], nn.Module]
+    pretrain: int
+    finetune: int
+    train: int
+    score_batches: int
+    test: int
+    pooled: int = 2
+    augment: bool = True
+
+
+TASKS = {
+    "resnet20-cifar10": Task("cifar10", lambda: small_resnet(3, 10), 6, 1, 5_000, 16, 2_000),
+    "vgg11-cifar100": Task("cifar100", lambda: vgg(100, *VGG11), 15, 5, 10_000, 16, 4_000),
+    "tiny-digits": Task("digits", lambda: small_resnet(2, 10, 8, channels=1), 2, 1, 400, 2, 300, 1, augment=False),
+}
+BATCH = 64
+PRETRAIN_RATE, RATE = 0.1, 0.03
+
+
+class Images:
+    """Batches, shuffled and augmented by a generator of their own, which a checkpoint saves and restores."""
+
+    def __init__(self, images: Tensor, labels: Tensor, *, seed: int | None, augment: bool = False) -> None:
+        self.images, self.labels, self.augment = images, labels, augment
+        self.generator = None if seed is None else torch.Generator().manual_seed(seed)
+
+    def __len__(self) -> int:
+        return -(-self.labels.numel() // BATCH)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        count = self.labels.numel()
+        order = torch.arange(count) if self.generator is None else torch.randperm(count, generator=self.generator)
+        for rows in order.split(BATCH):
+            if self.generator is None or rows.numel() > 1:  # a batch norm refuses a single example
+                yield (self._augmented(self.images[rows]) if self.augment else self.images[rows]), self.labels[rows]
+
+    def _augmented(self, images: Tensor) -> Tensor:
+        """Crop images out of a border of an eighth of their width, and flip half of them."""
+        count, _, height, width = images.shape
+        border = width // 8
+        shift = torch.randint(0, 2 * border + 1, (2, count), generator=self.generator)
+        flip = torch.rand(count, generator=self.generator) < 0.5
+        padded = F.pad(images, (border, border, border, border))
+        rows = shift[0][:, None] + torch.arange(height)
+        columns = torch.arange(width).expand(count, width)
+        columns = torch.where(flip[:, None], width - 1 - columns, columns) + shift[1][:, None]
+        first = torch.arange(count)[:, None, None]
+        return padded[first, :, rows[:, :, None], columns[:, None, :]].movedim(-1, 1).contiguous()
+
+
+@dataclass(frozen=True)
+class Splits:
+    images: dict[str, Tensor]
+    labels: dict[str, Tensor]
+
+    def loader(self, split: str, *, seed: int | None = None, augment: bool = False) -> Images:
+        return Images(self.images[split], self.labels[split], seed=seed, augment=augment)
+
+
+def load(task: Task, root: Path | None) -> Splits:
+    """Read the data of a task, normalized; a tenth of the training images is left out, for choices."""
+    source = datasets[task.dataset](root)
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (source.mean, source.std))
+    order = torch.randperm(len(source.train), generator=torch.Generator().manual_seed(0))[: task.train * 10 // 9]
+    test = torch.arange(min(len(source.test), task.test))
+    parts = {"train": (source.train, order[max(1, order.numel() // 10) :]), "test": (source.test, test)}
+    images = {
+        name: F.avg_pool2d(((data.inputs[0][rows].float() / 255) - mean) / std, task.pooled)
+        for name, (data, rows) in parts.items()
+    }
+    return Splits(images, {name: data.labels()[rows] for name, (data, rows) in parts.items()})
+
+
+@dataclass
+class Cell:
+    task: Task
+    data: Splits
+    dense: nn.Module
+    share: float
+    seed: int
+    folder: Path
+    budgets: tuple[float, ...] = ()
+    shared: dict[str, Any] = field(default_factory=dict)
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make` returns, which is called once for all cells of this dense model."""
+        if name not in self.shared:
+            self.shared[name] = make()
+        return self.shared[name]
+
+    @property
+    def example(self) -> Tensor:
+        return torch.zeros_like(self.data.images["train"][:1])
+
+    def scoring(self) -> list[tuple[Tensor, Tensor]]:
+        """Batches of training data for criteria, recalibration and reconstruction; the same for every arm."""
+        loader = self.data.loader("train", seed=1000 + self.seed)
+        return [batch for _, batch in zip(range(self.task.score_batches), loader)]
+
+
+@dataclass
+class Cut:
+    """A small model before any recalibration, the same reconstructed, how it is trained, and training FLOPs before the cut."""
+
+    model: nn.Module
+    reconstructed: nn.Module | None = None
+    teacher: bool = False
+    scratch: bool = False
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+def flops_of(model: nn.Module, example: Tensor) -> int:
+    return sk.count_cost(model, example).flops
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, batches: Images) -> float:
+    model.eval()
+    right = sum(int((model(x).argmax(1) == y).sum()) for x, y in batches)
+    return right / batches.labels.numel()
+
+
+def train(model: nn.Module, cell: Cell, name: str, epochs: int, rate: float, *, teacher: nn.Module | None = None) -> float:
+    """Train in place, resumable; returns the training FLOPs (a backward pass is two forward passes)."""
+    loader = cell.data.loader("train", seed=cell.seed, augment=cell.task.augment)
+    steps = epochs * len(loader)
+    sk.finetune(
+        model,
+        loader,
+        F.cross_entropy,
+        epochs=epochs,
+        optimizer=lambda p: torch.optim.SGD(p, lr=rate, momentum=0.9, nesterov=True, weight_decay=5e-4),
+        scheduler=lambda o: torch.optim.lr_scheduler.OneCycleLR(o, rate, total_steps=steps + 1, pct_start=0.2),
+        scheduler_step="batch",
+        distillation=None if teacher is None else Distillation(teacher, temperature=4.0, share=0.7),
+        checkpoint=cell.folder / f"{name}.safetensors",
+        seed=cell.seed,
+    )
+    return 3.0 * flops_of(model, cell.example) * loader.labels.numel() * epochs
+
+
+def _cut(cell: Cell, **options: Any) -> Any:
+    return sk.prune(cell.dense, (cell.example,), budget={"flops": f"{100 * cell.share:g}%"}, **options)
+
+
+def _reconstructed(cell: Cell, dense: nn.Module, pruned: Any) -> nn.Module:
+    small = copy.deepcopy(pruned.model)
+    sk.reconstruct(dense, small, pruned.graph, pruned.mask, cell.once("batches", cell.scoring))
+    return small
+
+
+def _default(cell: Cell) -> tuple[Any, nn.Module]:
+    """What `sk.prune` does by default with batches, Fisher by cost and consumers refitted, in parts so that each is scored."""
+
+    def find() -> tuple[Any, nn.Module]:
+        batches = cell.once("batches", cell.scoring)
+        pruned = _cut(cell, batches=batches, loss=F.cross_entropy, reconstruct=False, multiple_of=1, criterion="fisher")
+        return pruned, _reconstructed(cell, cell.dense, pruned)
+
+    pruned, small = cell.once(f"default at {cell.share:g}", find)
+    return pruned, copy.deepcopy(small)
+
+
+def ours(cell: Cell, *, teacher: bool = False) -> Cut:
+    """The default with batches; the dense model may teach, while rivals are fine-tuned on labels alone."""
+    pruned, small = _default(cell)
+    return Cut(copy.deepcopy(pruned.model), small, teacher=teacher, notes={"widths": pruned.mask.counts()})
+
+
+def _reset(model: nn.Module, seed: int) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+    return model
+
+
+def scratch_uniform(cell: Cell) -> Cut:
+    pruned = _cut(cell, criterion="magnitude", allocation="uniform")
+    return Cut(_reset(pruned.model, cell.seed), scratch=True, notes={"widths": pruned.mask.counts()})
+
+
+def scratch_ours(cell: Cell) -> Cut:
+    pruned, _ = _default(cell)
+    small = _reset(copy.deepcopy(pruned.model), cell.seed)
+    return Cut(small, scratch=True, notes={"widths": pruned.mask.counts()})
+
+
+_STEPS = 400
+
+
+def torch_pruning(cell: Cell) -> Cut:
+    """L2 norms in small steps until the FLOPs are met, as in its own script; one walk serves all budgets of a dense model."""
+
+    def walk() -> dict[float, Cut]:
+        import torch_pruning as tp
+
+        model = copy.deepcopy(cell.dense).eval()
+        last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1:]
+        importance = tp.importance.MagnitudeImportance(p=2)
+        pruner = tp.pruner.BasePruner(
+            model,
+            cell.example,
+            importance,
+            pruning_ratio=1.0,
+            max_pruning_ratio=1.0,
+            iterative_steps=_STEPS,
+            ignored_layers=last,
+        )
+        dense, left, found = flops_of(cell.dense, cell.example), sorted(cell.budgets), {}
+        for step in range(_STEPS):
+            pruner.step()
+            flops = flops_of(model, cell.example)
+            while left and flops <= left[-1] * dense:
+                found[left.pop()] = Cut(copy.deepcopy(model), notes={"steps": step + 1})
+            if not left:
+                break
+        return found
+
+    return copy.deepcopy(cell.once("torch-pruning", walk)[cell.share])
+
+
+def torch_pruning_refitted(cell: Cell, *, teacher: bool = False) -> Cut:
+    """The units that its L2 norms keep, refitted as ours are; the dense model may teach."""
+    found = torch_pruning(cell)
+    graph = sk.trace_units(cell.dense.eval(), cell.example)
+    mask = mask_of(graph, cell.dense, found.model)
+    small = sk.compact(cell.dense, graph, mask)
+    sk.reconstruct(cell.dense, small, graph, mask, cell.once("batches", cell.scoring))
+    return replace(found, reconstructed=small, teacher=teacher, notes={**found.notes, "widths": mask.counts()})
+
+
+ARMS: dict[str, Callable[[Cell], Cut]] = {
+    "ours": partial(ours, teacher=True),
+    "ours, no teacher": ours,
+    "torch-pruning: L2": torch_pruning,
+    "torch-pruning: L2, our refit": torch_pruning_refitted,
+    "torch-pruning: L2, our refit and teacher": partial(torch_pruning_refitted, teacher=True),
+    "scratch, uniform": scratch_uniform,
+    "scratch, our widths": scratch_ours,
+}
+
 
 KEY = ("task", "arm", "budget", "seed")
 
@@ -97,15 +372,11 @@ def _rows(lines: list[dict[str, Any]]) -> Iterator[dict[str, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("prune.jsonl"))
-    parser.add_argument("--task", nargs="+", default=["resnet20-cifar10", "vgg11-cifar100"], choices=sorted(TASKS))
-    parser.add_argument("--budgets", nargs="+", type=float, default=[0.5, 0.25, 0.12])
-    parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--data-dir", type=Path, default=os.environ.get("SPARSEKIT_DATA"))
-    parser.add_argument("--table", action="store_true")
-    options = parser.parse_args()
+    options = options_of(
+        __doc__, choices={"task": TASKS, "arms": ARMS}, out=Path("prune.jsonl"), task=["resnet20-cifar10", "vgg11-cifar100"],
+        budgets=[0.5, 0.25, 0.12], arms=list(ARMS), seeds=3, table=False,
+        data_dir=Path(os.environ.get("SPARSEKIT_DATA", "data")),
+    )  # fmt: skip
     warnings.simplefilter("ignore")
     if not options.table:
         _measure(options)

@@ -27,7 +27,7 @@ LABELS = ("sparsekit", "Torch-Pruning, with sparsekit's reconstruction", "Torch-
 def measure() -> None:
     import torch
     import torch.nn.functional as F
-    from real_arms import torch_pruning
+    from real import torch_pruning
     from real_nets import efficientnet_lite0
 
     import sparsekit as sk

@@ -12,7 +12,6 @@ With --participations, a turn is one round of 50 of 1,000 clients that train the
 seconds of reading memories, training, packing and writing. The first two rounds, which fill caches, do not count.
 """
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import in_turns, over, show
+from common import in_turns, options_of, over, show
 
 import sparsekit_fl as fl
 from sparsekit_fl.checkpoint import Memories
@@ -112,16 +111,10 @@ def participations(names: list[str], turns: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--presets", nargs="+", default=["digits"], choices=ROUNDS)
-    parser.add_argument("--methods", nargs="+", default=["fedavg", "fedlps"], help="the first is what others are divided by")
-    parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--rounds", type=int, help=f"rounds of a run (default {ROUNDS})")
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--participations", action="store_true", help="time one client, not whole runs")
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    options = options_of(
+        __doc__, choices={"presets": ROUNDS}, presets=["digits"], methods=["fedavg", "fedlps"], data_dir=Path, rounds=int,
+        turns=3, participations=False, json=False,
+    )  # fmt: skip
     if options.participations:
         show([participations(options.methods, options.turns)], options.json)
         return

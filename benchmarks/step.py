@@ -12,7 +12,6 @@ The cases: `narrow`, a plain module with fewer channels, trained with torch.opti
 every group, in steps of the narrow network.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable, Iterator
 from itertools import cycle, product
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import in_turns, over, processor_seconds, show
+from common import in_turns, options_of, over, processor_seconds, show
 from nets import VisionTransformer
 from torch import Tensor, nn
 
@@ -147,14 +146,10 @@ def second_call(call: Callable[[], Any]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["vgg11", "cnn", "lstm"])
-    parser.add_argument("--ratios", nargs="+", type=float, default=[1.0, 0.5, 0.25, 0.125, 0.0625])
-    parser.add_argument("--steps", type=int, default=30, help="counted steps per case (default 30)")
-    parser.add_argument("--warmup", type=int, default=5, help="steps before counting (default 5)")
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    options = options_of(
+        __doc__, choices={"models": MODELS}, models=["vgg11", "cnn", "lstm"], ratios=[1.0, 0.5, 0.25, 0.125, 0.0625], steps=30,
+        warmup=5, json=False,
+    )  # fmt: skip
     cells = product(options.models, options.ratios)
     show((measure(name, ratio, options.steps, options.warmup) for name, ratio in cells), options.json)
 

@@ -11,7 +11,6 @@ torch-pruning (`pip install torch-pruning`) builds and lists its groups but veri
 times are shown.
 """
 
-import argparse
 import resource
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +18,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from common import in_process, in_turns, processor_seconds, show
+from common import in_process, in_turns, options_of, processor_seconds, show
 from nets import NETS
 from torch import Tensor, nn
 from zoo_base import Refused
@@ -87,10 +86,7 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=CASES, default=list(NETS))
-    parser.add_argument("--repeats", type=int, default=5, help="later calls, of which the best counts (default 5)")
-    options = parser.parse_args()
+    options = options_of(__doc__, choices={"models": CASES}, models=list(NETS), repeats=5)
     show((in_process(partial(measure, name, options.repeats), 900) for name in options.models), as_json=False)
 
 

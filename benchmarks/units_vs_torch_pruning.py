@@ -13,7 +13,6 @@ counts; each side of each architecture has a time limit, since torch-pruning (`p
 returns on some.
 """
 
-import argparse
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import add, in_process, read, show
+from common import add, in_process, options_of, read, show
 from laws import run_gated
 from models import randomized
 from torch import Tensor, nn
@@ -209,12 +208,8 @@ def totals(rows: list[dict[str, Any]], side: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", help="names of architectures (default: all of the zoo)")
-    parser.add_argument("--out", type=Path, help="file of results, one line each; what is in it is not measured again")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds per side and architecture (default 60)")
-    options = parser.parse_args()
-    rows, shown = tee(measure(options.only or list(ZOO), options.limit, options.out))
+    options = options_of(__doc__, only=list(ZOO), out=Path, limit=60.0)
+    rows, shown = tee(measure(options.only, options.limit, options.out))
     show((row | {side: told(row[side]) for side in SIDES} for row in shown), as_json=False)
     measured = list(rows)
     print("\n".join(totals(measured, side) for side in SIDES))
