@@ -81,6 +81,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     page.meta.setdefault("search", {"boost": 4} if here.startswith("reference/") else {"exclude": True} if beside else {})
     if here.startswith(("files/", "reference/")):
         return markdown
+    if 8 * "|---" in markdown:  # a table of eight columns needs the width of the window
+        page.meta.setdefault("hide", ["navigation", "toc"])
 
     def turned(found: re.Match[str]) -> str:
         picture, text, target, anchor = found.groups()

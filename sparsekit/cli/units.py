@@ -102,7 +102,7 @@ def _print(report: dict[str, Any], unprunable: list[tuple[str, str, str]]) -> No
             format_cost("flops", sum(group["flops"] for group in some)),
             f"{sum(group['flops_share'] for group in some):.1%}",
             f"{sum(group['parameters'] for group in some):,}",
-            folded([module for group in some for module in group["coupled"]]) or "–",
+            folded([module for group in some for module in group["coupled"]]).replace(", ", "\n") or "–",
         ]
         for (_, kind, size), some in alike.items()
     ]

@@ -16,7 +16,9 @@ Comparison = Literal["logits", "values"]
 
 @dataclass(frozen=True, eq=False)
 class Distillation:
-    """(1 − share)·loss + share·T²·KL(teacher ‖ student), both softened by the temperature T.
+    """Train a pruned model with the dense one as its teacher.
+
+    The loss is (1 − share)·loss + share·T²·KL(teacher ‖ student), both softened by the temperature T.
 
     Args:
         teacher: The dense model. It runs in eval mode and without gradients, and is not changed.
