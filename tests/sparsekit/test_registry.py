@@ -1,13 +1,18 @@
-"""Names from tables and from entry points, the nearest name, and the families of errors."""
+"""Names from tables, entry points and lazy packages, the nearest name, families of errors, and progress."""
 
+import ast
+import importlib
 import math
+import sys
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
 from sparsekit import errors
 from sparsekit import registry as module
 from sparsekit.errors import InvalidValueError, SparsekitError, UnknownNameError, nearest
+from sparsekit.progress import track, working
 from sparsekit.registry import Registry, load_object
 
 
@@ -59,3 +64,38 @@ def test_every_error_is_ours_and_a_builtin_and_shows_its_message_as_it_was_writt
 )
 def test_the_closest_name_is_proposed_even_with_letters_in_another_order(name: str, known: list[str], said: str) -> None:
     assert nearest(name, known) == said
+
+
+@pytest.mark.parametrize("package", ["sparsekit", "sparsekit_fl", "sparsekit_fl.flower"])
+def test_type_checkers_find_each_name_where_it_is_imported_from(package: str) -> None:
+    module = importlib.import_module(package)
+    tree = ast.parse(Path(str(module.__file__)).read_text())
+    [block] = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    found = {(node.module, name.name) for node in block.body if isinstance(node, ast.ImportFrom) for name in node.names}
+    promised = {(home, name) for home, names in module._HOMES.items() for name in names.split()}
+    further = {(home, name) for home, names in getattr(module, "_FURTHER", {}).items() for name in names.split()}
+    assert promised | further == found
+    assert {name for _, name in promised} == set(module.__all__)
+
+
+@pytest.mark.parametrize(("show", "terminal", "drawn"), [
+    (None, True, True), (None, False, False), (True, False, True), (False, True, False),
+])  # fmt: skip
+def test_progress_is_drawn_where_stderr_is_a_terminal_or_where_asked(
+    show: bool | None, terminal: bool, drawn: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    with working("Working on it", show=show):
+        assert list(track(range(3), "Inside", show=show)) == [0, 1, 2]
+    assert list(track(iter("ab"), "Counting", show=show)) == ["a", "b"]
+    err = capsys.readouterr().err
+    assert ("Working on it" in err, "Counting" in err, "Inside" in err) == (drawn, drawn, False)
+
+
+def test_a_bar_that_was_left_early_or_failed_does_not_hide_later_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in track(range(3), "First", show=True):
+        break
+    with pytest.raises(ValueError, match="no"), working("Second", show=True):
+        raise ValueError("no")
+    assert list(track(range(2), "Third", show=True)) == [0, 1]
+    assert "Third" in capsys.readouterr().err

@@ -1,8 +1,8 @@
-"""A saved compact model comes back as it was, and whatever does not fit is refused with a reason."""
+"""A saved compact model comes back as it was or is refused with a reason; copies of modules refer to themselves."""
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.errors import CompactFileError, ForeignMaskError, InvalidValueError
+from sparsekit.surgery.optimizer_state import first_value
+from sparsekit.surgery.rebuild import copy_with
 
 traced = functools.cache(zoo.traced)
 
@@ -225,3 +227,51 @@ def test_a_model_that_no_sum_can_prove_is_saved_without_a_proof(tmp_path: Path) 
     for model, inputs in strange:
         sk.save_compact(model, path, example_inputs=inputs)
         sk.load_compact(path, lambda: Scaled(lambda y: 2 * y))
+
+
+class Odd(nn.Module):
+    def __init__(self, parent: list[nn.Module]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(3.0))
+        self.again = [self.weight]
+        self.parent = parent
+        self.me = [self]
+        self.table = {"a": [1], "b": self.weight}
+        self.same_table = self.table
+        self.register_buffer("scale", torch.ones(2))
+
+
+def test_references_inside_a_copy_stay_inside() -> None:
+    holder: list[nn.Module] = []
+    model = nn.ModuleDict({"odd": Odd(holder), "plain": nn.Linear(2, 2)})
+    holder.append(model)
+    new = torch.full((3,), 7.0)
+    twin = copy_with(model, {"odd.weight": new})
+    odd: Any = twin["odd"]
+    assert odd.parent[0] is twin
+    assert odd.me[0] is odd
+    assert odd.weight.data_ptr() == new.data_ptr()
+    assert odd.again[0] is odd.weight
+    assert odd.table["b"] is odd.weight
+    assert odd.same_table is odd.table
+    assert odd.table["a"] == [1]
+    assert odd.table["a"] is not model["odd"].table["a"]
+    assert odd.scale.data_ptr() != model["odd"].scale.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("make", "special"),
+    [
+        (lambda p: torch.optim.AdamW(p, lr=0.02, amsgrad=True), {}),
+        (lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=0.1), {"sum": 0.1}),
+        (lambda p: torch.optim.Rprop(p, lr=0.01), {"step_size": None}),
+    ],
+)
+def test_state_begins_as_the_optimizer_begins_it(make: Callable[[Iterable[Any]], Any], special: dict[str, Any]) -> None:
+    usual, faster = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = make([usual])
+    optimizer.add_param_group({"params": [faster], "lr": 0.25})  # a group with a rate of its own
+    for leaf, rate in ((usual, 0.01), (faster, 0.25)):
+        expected = dict.fromkeys(("exp_avg", "momentum_buffer", "prev"), 0.0)
+        expected |= {name: rate if value is None else value for name, value in special.items()}
+        assert {name: first_value(optimizer, name, leaf) for name in expected} == expected

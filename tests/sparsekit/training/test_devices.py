@@ -9,15 +9,18 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from laws import Operators
 from masked import convolutions, train_step
 from matrix.cells import cells
 
+import sparsekit as sk
 from sparsekit import GradientImportance, LearnableMask
 
 ROOT = Path(__file__).parents[3]
@@ -86,10 +89,37 @@ def test_the_same_tests_pass_on_a_device_that_is_not_the_cpu(device: str) -> Non
         pytest.skip("runs on a device of its own")
     tests = (
         "tests/sparsekit/training/test_devices.py",
-        "tests/sparsekit/pruning/test_prune_on_devices.py",
         "tests/sparsekit_fl/methods/test_every_method.py::test_a_run_on_the_device_equals_that_on_the_cpu",
         *(f"tests/matrix/test_matrix.py::test_a_cell[{cell}]" for cell in cells()[::4]),
     )
     command = [sys.executable, "-m", "pytest", *tests, "-q", "-m", "not slow", "-p", "no:cacheprovider", "--device=elsewhere"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+CRITERIA: dict[str, Callable[[Any], Any]] = {
+    "magnitude": lambda _: sk.criteria.Magnitude(),
+    "random": lambda _: sk.criteria.Random(),
+    "taylor": lambda batches: sk.criteria.Taylor(batches, F.cross_entropy),
+    "fisher": lambda batches: sk.criteria.Fisher(batches, F.cross_entropy),
+    "wanda": lambda batches: sk.criteria.Wanda(batches),
+}
+
+
+@pytest.mark.parametrize("name", CRITERIA)
+def test_every_criterion_keeps_the_same_units_and_what_follows_the_cut_is_the_same(name: str, device: str) -> None:
+    if device == "cpu":
+        pytest.skip("compares another device with the CPU")
+    found = []
+    for place in ("cpu", device):
+        model, x, y = convolutions(device=place)
+        generator = torch.Generator().manual_seed(0)
+        pruned = sk.prune(model, (x[:2],), budget={"flops": "50%"}, criterion=CRITERIA[name]([(x, y)]), generator=generator)
+        assert all(p.device.type == torch.device(place).type for p in pruned.model.parameters())
+        sk.reconstruct(model, pruned.model, pruned.graph, pruned.mask, [x])
+        sk.recalibrate_batchnorm(pruned.model, [x])
+        sk.finetune(pruned.model, [(x, y)], F.cross_entropy, epochs=2)
+        found.append((pruned.mask, {name: tensor.cpu() for name, tensor in pruned.model.state_dict().items()}))
+    assert found[0][0] == found[1][0]
+    for name, tensor in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name], tensor, rtol=1e-3, atol=1e-4, msg=name)

@@ -1,7 +1,10 @@
-"""LearnableMask: compact and masked execution are the same training; importance is learned; the wrapper is a good module."""
+"""LearnableMask: it trains as a dense loop does, its importance is exact, it begins with the cut of `prune`."""
 
+import copy
 import runpy
+import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +12,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from masked import convolutions, train_step
+from masked import convolutions, learnable_mask, train_step
+from small import make_model, make_trained
 from torch import nn
 
+import sparsekit as sk
 from sparsekit import Budget, GradientImportance, LearnableMask, LearnedNarrowing, UnitMask, compact, trace_units
+from sparsekit.allocation import Schedule, by_ratio
+from sparsekit.criteria.weights import unit_magnitudes
 from sparsekit.errors import ForeignMaskError, InvalidValueError
+from sparsekit.pruning.trained import UncalibratedWarning
+from sparsekit.training.importance import ImportanceRegularizer, standardize
 
 
 @pytest.mark.parametrize("every", [1, 4])
@@ -201,3 +210,150 @@ def test_what_does_not_fit_is_refused(told: str, call: Callable[..., object]) ->
     model, x, y = convolutions()
     with pytest.raises(InvalidValueError, match=told):
         call(model, x, {"batches": [(x, y)], "loss": F.cross_entropy})
+
+
+HALVES = [torch.bfloat16, torch.float16]
+
+
+def _classifier(dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 3))
+    return model.to(dtype), torch.randn(12, 6).to(dtype), torch.randint(3, (12,))
+
+
+def _masked(dtype: torch.dtype) -> LearnableMask:
+    model, x, _ = _classifier(dtype)
+    return LearnableMask(model, (x,), prune_hidden_size=True, ratio=0.5, learning=GradientImportance(lr=1e-4, refresh_every=1))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_importance_is_float32_and_small_updates_of_it_last(dtype: torch.dtype) -> None:
+    masked = _masked(dtype)
+    _, x, y = _classifier(dtype)
+    optimizer = torch.optim.SGD(masked.parameters(), lr=1e-4)
+    assert masked.scores.dtype == torch.float32
+    before = masked.scores.detach().clone()
+    for _ in range(20):
+        optimizer.zero_grad()
+        F.cross_entropy(masked(x), y).backward()
+        optimizer.step()
+    kept = torch.cat(list(masked.unit_mask().values()))
+    moved = (masked.scores.detach() != before)[kept]
+    assert moved.float().mean() > 0.8
+    assert all(p.dtype == dtype for p in masked.model.parameters())
+
+
+@pytest.mark.parametrize("move", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: nn.Sequential(m).bfloat16()[0]])
+def test_importance_stays_float32_when_the_mask_moves_to_a_shorter_dtype(move) -> None:
+    masked = _masked(torch.float32)
+    before = masked.scores.detach().clone()
+    masked = move(masked)
+    assert masked.scores.dtype == torch.float32
+    assert torch.equal(masked.scores, before)
+    dtype = masked.model[0].weight.dtype
+    assert dtype.itemsize == 2
+    masked.load_importance({name: -values for name, values in masked.importance().items()})  # dropped units enter
+    masked(_classifier(dtype)[1])
+    weights = masked.dense_state()
+    expected = torch.cat([unit_magnitudes(group, weights) for group in masked.graph.groups.values()])
+    assert expected.dtype == torch.float32
+    torch.testing.assert_close(masked.vectors.magnitudes(), expected, rtol=1e-6, atol=1e-6)
+    assert masked.double().scores.dtype == torch.float64
+    assert masked.half().scores.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gradients_of_gates_are_those_of_the_same_weights_in_float32(dtype: torch.dtype) -> None:
+    """One linear layer after the gates, so that the gradient of its weights is exact in both but for their rounding."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 64), nn.Linear(64, 256)).to(dtype)
+    x = torch.ones(1, 2)
+    found = {}
+    for name, module in (("short", model), ("float32", copy.deepcopy(model).float())):
+        for execution in ("compact", "masked"):
+            graph = trace_units(module, x.to(module[0].weight))
+            masked = learnable_mask(module, graph=graph, ratio=0.5, execution=execution, learning=GradientImportance())
+            masked(x.to(module[0].weight)).float().sum().backward()
+            found[name, execution] = masked.vectors.gate_gradient()
+    for execution in ("compact", "masked"):
+        expected = found["float32", execution]
+        short = found["short", execution]
+        assert (short - expected).norm() / expected.norm() < 0.004
+    torch.testing.assert_close(found["short", "compact"], found["short", "masked"], rtol=1e-5, atol=1e-5)
+
+
+def test_targets_are_the_sigmoid_of_standardized_or_plain_sums() -> None:
+    sums = torch.tensor([1.0, 2.0, 3.0, 5.0, 5.0])
+    plain = ImportanceRegularizer(target="absolute").targets(sums, [3, 2])
+    assert torch.equal(plain, torch.sigmoid(sums))
+    deviation = (2 / 3) ** 0.5
+    ours = ImportanceRegularizer().targets(sums, [3, 2])
+    assert torch.allclose(ours, torch.sigmoid(torch.tensor([-1 / deviation, 0.0, 1 / deviation, 0.0, 0.0])))
+    assert standardize(sums, torch.tensor([0, 0, 0, 1, 1]), torch.tensor([3, 2]))[3:].tolist() == [0.0, 0.0]
+    assert ImportanceRegularizer().targets(torch.empty(0), []).shape == (0,)  # of a model without units
+
+
+@pytest.mark.parametrize("learning", [None, sk.GradientImportance()])
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"budget": "flops=40%"},
+        {"budget": "flops=40%", "schedule": Schedule("linear", 3)},
+        {"allocation": partial(by_ratio, ratios=0.4), "criterion": "wanda"},
+    ],
+)
+def test_a_mask_from_a_pruned_model_is_that_model(kind: str, how: dict[str, Any], learning: Any) -> None:
+    model, batches = make_trained(kind)
+    x = batches[0][0]
+    pruned = sk.prune(model, x[:2], batches=batches, loss=F.cross_entropy, **how)
+    masked = sk.LearnableMask.from_pruned(pruned, model, learning=learning).eval()
+    assert masked.unit_mask() == pruned.mask
+    with torch.no_grad():
+        assert torch.equal(masked(x), pruned.model.eval()(x))
+    optimizer = torch.optim.SGD(masked.train().parameters(), 0.05)
+    for batch in (batches * 5)[:40]:
+        train_step(masked, optimizer, *batch)
+    assert masked.unit_mask().counts() == pruned.mask.counts()
+    again = sk.LearnableMask.from_pruned(pruned, model, learning=learning)
+    again.load_state_dict(masked.state_dict())
+    assert again.unit_mask() == masked.unit_mask()
+    with torch.no_grad():
+        assert torch.equal(again.eval()(x), masked.eval()(x))
+        assert torch.equal(again.compact().eval()(x), masked(x))
+
+
+def test_with_batches_a_mask_begins_with_the_cut_of_prune_and_far_below_the_loss_of_one_without() -> None:
+    model, batches = make_trained()
+    x, data = batches[0][0][:2], {"batches": batches, "loss": F.cross_entropy}
+    pruned = sk.prune(model, x, budget="flops=40%", **data)
+    whole = sk.LearnableMask(model, x, budget="flops=40%", **data).eval()
+    assert whole.unit_mask() == pruned.mask
+    with torch.no_grad():
+        assert torch.equal(whole(x), pruned.model.eval()(x))
+    with pytest.raises(InvalidValueError, match="has a budget"):
+        whole.ratio = 0.5
+    for kept in ({"budget": "flops=40%"}, {"ratio": 0.4}):
+        with pytest.warns(UncalibratedWarning, match="chance"):
+            bare = sk.LearnableMask(model, x, **kept).eval()
+        calibrated = sk.LearnableMask(model, x, **kept, **data).eval()
+        with torch.no_grad():
+            losses = [sum(float(F.cross_entropy(masked(x), y)) for x, y in batches) for masked in (calibrated, bare)]
+        assert losses[0] < 0.7 * losses[1]
+    calibrated.ratio = 0.2
+    assert calibrated.unit_mask().counts()["0"] == 7
+
+
+def test_what_cannot_begin_is_refused_and_an_untrained_network_is_not_warned_of() -> None:
+    model, batches = make_trained()
+    x = batches[0][0][:2]
+    decided = sk.prune(model, x, budget="flops=50%", batches=batches, loss=F.cross_entropy, criterion="fisher", dry_run=True)
+    with pytest.raises(InvalidValueError, match="dry_run"):
+        sk.LearnableMask.from_pruned(decided, model)
+    pruned = sk.prune(model, x, budget="flops=50%", batches=batches, loss=F.cross_entropy, criterion="fisher")
+    with pytest.raises(ForeignMaskError):
+        sk.LearnableMask.from_pruned(pruned, make_model())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UncalibratedWarning)
+        sk.LearnableMask(make_model(), x[:, :6], ratio=0.5)
+        sk.LearnableMask.from_pruned(pruned, model)
