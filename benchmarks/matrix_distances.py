@@ -7,8 +7,7 @@ import warnings
 
 import torch
 from common import show
-from matrix.cells import PRECISIONS, all_cells, expected
-from matrix.run import TOLERANCE, distance
+from matrix.run import PRECISIONS, TOLERANCE, all_cells, distance, expected
 
 
 def main() -> None:

@@ -4,8 +4,7 @@ import importlib.util
 
 import pytest
 import torch
-from matrix.cells import Cell, cells, expected
-from matrix.run import TOLERANCE, distance
+from matrix.run import TOLERANCE, Cell, cells, distance, expected
 
 from sparsekit.errors import SparsekitError
 from sparsekit.training.optimizers import OptimizerSet

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from laws import Operators
 from masked import convolutions, train_step
-from matrix.cells import cells
+from matrix.run import cells
 
 import sparsekit as sk
 from sparsekit import GradientImportance, LearnableMask
