@@ -171,10 +171,7 @@ def test_schedules_go_from_the_dense_model_to_the_budget() -> None:
         Schedule("linear", 0)
 
 
-@pytest.mark.parametrize(
-    ("ratio", "size", "count"),
-    [(0.5, 5, 3), (0.7, 10, 7), (1e-9, 10, 1), (1, 7, 7), (1 / 16, 512, 32)],
-)
+@pytest.mark.parametrize(("ratio", "size", "count"), [(0.5, 5, 3), (0.7, 10, 7), (1e-9, 10, 1), (1, 7, 7), (1 / 16, 512, 32)])
 def test_the_count_is_rounded_up_and_at_least_one(ratio: float, size: int, count: int) -> None:
     assert keep_count(ratio, size) == count
     assert ratio_counts(sk.UnitGraph({"only": UnitGroup("only", size, "feature", ())}, {}), ratio) == {"only": count}

@@ -40,10 +40,7 @@ LINES = {
         ("nets.py:boom", BOOM),
         ("broken.py:make", "'broken.py' failed with SyntaxError"),
         ("no.py:make", "the file 'no.py' does not exist"),
-        (
-            "needs.py:make",
-            "'needs.py' failed with ModuleNotFoundError: No module named 'no_such_package' (needs.py, line 2)",
-        ),
+        ("needs.py:make", "'needs.py' failed with ModuleNotFoundError: No module named 'no_such_package' (needs.py, line 2)"),
         ("nets.py:make --init nowhere.pt", "--init 'nowhere.pt' does not exist"),
         ("nets.py:make --init weights", "such as weights/last.pt"),
         ("nets.py:make --init bad.pt", "bad.pt cannot be read as weights: it is damaged, or no file of weights"),

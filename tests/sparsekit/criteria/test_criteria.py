@@ -11,18 +11,7 @@ from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.allocation.saliency import share_of_remaining
-from sparsekit.criteria import (
-    Criterion,
-    Fisher,
-    Learned,
-    Magnitude,
-    Ordered,
-    Random,
-    Scored,
-    ScoringContext,
-    Taylor,
-    Wanda,
-)
+from sparsekit.criteria import Criterion, Fisher, Learned, Magnitude, Ordered, Random, Scored, ScoringContext, Taylor, Wanda
 from sparsekit.criteria.base import score_units
 from sparsekit.errors import InvalidValueError, MissingImportanceError
 from sparsekit.testing.criteria import CriterionContract, example_context, example_graph

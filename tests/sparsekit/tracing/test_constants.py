@@ -163,10 +163,7 @@ def in_an_attribute(model: Cached, h: Tensor) -> Tensor:
     return model.one
 
 
-CACHES = {
-    "an attribute": in_an_attribute,
-    "a dict": lambda model, h: model.made.setdefault("k", torch.full_like(h[0], 3.0)),
-}
+CACHES = {"an attribute": in_an_attribute, "a dict": lambda model, h: model.made.setdefault("k", torch.full_like(h[0], 3.0))}
 
 
 @pytest.mark.parametrize("name", CACHES)

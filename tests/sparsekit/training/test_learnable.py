@@ -140,13 +140,7 @@ def test_a_mask_that_is_given_stays_until_the_next_load() -> None:
 OWN: Any = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[3] / "examples/layer_rule.py")))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"learning": GradientImportance(), "ratio": 0.5},
-        {"budget": "params=60%"},
-    ],
-)
+@pytest.mark.parametrize("options", [{"learning": GradientImportance(), "ratio": 0.5}, {"budget": "params=60%"}])
 def test_layers_of_ones_own_are_narrowed_and_widened_by_their_rules(options: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(OWN.GatedLinear(5, 8), OWN.Centred(8), OWN.GatedLinear(8, 6), nn.Linear(6, 2))
