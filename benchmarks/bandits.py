@@ -27,7 +27,7 @@ from statistics import geometric_mean
 from typing import Any
 
 import numpy as np
-from common import read, show
+from common import options_of, read, show
 from stored_tables import write_rows
 
 from sparsekit.bandit.base import Box, Interval
@@ -325,7 +325,7 @@ def tables(options: argparse.Namespace) -> None:
 
 def times(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Processor microseconds per ask + tell over the first so many pulls, and since the last mark; means over seeds."""
-    for name, axes in product(options.names, options.axes):
+    for name, axes in product(options.names or ["SplitUCBV"], options.axes):
         title = {1: "Garland", 2: "Himmelblau", 3: "Hartmann3"}[axes]
         marks = [0, *sorted(options.counts)]
         spent = np.zeros(marks[-1])
@@ -346,23 +346,12 @@ def times(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for command in ("measure", "table", "time"):
-        sub = commands.add_parser(command)
-        if command == "measure":
-            sub.add_argument("names", nargs="+", choices=NAMES)
-            sub.add_argument("--seeds", type=int, default=20)
-            sub.add_argument("--longest", type=int, default=HORIZONS[-1], help="the longest horizon; GP takes minutes for 500")
-        if command == "time":
-            sub.add_argument("--names", nargs="+", default=["SplitUCBV"])
-            sub.add_argument("--axes", type=int, nargs="+", default=[1, 2])
-            sub.add_argument("--counts", type=int, nargs="+", default=[1_000, 10_000, 100_000])
-            sub.add_argument("--seeds", type=int, default=3)
-        if command != "time":
-            sub.add_argument("--set", choices=SETS, default="pyxab")
-            sub.add_argument("--file", type=Path, default=RESULTS)
-    options = parser.parse_args()
+    words = {"command": ("measure", "table", "time"), "set": SETS}
+    options = options_of(
+        __doc__, "command", "names*", choices=words, seeds=int, longest=HORIZONS[-1], axes=[1, 2],
+        counts=[1_000, 10_000, 100_000], set="pyxab", file=RESULTS,
+    )  # fmt: skip
+    options.seeds = options.seeds or (20 if options.command == "measure" else 3)
     if options.command == "table":
         tables(options)
     else:

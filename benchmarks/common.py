@@ -23,15 +23,15 @@ sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]
 
 
 def options_of(doc: Any, *words: str, choices: Mapping[str, Iterable[str]] = {}, **defaults: Any) -> argparse.Namespace:
-    """Read the command line, and compute on one thread; a word without a flag that ends in "?" may be left out.
+    """Read the command line, and compute on one thread; words without a flag may end in "?" or "*".
 
     A default has the type of its option; a type stands for no default, False for a flag, and a list for several values.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     allowed = {name: list(each) for name, each in choices.items()}
     for word in words:
-        name = word.removesuffix("?")
-        parser.add_argument(name, choices=allowed.get(name), **({} if name == word else {"nargs": "?"}))
+        name = word.rstrip("?*")
+        parser.add_argument(name, choices=allowed.get(name), nargs=word[len(name) :] or None)
     for name, default in defaults.items():
         flag, one = f"--{name.replace('_', '-')}", default[0] if isinstance(default, list) else default
         if default is False:

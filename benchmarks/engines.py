@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import round_seconds, show
+from common import options_of, round_seconds, show
 
 import sparsekit_fl as fl
 from sparsekit_fl.callbacks import Callback, RunView
@@ -214,26 +214,17 @@ def scale(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    costs = commands.add_parser("overhead", help="seconds per round of every engine")
-    costs.add_argument("--engines", nargs="+", default=["processes-1", "processes-2", "ray"])
-    costs.add_argument("--loads", nargs="+", default=["messages", "bytes"], choices=["messages", "bytes"])
-    costs.add_argument("--rounds", type=int, default=7, help="of each run, at least 3 (default 7)")
-    costs.add_argument("--repeats", type=int, default=3, help="default 3")
-    costs.add_argument("--data-dir", help="folder of the data sets: the preset is then mnist, and digits without")
-    growth = commands.add_parser("scale", help="seconds and memory as clients grow in number")
-    growth.add_argument("--clients", type=int, nargs="+", default=[100, 1000, 10000])
-    growth.add_argument("--engines", nargs="+", default=["processes-1"])
-    growth.add_argument("--rounds", type=int, default=30, help="at least 4 (default 30)")
-    growth.add_argument("--method", default="fedlps", help="default fedlps")
-    for command in (costs, growth):
-        command.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    options = options_of(
+        __doc__, "command", choices={"command": ("overhead", "scale"), "loads": ("messages", "bytes")}, engines=[str],
+        loads=["messages", "bytes"], rounds=int, repeats=3, data_dir=Path, clients=[100, 1000, 10000], method="fedlps",
+        json=False,
+    )  # fmt: skip
+    overheads = options.command == "overhead"
+    options.engines = options.engines or ["processes-1", *(["processes-2", "ray"] if overheads else [])]
+    options.rounds = options.rounds or (7 if overheads else 30)
     # So that what was started is ended.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    show((overhead if options.command == "overhead" else scale)(options), options.json)
+    show((overhead if overheads else scale)(options), options.json)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ The file is written anew after every part, so that a run that is cut off leaves 
 error there, and the others run.
 """
 
-import argparse
 import json
 import math
 import os
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import in_turns, over
+from common import in_turns, options_of, over
 from step import MODELS, build, cross_entropy, plain_step
 from torch import Tensor
 
@@ -153,24 +152,14 @@ def crossings(device: torch.device, quick: bool) -> dict[str, Any]:
 PARTS: dict[str, Callable[[torch.device, bool], Any]] = {"exactness": exactness, "crossings": crossings, "steps": steps}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--quick", action="store_true", help="small versions, to see that everything runs")
-    parser.add_argument("--out", type=Path, default=Path("gpu.json"))
-    given = parser.parse_args(arguments)
+def main() -> int:
+    given = options_of(__doc__, choices={"parts": PARTS}, device="cuda", parts=list(PARTS), quick=False, out=Path("gpu.json"))
     device = torch.device(given.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error("this torch sees no CUDA device; --device cpu --quick shows that everything runs")
+        sys.exit("this torch sees no CUDA device; --device cpu --quick shows that everything runs")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    torch.set_num_threads(1)
-    result: dict[str, Any] = {
-        "device": str(device),
-        "quick": given.quick,
-        "environment": describe_environment(workers=1, device=str(device)),
-        "parts": {},
-    }
+    about = {"device": str(device), "quick": given.quick}
+    result: dict[str, Any] = {**about, "environment": describe_environment(workers=1, device=str(device)), "parts": {}}
     for name in given.parts:
         began = time.perf_counter()
         entry: dict[str, Any] = {}

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import add, options_of, read
+from common import add, options_of, read, show
 from learning_nets import Data, Task, tasks
 from torch import Tensor, nn
 
@@ -232,6 +232,9 @@ def run_cells(out: Path, options: argparse.Namespace) -> None:
                         add(path, row)
 
 
+SPLITS = {"val": "validation", "test": "test"}
+
+
 def table(out: Path, against: str = "fixed n2") -> None:
     """Mean of each arm, and mean paired difference ± standard error, by network, share and budget."""
     rows = read(out / "learning.jsonl")
@@ -240,16 +243,16 @@ def table(out: Path, against: str = "fixed n2") -> None:
         cells[row["network"], row["share"], row["budget"]].append(row)
     for (network, share, budget), here in sorted(cells.items()):
         print(f"\n{network}: {share:.1%} of the FLOPs, {budget:g} dense steps\n")
-        print("| arm | n | validation | test | difference on test |\n|---|---|---|---|---|")
         base = {(row["task"], row["seed"]): row for row in here if row["arm"] == against}
+        lines = []
         for arm in dict.fromkeys(row["arm"] for row in here):
             own = [row for row in here if row["arm"] == arm]
             apart = [row["test"] - base[row["task"], row["seed"]]["test"] for row in own if (row["task"], row["seed"]) in base]
-            told = (
-                "" if len(apart) < 2 else f"{statistics.mean(apart):+.1f} ± {statistics.stdev(apart) / len(apart) ** 0.5:.1f}"
-            )
-            means = [statistics.mean(row[split] for row in own) for split in ("val", "test")]
-            print(f"| {arm} | {len(own)} | {means[0]:.1f} | {means[1]:.1f} | {told} |")
+            error = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else 0.0
+            means = {name: f"{statistics.mean(row[part] for row in own):.1f}" for part, name in SPLITS.items()}
+            told = f"{statistics.mean(apart):+.1f} ± {error:.1f}" if len(apart) > 1 else ""
+            lines.append({"arm": arm, "n": len(own), **means, "difference on test": told})
+        show(lines, as_json=False)
 
 
 def candidates(out: Path, seeds: list[int], steps: int = 200) -> None:

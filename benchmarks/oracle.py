@@ -9,7 +9,6 @@ Flower's simulation; `resumed`, killed after the third round and resumed. A way 
 not depend on the code that is compared. Seconds are shown and never compared.
 """
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -22,6 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from common import options_of
 from safetensors.torch import load_file
 
 import sparsekit_fl.cli.run  # noqa: F401 - imported once, for all runs
@@ -110,12 +110,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], methods: Iterable[str]) ->
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="file of results; runs that it holds already are replaced")
-    parser.add_argument("--methods", nargs="+", help="default: all of `sparsekit list methods`")
-    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS), help="none: only compare")
-    parser.add_argument("--compare", type=Path, metavar="FILE", help="an older file of results")
-    options = parser.parse_args()
+    options = options_of(__doc__, choices={"ways": WAYS}, out=Path("oracle.json"), methods=[str], ways=list(WAYS), compare=Path)
     with tempfile.TemporaryDirectory(prefix="oracle-") as folder:
         os.waitpid(start("list", "methods", "--json", folder=Path(folder)), 0)
         methods = options.methods or [one["name"] for one in json.loads((Path(folder) / "stdout").read_text())]
