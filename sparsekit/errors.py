@@ -82,7 +82,7 @@ class UnknownNameError(SparsekitError, KeyError, ValueError):
 
 
 class MissingDependencyError(SparsekitError, ImportError):
-    """An optional package is needed for what was asked."""
+    """An optional package is missing."""
 
 
 class CompactFileError(SparsekitError, ValueError):

@@ -170,7 +170,7 @@ class _axis:
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
     def ticks(self, most: int) -> list[float]:
-        """Return at most so many round numbers."""
+        """Return at most `most` round numbers of the axis."""
         rough = (self.high - self.low) / most
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= rough)

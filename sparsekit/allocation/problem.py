@@ -60,7 +60,7 @@ class Problem:
             raise InvalidValueError(f'{allocation!r} needs a budget, as in budget=sparsekit.Budget(flops="50%")')
 
     def check_reachable(self) -> None:
-        """Raise BudgetError, with the minimum and the groups that prevent less, if the least numbers exceed the budget."""
+        """Raise BudgetError, with the minimum and the groups that prevent less, if the smallest widths exceed the budget."""
         counts = least_counts(self.free)
         if self.fits(counts):
             return

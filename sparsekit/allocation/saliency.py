@@ -76,7 +76,7 @@ def _makers(graph: UnitGraph, group: str) -> int:
 
 
 def block_losses(saliency: Mapping[str, npt.NDArray[np.float64]], groups: Sequence[str], counts: Sequence[int]) -> list[float]:
-    """Return the loss of each step down ascending counts: at place i from `counts[i]` to `counts[i - 1]`; 0 at place 0."""
+    """Return the loss of each step down ascending counts: entry i from `counts[i]` to `counts[i - 1]`; entry 0 is 0."""
     losses = [0.0]
     for fewer, more in pairwise(counts):
         losses.append(float(sum(saliency[name][fewer:more].sum() for name in groups)))

@@ -110,7 +110,7 @@ class LoggedBandit(ABC):
         return self._pull(id, value)
 
     def best(self) -> Pull:
-        """Return the told pull to be recommended so far, with the value that was executed; see `Bandit.best`."""
+        """Return the best pull so far, with the value that was tried; see `Bandit.best`."""
         if not self._told:
             raise InvalidValueError("no reward has been told yet, so no pull is best; tell() one first")
         pull, _ = self._told[self._place_of_best()]

@@ -265,7 +265,7 @@ class Tracer:
         return out
 
     def unite(self, a: IntArray, b: IntArray, *, quiet: bool = False) -> None:
-        """Make two runs of nodes one unit, position by position; fix those that meet no unit, `quiet` if that is normal."""
+        """Unite two runs of nodes, position by position, and fix nodes without a partner, `quiet` if that is normal."""
         if a.shape != b.shape:
             self.fix(np.concatenate([a, b]), f"sizes {a.size} and {b.size} do not match")
             return
@@ -282,7 +282,7 @@ class Tracer:
             self.unite(rows[0], row)
 
     def tie(self, labels: TensorLabels, dim: int) -> TensorLabels:
-        """Make the positions of joint labels along one axis one unit, so that units differ along the other axes alone."""
+        """Unite the positions of joint labels along one axis, so that units differ only along the other axes."""
         joint = labels.joint
         if joint is None or joint.nodes.shape[dim] == 1:
             return labels

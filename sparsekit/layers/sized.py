@@ -1,4 +1,4 @@
-"""Layers whose operators say which units go together, so that only sizes are to be set; and instance norms, sized alike."""
+"""Layers that need only their sizes set, since a trace of their operators finds the units; and instance norms."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias

@@ -34,10 +34,10 @@ def _scalars(func: Any) -> tuple[frozenset[int], frozenset[str]]:
 
 
 class Tape(DispatchMode):
-    """Notes one pass.
+    """Records one pass.
 
     Args:
-        model: Whose modules are followed, a private copy.
+        model: A private copy, whose modules are followed.
     """
 
     def __init__(self, model: nn.Module) -> None:

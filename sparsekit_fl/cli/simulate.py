@@ -127,7 +127,7 @@ def _app_for(
 
 @contextmanager
 def programs(log: Path, env: Mapping[str, str]) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Give a function that starts a program of Flower's, whose output goes to a log. Leaving the context ends all of them."""
+    """Provide a function that starts a program of Flower with a log; at the end of the block, all programs are ended."""
     running: list[subprocess.Popen[bytes]] = []
 
     def start(name: str, *words: str) -> subprocess.Popen[bytes]:

@@ -129,7 +129,7 @@ def upload_dtype(dtype: torch.dtype, upload: Upload) -> torch.dtype:
 def pack_mask(mask: Mask | None) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
     """Return a mask as bytes: the tensor to send (uint8) and its description.
 
-    An entry takes a bit per position, padded to whole bytes; or, where that is less, four bytes for each position that is kept.
+    An entry takes a bit per position, padded to whole bytes; or, if that is shorter, four bytes for each kept position.
     """
     if mask is None:
         return {}, None

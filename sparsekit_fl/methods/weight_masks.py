@@ -35,7 +35,7 @@ _OVERHEAD = 1.27
 
 
 def prunable_weights(graph: UnitGraph) -> tuple[str, ...]:
-    """Return the weights that may be pruned by entry: all matrices that train but the output layer's, no bias and no norm."""
+    """Return the weights that may be pruned by entry: trainable matrices outside the output layer, no biases or norms."""
     return layer_weights(graph.layers, graph.shapes)
 
 
