@@ -100,10 +100,10 @@ class _Bandits:
                 bandit.tell(executed, reward)
 
     def learn(self, trial: FrozenTrial, reward: float | None) -> None:
-        """Tell a finished trial. Larger rewards are better; None is a failure; NaN is not told.
+        """Tell the bandit the reward of a finished trial, larger is better; None is a failure, and NaN is ignored.
 
-        A trial that this object did not propose is asked for first, so that a study that continues from its storage has the
-        same bandit as without an interruption.
+        For a trial that this object did not propose, `ask` is called first, so a resumed study has the same bandit as an
+        uninterrupted one.
         """
         self.known.add(trial.number)
         values: dict[str, float | int] = {name: trial.params.get(name, math.nan) for name in self.axes}

@@ -30,7 +30,7 @@ class Lengths:
 
     Args:
         factor: The number if all lengths are 1.
-        axes: The lengths; of tied groups, the first name.
+        axes: The lengths; tied groups go by the first of their names.
     """
 
     factor: Fraction
