@@ -147,7 +147,7 @@ def _recurrent_calls(module: nn.Module, x: Any, keys: Mapping[int, str]) -> Iter
 
 def _expert_calls(module: nn.Module, index: Tensor) -> Iterator[Product]:
     """Yield the products of a mixture of experts, of one expert for each entry of `index`, however many experts there are."""
-    for weight in module.parameters(recurse=False):
+    for weight in (parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 3):
         lengths = (index.numel(), *weight.shape[1:])
         yield Product(None, 2 * math.prod(lengths), lengths)
 

@@ -27,7 +27,7 @@ class NormCall:
     """A call that averages over some axes of a tensor.
 
     Args:
-        name: Name of the function: layer_norm, rms_norm, group_norm, softmax, mean, var, std, var_mean or std_mean.
+        name: Name of the function: layer_norm, rms_norm, group_norm, softmax, topk, mean, var, std, var_mean or std_mean.
         x: The tensor that is averaged.
         dims: The axes that are averaged over, counted from the front.
         weight: Scale of a norm, shaped like the last axes of `x`, or like axis 1 for group_norm.
@@ -143,14 +143,22 @@ def _average(function: Callable[..., Any]) -> Callable[..., NormCall]:
 
 
 def _softmax(input: Tensor, dim: int, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> NormCall:
-    dim = dim % max(input.dim(), 1)
+    return _among("softmax", input, dim, lambda left, dim: torch.softmax(left, dim, dtype=dtype))
 
-    def over(axis: int, kept: Tensor) -> Tensor:
-        gone = torch.ones(input.shape[axis], dtype=torch.bool, device=input.device).index_fill(0, kept, False)
-        left = input.masked_fill(along(gone, axis, input.dim()), float("-inf"))
-        return torch.softmax(left, dim, dtype=dtype)
 
-    return NormCall("softmax", input, (dim,), None, None, over)
+def _topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> NormCall | None:
+    return _among("topk", input, dim, lambda left, dim: torch.topk(left, k, dim, sorted=sorted)) if largest else None
+
+
+def _among(name: str, x: Tensor, dim: int, function: Callable[[Tensor, int], Any]) -> NormCall:
+    """Return a call over one axis, along which scores of other positions become -inf, so that they get no share."""
+    dim = dim % max(x.dim(), 1)
+
+    def over(axis: int, kept: Tensor) -> Any:
+        gone = torch.ones(x.shape[axis], dtype=torch.bool, device=x.device).index_fill(0, kept, False)
+        return function(x.masked_fill(along(gone, axis, x.dim()), float("-inf")), dim)
+
+    return NormCall(name, x, (dim,), None, None, over)
 
 
 _READERS: dict[Any, Callable[..., NormCall | None]] = {
@@ -159,6 +167,8 @@ _READERS: dict[Any, Callable[..., NormCall | None]] = {
     F.rms_norm: _rms_norm,
     torch.rms_norm: _rms_norm,
     F.softmax: _softmax,
+    torch.topk: _topk,
+    Tensor.topk: _topk,
     F.group_norm: _group_norm,
     torch.group_norm: _group_norm,
     **{

@@ -24,7 +24,7 @@ class NormRecorder(NormMode):
     def meet(self, module: str, number: int, call: NormCall, plain: Callable[[], Any]) -> Any:
         """Take a note; label the results if exactly one axis of units is averaged over."""
         tracer = self.tracer
-        if call.name == "softmax" or not tracer.watching:  # the rules of layers take notes of those over units
+        if call.name in ("softmax", "topk") or not tracer.watching:  # the rules of layers take notes of those over units
             return plain()
         labels = tracer.joint_labels(call.x)
         dim = _unit_axis(labels, call.dims)

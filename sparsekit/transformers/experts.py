@@ -1,22 +1,23 @@
 """Mixtures of experts as transformers has them: the unit is a whole expert, with its row of the router.
 
 An expert owns its matrices, stacked along axis 0 of two weights, and the row of the router that decides which tokens it gets.
-Under a mask the router's softmax runs over kept experts alone, as in the narrow model, so that no token is sent to another one.
+Under a mask, the router chooses among kept experts alone, as in the narrow model.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor, nn
 
 from sparsekit.labels.tracer import Tracer
-from sparsekit.labels.values import NormNote, TensorLabels
-from sparsekit.layers.base import LayerRule
+from sparsekit.labels.values import IntArray, NormNote, TensorLabels
+from sparsekit.layers.base import LayerRule, of_type
 
 _FAMILIES = {
     "flex_olmo": "FlexOlmo",
+    "mellum": "Mellum",
     "minimax": "MiniMax",
     "mixtral": "Mixtral",
     "olmoe": "Olmoe",
@@ -26,11 +27,20 @@ _FAMILIES = {
     "qwen3_next": "Qwen3Next",
     "qwen3_vl_moe": "Qwen3VLMoeText",
 }
-"""Those whose router is a softmax over all experts, of which each token takes the largest."""
+"""Their router takes a softmax over all experts, of which each token gets the largest."""
+_CHOOSE_FIRST = {
+    "gpt_oss": "GptOss",
+    "granitemoe": "GraniteMoe",
+    "granitemoe_swa": "GraniteMoeSWA",
+    "granitemoehybrid": "GraniteMoeHybrid",
+    "granitemoeshared": "GraniteMoeShared",
+    "openai_privacy_filter": "OpenAIPrivacyFilter",
+}
+"""Their router takes the largest scores of each token, and a softmax over these."""
 
 
-def _names(what: str) -> tuple[str, ...]:
-    return tuple(f"transformers.models.{file}.modeling_{file}.{name}{what}" for file, name in _FAMILIES.items())
+def _names(families: Mapping[str, str], what: str) -> tuple[str, ...]:
+    return tuple(f"transformers.models.{file}.modeling_{file}.{name}{what}" for file, name in families.items())
 
 
 def _given(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -47,19 +57,18 @@ def _hidden(tracer: Tracer, x: Tensor) -> TensorLabels:
 
 
 class RouterRule(LayerRule):
-    """The router: a score for each expert, a softmax over them, and the `top_k` largest of each token."""
+    """The router: a score for each expert, the `top_k` largest of each token, and a softmax before or after this choice."""
 
-    type_names: ClassVar[tuple[str, ...]] = _names("TopKRouter")
+    type_names: ClassVar[tuple[str, ...]] = _names(_FAMILIES | _CHOOSE_FIRST, "TopKRouter")
 
     def resize(self, module: nn.Module) -> None:
         """Set `num_experts` and `hidden_dim`."""
-        router: Any = module
-        router.num_experts, router.hidden_dim = router.weight.shape
+        _set_sizes(module, zip(("num_experts", "hidden_dim"), module.get_parameter("weight").shape, strict=True))
 
     def trace(
         self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Label the scores with the experts; what was chosen for a token tells the experts whose rows these are."""
+        """Label the scores with the experts; the choice for a token tells the experts whose rows these are."""
         outputs = run(*args, **kwargs)
         router: Any = module
         (x,), weight, top_k = _given(module, args, kwargs), router.weight, int(router.top_k)
@@ -70,29 +79,39 @@ class RouterRule(LayerRule):
             return outputs
         if tracer.entry(weight) is None or experts.size <= top_k:
             tracer.fix(experts, f"each token takes {top_k} of {experts.size} experts, or the router's weight is computed")
+        if getattr(router, "bias", None) is not None:
+            tracer.unite(experts.nodes, _nodes(tracer.labels(router.bias), 0))
         cause = tracer.cause("routed by one call that sees other experts from time to time")
-        tracer.norms.setdefault((tracer.module, 0), []).append(NormNote("softmax", experts.nodes, -1, cause))
+        function = of_type(module, dict.fromkeys(_names(_CHOOSE_FIRST, "TopKRouter"), "topk")) or "softmax"
+        tracer.norms.setdefault((tracer.module, 0), []).append(NormNote(function, experts.nodes, -1, cause))
         tracer.least.append((experts.nodes, top_k))
-        logits, *chosen = outputs
-        tracer.set(logits, TensorLabels((*[None] * (logits.dim() - 1), experts.without_zero())))
-        for tensor in chosen:  # whoever else uses them keeps the experts
-            tracer.set(tensor, TensorLabels((None,) * tensor.dim(), mixed=experts.nodes))
+        for tensor in outputs:
+            before = (None,) * (tensor.dim() - 1)
+            if tensor.shape[-1] == experts.size > top_k:
+                tracer.set(tensor, TensorLabels((*before, experts.without_zero())))
+            else:  # the choices: whoever else uses them keeps the experts
+                tracer.set(tensor, TensorLabels((*before, None), mixed=experts.nodes))
         return outputs
 
 
 class ExpertsRule(LayerRule):
     """The experts: `gate_up_proj` (experts, 2 · inner features, width) and `down_proj` (experts, width, inner features).
 
-    Inner features are units too, the same ones in every expert. The operators work through the experts in their order.
+    If `is_transposed`, the last two axes are in the other order. If `has_bias`, there are `gate_up_proj_bias` (experts, 2 ·
+    inner features) and `down_proj_bias` (experts, width). Unless `is_concatenated`, the two halves alternate. Inner features
+    are units too, the same ones in every expert. The operators work through the experts in their order.
     """
 
-    type_names: ClassVar[tuple[str, ...]] = _names("Experts")
+    type_names: ClassVar[tuple[str, ...]] = _names(_FAMILIES | _CHOOSE_FIRST, "Experts")
     in_order_of_units: ClassVar[bool] = True
 
     def resize(self, module: nn.Module) -> None:
-        """Set `num_experts`, `hidden_dim` and `intermediate_dim`."""
+        """Set the numbers of experts, of features and of inner features."""
         experts: Any = module
-        experts.num_experts, experts.hidden_dim, experts.intermediate_dim = experts.down_proj.shape
+        number, *matrix = experts.down_proj.shape
+        width, inner = reversed(matrix) if _is_transposed(module) else matrix
+        names = ("num_experts", "hidden_dim", "hidden_size", "intermediate_dim", "intermediate_size")
+        _set_sizes(module, zip(names, (number, width, width, inner, inner), strict=True))
 
     def trace(
         self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -101,25 +120,49 @@ class ExpertsRule(LayerRule):
         out = run(*args, **kwargs)
         x, index, _ = _given(module, args, kwargs)
         first, second = (tracer.labels(module.get_parameter(name)) for name in ("gate_up_proj", "down_proj"))
-        tracer.contract(_hidden(tracer, x), 0, first, 2)
+        biases = [tracer.labels(p) for name, p in module.named_parameters(recurse=False) if name.endswith("_bias")]
+        row, column = (2, 1) if _is_transposed(module) else (1, 2)
+        tracer.contract(_hidden(tracer, x), 0, first, column)
         experts, others = first.axes[0], second.axes[0]
         if experts is not None and others is not None:
             tracer.make(first, 0, "expert")
-            tracer.unite(experts.nodes, others.nodes)
+            for labels in (second, *biases):
+                tracer.unite(experts.nodes, _nodes(labels, 0))
             tracer.read(others.without_zero(), others.nodes)
             routed = tracer.labels(index).mixed
             if routed is None:
                 tracer.fix(experts, "a router that is not known chooses the experts")
             else:
                 tracer.unite(routed, experts.nodes)
-        tracer.make(second, 1, "feature")
-        tracer.set(out, TensorLabels((*[None] * (out.dim() - 1), second.axes[1])))
-        halves, columns = first.axes[1], second.axes[2]
+        tracer.make(second, row, "feature")
+        tracer.set(out, TensorLabels((*[None] * (out.dim() - 1), second.axes[row])))
+        for weight, bias in zip((first, second), biases, strict=False):
+            tracer.make(bias, 1)
+            tracer.unite(_nodes(weight, row), _nodes(bias, 1))
+        halves, columns = first.axes[row], second.axes[column]
         if halves is not None and columns is not None:
-            tracer.make(first, 1, "feature")
-            tracer.unite_rows(np.concatenate([columns.nodes[None], halves.nodes.reshape(2, -1)]))
+            tracer.make(first, row, "feature")
+            is_concatenated = getattr(module, "is_concatenated", True)
+            parts = halves.nodes.reshape(2, -1) if is_concatenated else halves.nodes.reshape(-1, 2).T
+            tracer.unite_rows(np.concatenate([columns.nodes[None], parts]))
             tracer.read(columns.without_zero(), columns.nodes)
             if getattr(getattr(module, "config", None), "_experts_implementation", "eager") != "eager":
                 reason = "fused products of experts take few widths; set_experts_implementation('eager') takes any"
                 tracer.fix(columns, reason, quiet=True)
         return out
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    return bool(getattr(module, "is_transposed", False))
+
+
+def _nodes(labels: TensorLabels, dim: int) -> IntArray:
+    axis = labels.axes[dim]
+    return np.zeros(0, dtype=np.int64) if axis is None else axis.nodes
+
+
+def _set_sizes(module: nn.Module, sizes: Iterable[tuple[str, int]]) -> None:
+    """Set the integers that the module has: names differ between families."""
+    for name, size in sizes:
+        if hasattr(module, name):
+            setattr(module, name, size)

@@ -39,6 +39,8 @@ MODELS = {
     "Mixtral": {"num_local_experts": 6},
     "Olmoe": {"num_experts": 6},
     "Qwen2Moe": {"num_experts": 6, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20},
+    "GptOss": {"num_local_experts": 6, "head_dim": 8},
+    "GraniteMoe": {"num_local_experts": 6},
     "Qwen3Moe": {"num_experts": 6, "moe_intermediate_size": 12, "head_dim": 8},
 }
 
@@ -73,26 +75,29 @@ def test_experts_go_with_their_rows_of_the_router(name: str) -> None:
     graph, _ = trace(model, _ids())
     (found,) = _experts(graph)
     group = graph.groups[found]
-    assert (found, group.size, group.least) == ("model.layers.0.mlp.experts", 6, 2)
-    assert {(piece.name.split("mlp.")[1], piece.dim, piece.side) for piece in group.slices} == {
-        ("experts.gate_up_proj", 0, "out"),
-        ("experts.down_proj", 0, "in"),
-        ("gate.weight", 0, "out"),
-    }
+    home = found.removesuffix("experts")
+    router = "router" if name in ("GptOss", "GraniteMoe") else "gate"
+    assert (group.size, group.least) == (6, 2)
+    sides = {(piece.name.rpartition(home)[2], piece.dim): piece.side for piece in group.slices}
+    biases = ("experts.gate_up_proj_bias", "experts.down_proj_bias", f"{router}.bias") if name == "GptOss" else ()
+    rows = dict.fromkeys([("experts.gate_up_proj", 0), (f"{router}.weight", 0), *((bias, 0) for bias in biases)], "out")
+    assert sides == rows | {("experts.down_proj", 0): "in"}
     small = _check(model, graph, random_mask(graph, 0.5, 0), torch.float32, 1e-4)
-    block = small.model.layers[0].mlp
-    assert (block.gate.num_experts, block.experts.num_experts, tuple(block.gate.weight.shape)) == (3, 3, (3, 16))
+    gate, experts = (small.get_submodule(f"{home}{part}") for part in (router, "experts"))
+    assert (gate.num_experts, experts.num_experts, tuple(gate.weight.shape)) == (3, 3, (3, 16))
 
 
-def test_inner_features_and_the_width_go_where_the_products_take_any() -> None:
-    model = _model(implementation="eager")
+@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+def test_inner_features_and_the_width_go_where_the_products_take_any(name: str) -> None:
+    model = _model(name, implementation="eager")
     graph, _ = trace(model, _ids(), prune_hidden_size=True)
     assert {"feature", "head", "expert"} == {group.kind for group in graph.groups.values()}
-    assert graph.groups["model.layers.0.mlp.experts#2"].size == 12
+    (experts,) = _experts(graph)
+    assert graph.groups[f"{experts}#2"].size == 12
     # The router casts to float32.
     small = _check(model, graph, random_mask(graph, 0.6, 1), torch.float64, 1e-6)
-    block = small.model.layers[0].mlp.experts
-    assert (block.num_experts, block.hidden_dim, block.intermediate_dim) == (4, 10, 7)
+    block = small.get_submodule(experts)
+    assert (block.num_experts, tuple(sorted(block.down_proj.shape[1:]))) == (4, (7, 10))
 
 
 def test_as_many_experts_stay_as_a_token_takes() -> None:
@@ -111,9 +116,9 @@ def test_as_many_experts_stay_as_a_token_takes() -> None:
     assert any("takes 6 of 6 experts" in item.reason for item in whole.unprunable)
 
 
-@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
-def test_a_token_costs_the_same_however_many_experts_there_are(implementation: str) -> None:
-    model = _model(implementation=implementation)
+@pytest.mark.parametrize(("name", "implementation"), [("Mixtral", "grouped_mm"), ("Mixtral", "eager"), ("GptOss", "eager")])
+def test_a_token_costs_the_same_however_many_experts_there_are(name: str, implementation: str) -> None:
+    model = _model(name, implementation)
     graph, _ = trace(model, _ids())
     costs = measure_costs(model, (_ids(),), {}, graph)
     kept = random_mask(graph, 0.5, 0)
