@@ -31,7 +31,6 @@ import sparsekit as sk
 from sparsekit.allocation import Schedule, allocate, by_cost, ratio_counts, uniform
 from sparsekit.criteria import Fisher, ScoringContext
 from sparsekit.pruning.settings import CANDIDATES
-from sparsekit.training import ImportanceRegularizer
 
 WIDE = partial(by_cost, scale="none", width_penalty=2.0)  # widths for those who train on
 Scores = dict[str, Tensor]
@@ -170,7 +169,7 @@ def _scratch(run: Run) -> nn.Module:
 def _paper(run: Run) -> nn.Module:
     """The rule of FedLPS from the largest weights, at the equal widths of the share."""
     ratio = next(r / 1000 for r in range(1000, 0, -1) if _flops(run, r / 1000) <= run.share or r == 1)
-    rule = sk.GradientImportance(regularizer=ImportanceRegularizer(target="absolute"), lr=run.lr, refresh_every=1)
+    rule = sk.GradientImportance(target="absolute", lr=run.lr, refresh_every=1)
     run.masked.budget = None
     run.masked.load(run.task.model.state_dict(), ratio=ratio, learning=rule)
     return run.train()

@@ -23,7 +23,7 @@ from sparsekit.surgery.compaction import compact
 from sparsekit.surgery.optimizer_state import first_value
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.inputs import find_tensors, map_tensors
-from sparsekit.training import learnable, narrow_module
+from sparsekit.training import learnable, moving_mask
 
 Example = tuple[tuple[Any, ...], Tensor | None]
 """Inputs, and classes where the loss is a cross entropy; without them outputs are to be 1/2."""
@@ -134,7 +134,7 @@ def _itself(model: Any) -> Any:
 
 class _MaskedMask(LearnableMask):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with mock.patch.object(learnable, "NarrowModel", MaskedModel), mock.patch.object(narrow_module, "UnitVectors", _itself):
+        with mock.patch.object(learnable, "NarrowModel", MaskedModel), mock.patch.object(moving_mask, "UnitVectors", _itself):
             super().__init__(*args, **kwargs)
         self._restored: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,17 +12,7 @@ from torch import Tensor
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.mask import UnitMask
 
-_OWN = "sparsekit."
-"""What the keys of a checkpoint begin with that are not the model's own."""
-
-
-class Found(NamedTuple):
-    """A checkpoint that was read, with the missing, unexpected and mismatching keys, as torch reports them."""
-
-    checkpoint: Checkpoint
-    missing: list[str]
-    unexpected: list[str]
-    errors: list[str]
+_OWN = "sparsekit."  # prefix of the keys that are not the model's own
 
 
 @dataclass(frozen=True)
@@ -55,8 +45,9 @@ class Checkpoint:
         return {**self.dense, **{_OWN + name: value for name, value in own.items()}}
 
     @staticmethod
-    def parse(state: Mapping[str, Any], prefix: str, present: Checkpoint) -> Found:
-        """Read and check the entries under `prefix`, without changing anything. Absent entries are taken from `present`.
+    def parse(state: Mapping[str, Any], prefix: str, present: Checkpoint) -> tuple[Checkpoint, list[str], list[str], list[str]]:
+        """Read the entries under `prefix`; absent ones are taken from `present`. Also return missing and unexpected keys and
+        errors, in the words of torch.
 
         Raises:
             InvalidValueError: a checkpoint of another budget, or importance that is NaN or infinite.
@@ -75,7 +66,7 @@ class Checkpoint:
             if (told := _mismatch(given.get(name, value), value, name)) is not None
         ]
         if errors:
-            return Found(present, missing, unexpected, errors)
+            return present, missing, unexpected, errors
         read = {name: given.get(name, value) for name, value in wanted.items()}
         importance = {name: read[f"{_OWN}importance.{name}"] for name in present.importance}
         for name, values in importance.items():
@@ -89,7 +80,7 @@ class Checkpoint:
             ratio=float(read[f"{_OWN}ratio"]),
             rule={name: read[f"{_OWN}rule.{name}"] for name in present.rule},
         )
-        return Found(found, missing, unexpected, [])
+        return found, missing, unexpected, []
 
 
 def _mismatch(value: object, wanted: Tensor, name: str) -> str | None:

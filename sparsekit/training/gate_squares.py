@@ -35,12 +35,12 @@ class GateSquares:
             {} if compiled else unit_readers(model, compact_graph(vectors.narrow_model.graph, vectors.narrow_model.mask))
         )
         self.version = vectors.narrow_model.version
-        """That of the narrow model for whose mask this was made."""
+        """Version of the narrow model for whose mask this was made."""
         self._passes: list[dict[str, Tensor]] = []
         """Group name → Σ x·∂L/∂x, float (examples, units), of each pass since the last step; empty before its backward pass."""
 
     def run(self, call: Callable[[], Any], examples: int, *, fresh: bool) -> Any:
-        """Run the first (`fresh`) or a further forward pass of a step, and note its backward pass."""
+        """Run a forward pass, the first of its step if `fresh`, and measure in its backward pass."""
         if fresh:
             self._passes = [each for each in self._passes if not each]
         layers = {layer for found in self._readers.values() for layer, _, _ in found or ()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -21,64 +21,33 @@ from sparsekit.surgery.optimizer_state import HasState
 from sparsekit.tracing.inputs import find_tensors
 from sparsekit.training.narrow_model import NarrowModel
 
-Target = Literal["standardized", "absolute"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class ImportanceRegularizer:
-    """The regularizer λ‖Q − σ(|θ|_J)‖², which pulls importance towards a target that follows the weights.
+def importance_targets(magnitudes: Tensor, sizes: Sequence[int], *, absolute: bool = False) -> Tensor:
+    """Return the importance towards which units are pulled: float (J,) in [0, 1], float32 at least.
 
     Args:
-        strength: λ in the paper.
-        target: "standardized" subtracts each group's mean from the absolute sums and divides by the deviation before the
-            sigmoid; "absolute" takes the sigmoid of the sums, as in the paper (close to 1 for every unit of a wide network).
-
-    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), importance regularization term; the standardized target is ours.
+        magnitudes: float (J,), Σ |θ| of each unit, groups one after the other.
+        sizes: Units of each group.
+        absolute: Take the sigmoid of the sums themselves, not of the sums standardized in each group.
     """
-
-    strength: float = 1.0
-    target: Target = "standardized"
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.strength < float("inf"):
-            raise InvalidValueError(f"strength must be a finite number >= 0, got {self.strength}")
-        if self.target not in ("standardized", "absolute"):
-            raise InvalidValueError(f"target must be 'standardized' or 'absolute', got {self.target!r}")
-
-    def targets(self, magnitudes: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Return the target of every unit, a constant for the gradient.
-
-        Args:
-            magnitudes: float (J,), Σ |θ| of each unit, groups one after the other.
-            sizes: Units of each group.
-
-        Returns:
-            float (J,) in [0, 1], float32 at least.
-        """
-        if self.target == "standardized":
-            magnitudes = standardize(magnitudes, *unit_tables(tuple(sizes), magnitudes.device))
-        return torch.sigmoid(wide(magnitudes))
-
-
-def standardize(values: Tensor, group_of: Tensor, sizes: Tensor) -> Tensor:
-    """Subtract each group's mean and divide by its standard deviation: float (J,), float32 at least.
-
-    `group_of` is int64 (J,), `sizes` int64 (groups,). If all values of a group are equal, they become 0.
-    """
-    values = wide(values)
-    counts = sizes.to(values.dtype)
-    mean = values.new_zeros(sizes.numel()).index_add_(0, group_of, values) / counts
-    centred = values - mean[group_of]
-    variance = values.new_zeros(sizes.numel()).index_add_(0, group_of, centred * centred) / counts
-    return centred / (variance.sqrt() + 1e-12)[group_of]
+    values = wide(magnitudes)
+    if not absolute:
+        group_of, units = unit_tables(tuple(sizes), values.device)
+        counts = units.to(values.dtype)
+        mean = values.new_zeros(units.numel()).index_add_(0, group_of, values) / counts
+        centred = values - mean[group_of]
+        variance = values.new_zeros(units.numel()).index_add_(0, group_of, centred * centred) / counts
+        values = centred / (variance.sqrt() + 1e-12)[group_of]
+    return torch.sigmoid(values)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientImportance:
     """Change importance after every step of the weights, along the gradient of each unit's gate and of a regularizer.
 
-    The mask follows the order of importance. Both gradients are computed in closed form from the gradients of the weights, so
-    optimizers need not know importance. This is the rule of the paper, literally, for comparisons with it.
+    The regularizer λ‖Q − σ(|θ|_J)‖² pulls importance Q towards a target that follows the weights. The mask follows the order of
+    importance. Both gradients are computed in closed form from the gradients of the weights. This is the rule of the paper, for
+    comparisons with it.
 
     Dropped units have no gradient, so they learn from the regularizer alone. The gradient of a kept gate vanishes where
     training converges. The pull to magnitudes then decides: with the defaults, the mask keeps the largest weights. To learn
@@ -90,30 +59,34 @@ class GradientImportance:
     ```
 
     Args:
-        regularizer: Pulls importance towards a target that follows the weights.
+        strength: λ in the paper.
+        target: "standardized" subtracts each group's mean from the absolute sums and divides by the deviation before the
+            sigmoid; "absolute" takes the sigmoid of the sums, as in the paper (close to 1 for every unit of a wide network).
         lr: Learning rate of importance. If you clip gradients of the weights, call `masked.update_importance()` before.
         refresh_every: The target and the gradients of the gates are computed at every n-th step and after a change of the mask,
             and reused in between. 1 is the algorithm of the paper; it adds a tenth to the time of a small step.
 
     Raises:
-        InvalidValueError: `lr` below 0 or infinite, or `refresh_every` below 1.
+        InvalidValueError: `strength` or `lr` below 0 or infinite, another target, or `refresh_every` below 1.
 
-    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), learnable sparse training; straight-through on kept units.
+    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), learnable sparse training; straight-through on kept units. The
+        standardized target is ours.
     """
 
-    regularizer: ImportanceRegularizer = field(default_factory=ImportanceRegularizer)
+    strength: float = 1.0
+    target: Literal["standardized", "absolute"] = "standardized"
     lr: float = 0.02
     refresh_every: int = 4
 
     def __post_init__(self) -> None:
         if not isinstance(self.refresh_every, int) or self.refresh_every < 1:
             raise InvalidValueError(f"refresh_every must be a whole number >= 1, got {self.refresh_every!r}")
-        if not isinstance(self.lr, int | float) or not 0.0 <= self.lr < math.inf:
-            raise InvalidValueError(f"lr must be a finite number >= 0, got {self.lr!r}")
-        if not isinstance(self.regularizer, ImportanceRegularizer):
-            raise InvalidValueError(
-                f"regularizer must be ImportanceRegularizer(…), got {self.regularizer!r}; strength=0 has none"
-            )
+        for name in ("strength", "lr"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0.0 <= value < math.inf:
+                raise InvalidValueError(f"{name} must be a finite number >= 0, got {value!r}")
+        if self.target not in ("standardized", "absolute"):
+            raise InvalidValueError(f"target must be 'standardized' or 'absolute', got {self.target!r}")
 
 
 class ImportanceSteps:
@@ -122,16 +95,15 @@ class ImportanceSteps:
     def __init__(self, settings: GradientImportance, units: int) -> None:
         self.settings = settings
         self.due = False
-        """Whether importance has yet to take the step that goes with the latest backward pass."""
+        """Whether importance has not yet taken the step of the latest backward pass."""
         self._target = torch.zeros(units)
         self._gates = torch.zeros(units)
-        """∂L/∂gate of each unit, 0 of dropped ones, as it was last computed."""
+        """∂L/∂gate of each unit when last computed, 0 for dropped ones."""
         self._gates_of = -1
-        """The version of the narrow model for which it was computed."""
+        """The version of the narrow model for which they were computed."""
         self._age = 0
 
     def count(self, _examples: int) -> None:
-        """Count a pass whose backward pass runs, so that the next step learns from it."""
         self.due = True
 
     @torch.no_grad()
@@ -146,29 +118,30 @@ class ImportanceSteps:
         """Change `scores`, float (J,), in place. The arguments are as in `GateSquares.take`; `group` is not needed here."""
         del group
         self.due = False
-        term, now = self.settings.regularizer, self._age % self.settings.refresh_every == 0
+        rule, now = self.settings, self._age % self.settings.refresh_every == 0
         self._age += 1
         if now:
-            self._target = term.targets(vectors.magnitudes(), vectors.group_sizes).to(scores.dtype)
+            absolute = rule.target == "absolute"
+            self._target = importance_targets(vectors.magnitudes(), vectors.group_sizes, absolute=absolute).to(scores.dtype)
         if now or self._gates_of != vectors.narrow_model.version:
             gates, self._gates_of = vectors.gate_gradient(gradients), vectors.narrow_model.version
             self._gates = (gates if scale is None else gates / scale).to(self._target)
-        gradient = (scores - self._target).mul_(2.0 * term.strength).add_(self._gates)
-        scores.sub_(gradient, alpha=self.settings.lr)
+        gradient = (scores - self._target).mul_(2.0 * rule.strength).add_(self._gates)
+        scores.sub_(gradient, alpha=rule.lr)
 
     def state(self) -> dict[str, Tensor]:
         """Return the state under keys and in shapes that never change."""
         return {"age": torch.tensor(self._age), "target": self._target.clone(), "gates": self._gates.clone()}
 
     def load(self, state: Mapping[str, Tensor], scores: Tensor, version: int) -> None:
-        """Continue from a state, or begin without one; `version` is the present version of the narrow model."""
+        """Continue from a state, or begin if it is empty. `version`: of the narrow model, now."""
         if state:
             self._age = int(state["age"])
             self._target, self._gates = (state[name].to(scores, copy=True) for name in ("target", "gates"))
         self._gates_of = version
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Move to the device to which `function` moves; dtypes stay."""
+        # Only the device changes.
         self._target, self._gates = (each.to(function(each).device) for each in (self._target, self._gates))
 
 
@@ -189,7 +162,7 @@ def on_backward(outputs: Any, call: Callable[[], None]) -> None:
 
 
 def split_units(graph: UnitGraph, flat: Tensor) -> dict[str, Tensor]:
-    """Return views of a vector over all units, float (J,): group name → (units,)."""
+    """Return group name → (units,): views of a vector over all units, float (J,)."""
     parts = flat.split([group.size for group in graph.groups.values()])
     return dict(zip(graph.groups, parts, strict=True))
 
@@ -223,22 +196,24 @@ def unit_tables(sizes: tuple[int, ...], device: torch.device | None) -> tuple[Te
 
 
 class GateReader(NamedTuple):
-    """A leaf axis whose positions belong to units: sums over the other axes are added to those units."""
+    """An axis of a leaf whose positions belong to units."""
 
     leaf: nn.Parameter
     dim: int
-    """The axis."""
     name: str
     """State-dict key of the leaf."""
     units: Tensor
     """int64 (dense size,), the unit of each dense position; J where none."""
 
-    def products(self, weight: Tensor, gradient: Tensor) -> Tensor:
+    def products(self, gradients: Mapping[Tensor, Tensor] | None) -> Tensor:
         """Return Σ gradient · weight at each position along the axis: (narrow size,)."""
-        kind = weight.device.type
+        weight, kind = self.leaf.detach(), self.leaf.device.type
+        gradient = self.leaf.grad if gradients is None else gradients.get(self.leaf)
+        if gradient is None:
+            return wide(weight).new_zeros(weight.shape[self.dim])
         if torch.is_autocast_enabled(kind):  # backward() under autocast: CUDA would sum in half precision
             with torch.autocast(kind, enabled=False):
-                return self.products(weight, gradient)
+                return self.products(gradients)
         product = wide(gradient) * wide(weight)
         if product.dim() == 1:
             return product
@@ -250,12 +225,6 @@ class GateReader(NamedTuple):
             columns = torch.mv(flat.t(), flat.new_ones(flat.shape[0]))
             return columns.reshape(product.shape[1], -1).sum(1) if product.dim() > 2 else columns
         return product.sum([d for d in range(product.dim()) if d != self.dim])
-
-
-def _products(reader: GateReader, gradients: Mapping[Tensor, Tensor] | None) -> Tensor:
-    weight = reader.leaf.detach()
-    gradient = reader.leaf.grad if gradients is None else gradients.get(reader.leaf)
-    return wide(weight).new_zeros(weight.shape[reader.dim]) if gradient is None else reader.products(weight, gradient)
 
 
 class UnitVectors:
@@ -288,7 +257,7 @@ class UnitVectors:
                     units = torch.arange(group.size) + self.offsets[name]
                     table = wanted.setdefault((piece.name, piece.dim), empty)
                     table[piece.index.reshape(-1)] = units.repeat_interleave(piece.index.shape[1])
-        # Vectors after matrices, so that the vectors' values come from one fused call.
+        # Vectors after matrices: the order of the sums of a unit.
         ordered = sorted(wanted.items(), key=lambda item: self._leaves[item[0][0]].dim() == 1)
         return [GateReader(self._leaves[name], dim, name, units) for (name, dim), units in ordered]
 
@@ -297,7 +266,7 @@ class UnitVectors:
         self.follow()
 
     def magnitudes_of(self, dense: StateDict) -> Tensor:
-        """Return Σ |θ| over each unit's own parameters in a dense state: float (J,), on the device of the tables."""
+        """Return Σ |θ| over each unit's own parameters in a dense state, |θ|_J in the paper: float (J,)."""
         leaves = {name: dense[name].detach().to(self.group_of.device) for name in self._leaves}
         return torch.cat([unit_magnitudes(group, leaves) for group in self.narrow_model.graph.groups.values()])
 
@@ -307,15 +276,10 @@ class UnitVectors:
         self._any_dropped = not bool(kept.all())
         self.kept = kept.to(device)
         """bool (J,)."""
-        self._consumer_units = _cat([self._narrow_units(reader) for reader in self._consumers], device)
-
-    def _narrow_units(self, reader: GateReader) -> Tensor:
-        """Return the unit of each narrow position: int64 (narrow size,); J if there is none."""
-        return reader.units[self.narrow_model.positions(reader.name)[reader.dim]]
-
-    def _sums(self, values: list[Tensor], units: Tensor) -> Tensor:
-        flat = torch.cat(values)
-        return flat.new_zeros(self.total + 1).index_add_(0, units, flat)[:-1]
+        positions = self.narrow_model.positions
+        units = [each.units[positions(each.name)[each.dim]].to(device) for each in self._consumers]
+        self._consumer_units = torch.cat(units) if units else torch.zeros(0, dtype=torch.int64, device=device)
+        """Unit of each narrow position of all consumers; J if there is none."""
 
     def gate_gradient(self, gradients: Mapping[Tensor, Tensor] | None = None) -> Tensor:
         """Return ∂L/∂gate of each kept unit, 0 for the others: float (J,).
@@ -324,10 +288,11 @@ class UnitVectors:
 
         Source: first-order Taylor importance, Molchanov et al., CVPR 2019; straight-through on kept units.
         """
-        return self._sums([_products(reader, gradients) for reader in self._consumers], self._consumer_units)
+        flat = torch.cat([consumer.products(gradients) for consumer in self._consumers])
+        return flat.new_zeros(self.total + 1).index_add_(0, self._consumer_units, flat)[:-1]
 
     def magnitudes(self) -> Tensor:
-        """Return Σ |θ| over each unit's own parameters in the dense copy, |θ|_J in the paper: float (J,)."""
+        """Return the same of the present dense state."""
         return self.magnitudes_of(self.narrow_model.dense_state())
 
     def mask_unchanged(self, scores: Tensor) -> bool:
@@ -344,7 +309,3 @@ class UnitVectors:
         kept = bounds.scatter_reduce(0, self.group_of, scores.masked_fill(~self.kept, float("inf")), "amin")
         dropped = (-bounds).scatter_reduce(0, self.group_of, scores.masked_fill(self.kept, -float("inf")), "amax")
         return bool((kept > dropped).all())
-
-
-def _cat(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    return torch.cat([part.to(device) for part in parts]) if parts else torch.zeros(0, dtype=torch.int64, device=device)

@@ -22,13 +22,7 @@ from sparsekit.measure.cost import CostModel, measure_costs
 from sparsekit.pruning.result import Pruned, PrunePlan
 from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.training.checkpoint import Checkpoint
-from sparsekit.training.importance import (
-    GradientImportance,
-    ImportanceRegularizer,
-    ImportanceSteps,
-    on_backward,
-    set_importance,
-)
+from sparsekit.training.importance import GradientImportance, ImportanceSteps, importance_targets, on_backward, set_importance
 from sparsekit.training.moving_mask import MovingMask
 from sparsekit.training.narrow_model import NarrowModel, Rules
 from sparsekit.training.narrowing import LearnedNarrowing, NarrowingSteps
@@ -133,7 +127,7 @@ class LearnableMask(MovingMask):
             used = used_magnitudes(model, graph, example_inputs)
             self.scores = self._first_importance(self.vectors.magnitudes() if used is None else used)
         if narrows:
-            self._rule = self._steps(ratio, () if batches is None else read_refits(batches, model))
+            self._rule = self._steps(ratio, read_refits(batches, model))
         elif budget is not None or batches is not None:
             options: Any = {"budget": self.budget, "batches": batches, "loss": loss, "graph": graph, "rules": rules}
             self._begin(first_cut(model, example_inputs, ratio, **options), model)
@@ -185,15 +179,15 @@ class LearnableMask(MovingMask):
         """Load a pruned model; dropped units keep their dense weights. After a dry run, load the dense model alone."""
         if (counts := pruned.mask.counts()) != self._counts():
             self._widths = counts
-        term = None if self.learning is None else self._regularizer
-        self.load(dense_start(pruned, dense), importance=importance_of(pruned, term).to(self.scores))
+        scores = importance_of(pruned, self._targets if self.learning else lambda plain: plain)
+        self.load(dense_start(pruned, dense), importance=scores.to(self.scores))
 
-    @property
-    def _regularizer(self) -> ImportanceRegularizer:
-        return self.learning.regularizer if isinstance(self.learning, GradientImportance) else ImportanceRegularizer()
+    def _targets(self, magnitudes: Tensor) -> Tensor:
+        absolute = isinstance(self.learning, GradientImportance) and self.learning.target == "absolute"
+        return importance_targets(magnitudes, [group.size for group in self.graph.groups.values()], absolute=absolute)
 
     def _first_importance(self, magnitudes: Tensor) -> Tensor:
-        targets = self._regularizer.targets(magnitudes, self.vectors.group_sizes)
+        targets = self._targets(magnitudes)
         return torch.zeros_like(targets) if isinstance(self.learning, LearnedNarrowing) else targets
 
     def _steps(self, ratio: float, batches: Sequence[Batch]) -> ImportanceSteps | NarrowingSteps | None:
@@ -312,7 +306,7 @@ class LearnableMask(MovingMask):
             raise InvalidValueError("importance must be finite")
         self.learning = rule
         try:
-            refits = () if mask is not None or batches is None else read_refits(batches, self.model)
+            refits = read_refits(batches if mask is None else None, self.model)
             steps = None if mask is not None else self._steps(1.0 if ratio is None else ratio, refits)
         except BaseException:
             self.learning = rule_before
@@ -357,19 +351,19 @@ class LearnableMask(MovingMask):
         self, state: dict[str, Any], prefix: str, _metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
     ) -> None:
         """Read a checkpoint, and apply it only if it has no fault; torch then finds the narrow entries in `state`."""
-        found = Checkpoint.parse(state, prefix, self._checkpoint())
-        missing += found.missing if strict else ()
-        unexpected += found.unexpected if strict else ()
-        errors += found.errors
-        if not found.errors and not (strict and (found.missing or found.unexpected)):
-            self._apply_checkpoint(found.checkpoint)
+        found, lacking, strange, faults = Checkpoint.parse(state, prefix, self._checkpoint())
+        missing += lacking if strict else ()
+        unexpected += strange if strict else ()
+        errors += faults
+        if not faults and not (strict and (lacking or strange)):
+            self._apply_checkpoint(found)
         for name in [name for name in state if name.startswith(prefix)]:
             del state[name]
         # The tensors themselves: load_state_dict(assign=True) then puts each in its own place, and optimizers keep theirs.
         state |= {prefix + name: tensor for name, tensor in self.model.state_dict(keep_vars=True).items()}
 
     def _apply_checkpoint(self, found: Checkpoint) -> None:
-        # State that was just loaded comes from the same checkpoint and belongs to its units already.
+        # State that was just loaded into an optimizer belongs to these units already.
         following = [optimizer for optimizer in self.optimizers if optimizer not in self.optimizers.just_loaded]
         self.narrow_model.set_mask(found.mask, following)
         self.narrow_model.load(found.dense, found.mask)

@@ -1,31 +1,48 @@
-"""MovingMask: a narrow module whose mask follows the importance of its units, in one place: after a step."""
+"""MovingMask: a narrow module whose mask follows the importance of its units."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsekit.allocation.masks import mask_from_scores
 from sparsekit.allocation.shares import ratio_counts
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.optimizer_state import HasState
-from sparsekit.training.importance import ImportanceSteps, set_importance, split_units
+from sparsekit.training.importance import ImportanceSteps, UnitVectors, set_importance, split_units
 from sparsekit.training.narrow_model import NarrowModel
-from sparsekit.training.narrow_module import NarrowModule
 from sparsekit.training.narrowing import NarrowingReport, NarrowingSteps
 from sparsekit.training.optimizers import OptimizerSet, find_holders, watch
-from sparsekit.training.start import Learning
+from sparsekit.training.start import Learning, refuse_export
 
 
-class MovingMask(NarrowModule):
-    """The part of `LearnableMask` that changes its mask."""
+class AnyName:
+    """An attribute path of any names, as torch.distributed.checkpoint follows dotted keys without a module."""
+
+    def __getattr__(self, name: str) -> AnyName:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self
+
+
+class MovingMask(nn.Module):
+    """The module of a narrow model under the model's own names, and the part of `LearnableMask` that changes its mask.
+
+    It shares the tables of parameters and modules with the narrow copy, so that names of parameters are keys of the state dict.
+    """
 
     def __init__(self, narrow_model: NarrowModel, learning: Learning | None) -> None:
-        super().__init__(narrow_model)
+        super().__init__()
+        self.graph = narrow_model.graph
+        self.narrow_model = narrow_model
+        for table in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
+            vars(self)[table] = vars(self.model)[table]
         self.learning = learning
         self.optimizers = OptimizerSet()
         self._widths: float | Mapping[str, int] = 1.0
@@ -37,13 +54,72 @@ class MovingMask(NarrowModule):
         self.mask_changed = False
         """Whether the mask has changed since an optimizer may have been loaded."""
         self._watched = False
-        """Whether optimizers and wrappers are met by hooks: only where the mask may change."""
+        """Whether hooks look for optimizers and wrappers: only if the mask may change."""
         self._rule: ImportanceSteps | NarrowingSteps | None = None
-        # Float32 for models in bfloat16 or float16, also when the mask is moved to such a dtype.
+        # Float32 for models in bfloat16 or float16.
         self.scores: Tensor = torch.zeros(0)
 
+    @property
+    def model(self) -> nn.Module:
+        """The narrow copy of the wrapped model, whose parameters are trained."""
+        return self.narrow_model.module
+
+    @cached_property
+    def vectors(self) -> UnitVectors:
+        # A graph without groups has none.
+        with torch.inference_mode(False):  # its tables outlive this call
+            return UnitVectors(self.narrow_model)
+
+    def unit_mask(self) -> UnitMask:
+        """Return the units that are kept now: hard, no gradient."""
+        return self.narrow_model.mask
+
+    def compact(self) -> nn.Module:
+        """Return the sparse model as a plain, smaller module with the same outputs; a copy."""
+        return self.narrow_model.compact()
+
+    def dense_state(self) -> dict[str, Tensor]:
+        """Return the dense weights under the model's own keys: kept entries as trained, dropped ones as when last kept."""
+        return self.narrow_model.dense_state()
+
+    def narrow_state(self) -> dict[str, Tensor]:
+        """Return copies of the kept entries under the model's own keys, units ascending, as `compact_state` has them."""
+        return self.narrow_model.narrow_state()
+
+    def named_weights(self) -> dict[str, nn.Parameter]:
+        """Return the narrow weights under the model's own keys, a shared one once."""
+        return self.narrow_model.named_parameters()
+
+    def weights(self) -> list[nn.Parameter]:
+        """Return the narrow weights, as a list: `parameters()`."""
+        return list(self.model.parameters())
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        # For torch.distributed.checkpoint.
+        return dict.fromkeys((name.partition(".")[0] for name in self.graph.shapes), "_module_of_names")
+
+    @property
+    def _module_of_names(self) -> nn.Module:
+        return self.model
+
+    sparsekit = AnyName()
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        refuse_export()
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training mode, as for any module."""
+        self.model.train(mode)
+        self.training = mode
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self.model._apply(fn, recurse)
+        self.narrow_model.apply_to_tensors(fn)
+        vars(self).pop("vectors", None)  # its tables are on the old device
+        return self
+
     def _counts(self) -> Mapping[str, int]:
-        """Group name → units kept."""
         return ratio_counts(self.graph, self._widths) if isinstance(self._widths, float) else self._widths
 
     @property
@@ -87,12 +163,12 @@ class MovingMask(NarrowModule):
     def update_mask(self) -> None:
         """Keep the most important units, at the present widths or at the widths of a cut that is due.
 
-        The step of a torch optimizer does this by itself. Call it after a step of your own. A mask changes nowhere else, and
-        never in the middle of a step.
+        The step of a torch optimizer calls this. Call it after a step of your own. The mask changes nowhere else, and never in
+        the middle of a step.
         """
         if self._mask_given or self.optimizers.frozen or not self.graph.groups:
             return
-        # What is made here outlives the call: tensors of inference mode could not be trained on later.
+        # Tensors of inference mode could not be trained later.
         with torch.inference_mode(False), torch.no_grad():
             rule = self._rule
             if isinstance(rule, NarrowingSteps):
@@ -100,13 +176,12 @@ class MovingMask(NarrowModule):
                     return
                 self._widths = rule.cut(split_units(self.graph, self.scores), self.narrow_model.mask)
             elif self._chosen_for is self._widths and self.vectors.mask_unchanged(self.scores):
-                return  # without sorting, as after most steps
+                return  # most steps, without sorting
             mask, self._chosen_for = self._largest(), self._widths
             if mask != self.narrow_model.mask:
                 self._change(mask)
 
     def _change(self, mask: UnitMask) -> None:
-        """Change the mask, let the state of optimizers follow it, and refit after a cut of learned narrowing."""
         self._watch()
         self.optimizers.check_change()
         self.mask_changed = True
@@ -122,7 +197,7 @@ class MovingMask(NarrowModule):
         return mask_from_scores(self.graph, split_units(self.graph, self.scores), self._counts(), source="importance")
 
     def _watch(self) -> None:
-        """Follow every optimizer and wrapper of this mask, present and future."""
+        """Find every optimizer and every wrapper of this mask, present and future."""
         if not self._watched:
             self._watched = True
             find_holders(self)

@@ -1,8 +1,7 @@
-"""NarrowModel: trains a physically narrow copy of a model while its mask changes.
+"""NarrowModel: a physically narrow copy of a model whose mask may change.
 
-The narrow module's parameters are leaves, so a step costs as much as in a natively narrow network. They hold the kept
-units in ascending order. A change of mask saves them in the dense copy and gathers them again. The dense weights of a dropped
-unit do not change; optimizer state of an entering unit starts fresh.
+Its parameters are leaves, so a step costs as much as in a natively narrow network. They hold the kept units in ascending order.
+A change of mask saves them in the dense copy and gathers them again. The dense weights of a dropped unit do not change.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -40,7 +39,7 @@ class _Entry:
     """One parameter or buffer of the narrow module, under all its state-dict keys."""
 
     key: str
-    """The name under which units touch it, if they do under one."""
+    """The name under which units touch it, if there is one."""
     names: list[str]
     homes: list[tuple[nn.Module, str]]
     parameter: nn.Parameter | None
@@ -54,8 +53,8 @@ class _Entry:
         return value.detach()
 
     def replace(self, tensor: Tensor) -> None:
-        """Put another tensor, maybe of another shape, in place of the present one; channels last stays channels last."""
-        # Remembered, as the strides of few channels fit every format.
+        """Put in another tensor, of any shape; channels last stays channels last."""
+        # Remembered, since the strides of few channels fit every format.
         self._format = memory_format(self.tensor) or self._format
         tensor = in_format(tensor, self._format)
         if self.parameter is not None:
@@ -110,16 +109,16 @@ class NarrowModel:
         self._owned: set[str] = set()
         self._axes: dict[str, dict[int, Tensor]] = {}
         self.version = 0
-        """Counts loads and changes of the mask: compare it to see whether something cached is still true."""
+        """Counts loads and changes of the mask."""
         self.mask = UnitMask.full(graph)
         self.load(model.state_dict(), None)
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the narrow leaves, tied ones once, in the order of the model's state."""
+        """Return the narrow leaves in the order of the model's state, tied ones once."""
         return [entry.parameter for entry in self._entries if entry.parameter is not None]
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return state-dict key → narrow leaf; a shared one once, under a key that units touch if there is one."""
+        """Return state-dict key → narrow leaf; a tied one once, under a key that units touch if there is one."""
         return {entry.key: entry.parameter for entry in self._entries if entry.parameter is not None}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -127,17 +126,14 @@ class NarrowModel:
         return self.module(*args, **kwargs)
 
     def positions(self, key: str) -> Mapping[int, Tensor]:
-        """Return axis → int64 (narrow size,): ascending dense positions of a narrow entry, along the axes that units touch."""
+        """Return axis → int64 (narrow size,): dense positions of a narrow entry, ascending, along the axes with units."""
         return self._axes.get(key, {})
 
     def _cut(self, entry: _Entry) -> Axes:
-        """Return the axes along which the narrow entry lacks positions."""
         return cut_axes(self.graph.shapes[entry.key], self.positions(entry.key))
 
     def load(self, state: StateDict, mask: UnitMask | None) -> None:
-        """Start from a dense state under a mask.
-
-        State of optimizers does not follow: clear it, or make new optimizers.
+        """Start from a dense state under a mask; clear the state of optimizers, or make new ones.
 
         Args:
             state: The dense state; never written to.
@@ -164,14 +160,14 @@ class NarrowModel:
             self._fit_sizes()
 
     def _gather(self, entry: _Entry, dense: Tensor) -> bool:
-        """Replace a narrow entry by the kept part of a dense one; returns whether its shape changes."""
+        """Replace a narrow entry by the kept part of a dense one; return whether its shape changes."""
         narrow = gather(dense, self._cut(entry))
         resized = narrow.shape != entry.tensor.shape
         entry.replace(narrow.clone() if narrow is dense else narrow)
         return resized
 
     def _fit_sizes(self) -> None:
-        """Set the sizes of resized layers, starting from the dense ones: a single kept unit does not tell all of them."""
+        """Set the sizes of layers, starting from the dense ones: a single kept unit does not tell all of them."""
         for name, numbers in self._sizes.items():
             vars(self.module.get_submodule(name)).update(numbers)
         resize(self.module, self.rules)
@@ -185,7 +181,6 @@ class NarrowModel:
             put_constants(self.module, moved, self.graph.constants.values())
 
     def _save_constants(self) -> None:
-        """Note in the dense constants what steps have written to the narrow ones."""
         axes = self.graph.kept_constants(self.mask)
         for name, held in named_constants(self.module, self.graph).items() if self._constants else ():
             dense = self._constants[name]
@@ -206,8 +201,7 @@ class NarrowModel:
         Args:
             mask: The units that are kept from now on.
             optimizers: Every optimizer that holds narrow leaves. Units that stay keep their state, entering ones start with
-                fresh state. If an optimizer keeps other state than one value for each entry (the factored moments of Adafactor,
-                8-bit state), or is not one of torch's own, its state of every leaf that changes starts fresh.
+                fresh state; see `LearnableMask.add_optimizer`.
 
         Raises:
             ForeignMaskError: the mask belongs to another graph.

@@ -27,7 +27,7 @@ from sparsekit.pruning.reconstruction import reconstruct
 from sparsekit.training.gate_squares import GateSquares
 from sparsekit.training.importance import UnitVectors
 
-WHERE_IT_PAYS = (
+_WHERE_IT_PAYS = (
     "It pays for a trained network that adapts to a small data set at a few percent of its FLOPs; from a quarter on, or with"
     " few steps, `prune` in several steps or learning=None does as well or better."
 )
@@ -125,17 +125,11 @@ class NarrowingReport:
             cost = f", {format_cost('flops', self.flops)} ({self.flops / self.dense_flops:.1%} of as many dense steps)"
         lines = [f"{self.steps} steps{cost}"]
         lines += [f"after step {step}: {sum(counts.values())} units" for step, counts in self.cuts.items()]
-        return "\n".join([*lines, WHERE_IT_PAYS])
+        return "\n".join([*lines, _WHERE_IT_PAYS])
 
 
 class NarrowingSteps:
-    """The steps of `LearnedNarrowing` in one training. `costs` is None without example inputs; without `batches`, nothing is
-    refitted.
-
-    Raises:
-        InvalidValueError: a ratio of 1, or a budget that does not follow from the widths.
-        BudgetError: the budget cannot be met.
-    """
+    """The steps of `LearnedNarrowing` in one training. `costs`: None without example inputs; `batches`: to refit on."""
 
     def __init__(
         self,
@@ -151,7 +145,7 @@ class NarrowingSteps:
             raise InvalidValueError("learning=LearnedNarrowing(…) needs a ratio below 1 or a budget to narrow to")
         self.settings, self.graph, self.costs, self.batches = settings, graph, costs, batches
         self.due = False
-        """Whether importance has yet to be measured in the latest backward pass."""
+        """Whether importance has not yet been measured in the latest backward pass."""
         self.examples = 0
         """Examples of the backward passes since the last step."""
         self._ratio = ratio
@@ -170,7 +164,7 @@ class NarrowingSteps:
         self._weight, self._steps, self._flops, self._dense_flops = 0.0, 0, 0.0, 0.0
         self._squares: GateSquares | None = None
         self._cuts: list[tuple[int, list[int]]] = []
-        """Step and units of each group after each cut that was made."""
+        """Step and units of each group, of each cut so far."""
 
     def _share(self, progress: float) -> float:
         """Return the estimated cost of a step as a share of a dense step, after a part of the cuts."""
@@ -182,7 +176,7 @@ class NarrowingSteps:
         return flops / max(self.costs.dense_costs()["flops"], 1.0)
 
     def _allocate(self, progress: float, scores: Mapping[str, Tensor], present: Mapping[str, int]) -> Mapping[str, int]:
-        """Return group → number of the present units that stay after this share of the cuts."""
+        """Return group → units that stay after a part of the cuts; at most those that are present."""
         if not self._limits:
             return ratio_counts(self.graph, self._ratio**progress)
         assert self.costs is not None
@@ -198,7 +192,6 @@ class NarrowingSteps:
         return self._measure(vectors).run(call, examples, fresh=not self.examples) if self.cuts_left else call()
 
     def count(self, examples: int) -> None:
-        """Count a pass of this many examples whose backward pass runs, so that the next step learns from it."""
         self.due = True
         self.examples += examples
 
@@ -216,7 +209,7 @@ class NarrowingSteps:
         scale: Tensor | None,
         group: Any = None,
     ) -> None:
-        """Measure importance into `scores`, float (J,). The arguments are as in `GateSquares.take`."""
+        """Write measured importance into `scores`, float (J,). The arguments are as in `GateSquares.take`."""
         self.due = False
         examples, self.examples = max(self.examples, 1), 0
         self._steps += 1
@@ -242,7 +235,7 @@ class NarrowingSteps:
         return done < self.settings.cuts and self._steps >= self.cut_steps[done]
 
     def cut(self, scores: Mapping[str, Tensor], mask: UnitMask) -> Mapping[str, int]:
-        """Return group → number of units after the cut that is due, for a model under `mask`."""
+        """Return group → units that stay in the cut that is due. `mask`: before it."""
         unmeasured = [name for name, own in scores.items() if not bool((own > _FLOOR).any())]
         if unmeasured:
             warnings.warn(
@@ -275,7 +268,7 @@ class NarrowingSteps:
         return {"moments": self._moments.clone(), "progress": progress, "cuts": cuts}
 
     def load(self, state: Mapping[str, Tensor], scores: Tensor, version: int) -> None:
-        """Continue from a state; without one, take `scores` as the first measurements unless they are zero."""
+        """Continue from a state; if it is empty, begin with `scores` as earlier measurements unless they are zero."""
         del version
         if not state:
             self._moments, self._weight = scores.clone(), float(bool(scores.any()))

@@ -1,14 +1,11 @@
 """Optimizers and wrappers of torch, such as DistributedDataParallel, that hold the leaves of a learnable mask.
 
-If a mask may change, an optimizer is found at its first step, by one hook for all optimizers of the process, and followed by
-hooks on it. Events before (a checkpoint is loaded into it, and then the mask changes) are reported by
-`masked.add_optimizer(optimizer)`. Wrappers are met by torch's global hook for a module that becomes a part of another one. A
-fixed mask needs no hook. If a user changes it anyway, its optimizers are searched for among the objects of the process, once:
+If a mask may change, global hooks of torch find an optimizer at its first step, and a wrapper when it gets the mask. A fixed
+mask needs no hook. If a user changes it anyway, its optimizers are searched for among the objects of the process, once, since
 torch has no list of them.
 
-A mask changes after a step, and never while an optimizer steps. Sharpness-aware optimizers climb, call the model, and step from
-the weights before the climb. So the mask is frozen while a closure runs within a step; if such an optimizer is called in two
-parts, `masked.freeze_mask()` freezes it.
+A mask never changes while an optimizer steps: sharpness-aware optimizers climb, call the model, and step from the weights
+before the climb.
 """
 
 from __future__ import annotations
@@ -33,12 +30,12 @@ from sparsekit.surgery.optimizer_state import HasState, refuse_history
 
 
 class OptimizerSet:
-    """Weak references to optimizers, in the order of their addition. A copy of a mask starts with none."""
+    """Weak references to optimizers, in order of addition. A copy of a mask starts with none."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # ordered, where a WeakSet is not
         self.just_loaded: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Those whose state was loaded and that have neither stepped nor followed a change of the mask since."""
+        """Those with newly loaded state, which have neither stepped nor followed a change of the mask since."""
         self.process_group: Any = None
         """Of the DistributedDataParallel that averages gradients, if there is one."""
         self.stepping: list[Any] = []
@@ -47,7 +44,6 @@ class OptimizerSet:
 
     @property
     def frozen(self) -> bool:
-        """Whether the mask must not change now."""
         return self._freezes > 0 or bool(self.stepping)
 
     @contextmanager
@@ -68,11 +64,7 @@ class OptimizerSet:
         return OptimizerSet, ()
 
     def add(self, optimizer: HasState, masked: Any) -> None:
-        """Follow `optimizer` with hooks on it; it leaves the set when it is deleted.
-
-        Raises:
-            InvalidValueError: it steps no parameter of `masked`, or is an LBFGS, and the mask may change.
-        """
+        """Follow `optimizer` with hooks on it; see `LearnableMask.add_optimizer`."""
         if hasattr(optimizer, "param_groups") and not _holds(optimizer, masked):
             raise InvalidValueError(
                 f"this {type(optimizer).__name__} steps no parameter of the mask; make it over masked.parameters()"
@@ -90,8 +82,13 @@ class OptimizerSet:
             optimizer.register_step_post_hook(functools.partial(_after_step, reference))
             optimizer.register_load_state_dict_post_hook(functools.partial(_after_load, reference))
 
+    def finish(self, optimizer: Any) -> None:
+        """Forget the step of an optimizer, and steps within it that failed."""
+        found = (at for at, each in enumerate(self.stepping) if each is optimizer)
+        del self.stepping[next(found, len(self.stepping)) :]
+
     def check_change(self) -> None:
-        """Raise InvalidValueError if one of them is an LBFGS that has begun."""
+        """Raise InvalidValueError if one of them is an LBFGS with history."""
         for optimizer in self:
             if any(state.get("n_iter") for state in optimizer.state.values()):
                 refuse_history(optimizer)
@@ -104,11 +101,10 @@ def _before_step(reference: Callable[[], Any], optimizer: Optimizer, args: Any, 
     if masked.may_change:
         refuse_history(optimizer)
     masked.optimizers.just_loaded.discard(optimizer)
-    stepping = masked.optimizers.stepping
-    del stepping[next((at for at, each in enumerate(stepping) if each is optimizer), len(stepping)) :]  # of a step that failed
-    stepping.append(optimizer)
+    masked.optimizers.finish(optimizer)
+    masked.optimizers.stepping.append(optimizer)
     overflow: Tensor | None = getattr(optimizer, "found_inf", None)
-    # If a fused optimizer steps, it divides by the scale of a GradScaler itself, and skips a step that overflowed.
+    # A fused optimizer divides by the scale of a GradScaler itself, and skips a step that overflowed.
     if masked._rule is not None and masked._rule.due and (overflow is None or not bool(overflow)):
         scale = getattr(optimizer, "grad_scale", None)
         masked._rule.take(masked.scores, masked.vectors, None, scale, masked.optimizers.process_group)
@@ -122,8 +118,6 @@ def _before_step(reference: Callable[[], Any], optimizer: Optimizer, args: Any, 
 
 
 def _frozen(masked: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
-    """Return the closure of a step, run with the mask frozen."""
-
     @functools.wraps(closure)
     def run() -> Any:
         try:
@@ -140,8 +134,7 @@ def _frozen(masked: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
 def _after_step(reference: Callable[[], Any], optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     masked = reference()
     if masked is not None:
-        stepping = masked.optimizers.stepping
-        del stepping[next((at for at, each in enumerate(stepping) if each is optimizer), len(stepping)) :]
+        masked.optimizers.finish(optimizer)
         masked.update_mask()
 
 
@@ -170,18 +163,13 @@ def _find(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 def _has_begun(state: Mapping[str, Any], leaf: Tensor) -> bool:
-    """Tell whether an optimizer's state of a leaf belongs to some units: not before its first step, in the leaf's shape."""
+    # State before the first step, in the shape of the leaf, belongs to no units yet.
     fresh = "step" in state and float(state["step"]) == 0.0
     fits = all(value.shape == leaf.shape for value in state.values() if isinstance(value, Tensor) and value.dim())
     return bool(state) and not (fresh and fits)
 
 
 def _meet(optimizer: Optimizer, masked: Any) -> None:
-    """Add an optimizer that steps for the first time.
-
-    Raises:
-        InvalidValueError: it has state, and the mask has changed since that may have been loaded.
-    """
     if masked.mask_changed and any(_has_begun(optimizer.state.get(leaf) or {}, leaf) for leaf in masked.weights()):
         raise InvalidValueError(
             f"the state of this {type(optimizer).__name__} predates the current mask; call"
@@ -210,7 +198,7 @@ def _install_hooks() -> None:
 
 
 def watch(masked: Any) -> None:
-    """Meet every optimizer that holds leaves of a learnable mask at its first step, and every wrapper of the mask."""
+    """Find every optimizer that holds leaves of a learnable mask at its first step, and every wrapper of the mask."""
     _install_hooks()
     _masks.add(masked)
 
@@ -220,10 +208,10 @@ def is_distributed() -> bool:
 
 
 def find_holders(masked: Any) -> None:
-    """Add the optimizers that step leaves of a mask already, and watch over the wrappers that hold it."""
+    """Add the optimizers that step leaves of a mask already, and guard the wrappers that hold it."""
     for each in gc.get_objects():
         if issubclass(type(each), Optimizer) and each not in masked.optimizers:
-            # One that wraps another, as accelerate does, has no groups of its own; the other is found as well.
+            # A wrapper, as of accelerate, has no groups of its own; its optimizer is found as well.
             if "param_groups" in vars(each) and _holds(each, masked):
                 masked.add_optimizer(each)
         elif issubclass(type(each), DistributedDataParallel) and masked in list(each.modules()):
@@ -231,7 +219,6 @@ def find_holders(masked: Any) -> None:
 
 
 def _join(wrapper: DistributedDataParallel, masked: Any) -> None:
-    """Give every rank the state of the first one, and refuse to train on after a change of shape."""
     _broadcast(masked, wrapper.process_group)
     masked.optimizers.process_group = wrapper.process_group
     _refuse_other_shapes(wrapper, masked)

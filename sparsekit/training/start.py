@@ -1,7 +1,7 @@
-"""The start of a learnable mask: checks of its arguments, and the cut of a pruned model."""
+"""The start of a learnable mask: checks of its arguments, and the first cut."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
@@ -23,7 +23,7 @@ from sparsekit.surgery.compaction import expand
 from sparsekit.tracing.blocks import refuse_meta
 from sparsekit.tracing.inputs import ModelInputs, refuse_inference
 from sparsekit.tracing.trace import trace_units
-from sparsekit.training.importance import GradientImportance, ImportanceRegularizer, split_units
+from sparsekit.training.importance import GradientImportance, split_units
 from sparsekit.training.narrow_model import Rules
 from sparsekit.training.narrowing import LearnedNarrowing
 
@@ -33,13 +33,7 @@ _REFITS = 48  # batches, at most
 
 
 def check_arguments(model: nn.Module, ratio: float, budget: object, learning: object) -> float:
-    """Return the ratio, and refuse wrong arguments and models that cannot be trained under a mask.
-
-    Raises:
-        UnsupportedModelError: no module, one without values, or one with a parallel wrapper inside, which keeps its first
-            weights.
-        InvalidValueError: a ratio outside (0, 1], a ratio and a budget, or another kind of `learning`, such as a class.
-    """
+    """Return the ratio, and refuse wrong arguments and models that cannot be trained under a mask."""
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"expected a torch.nn.Module, got {model!r}; pass the model itself")
     refuse_meta(model, "LearnableMask")
@@ -71,7 +65,6 @@ def refuse_export() -> NoReturn:
 def graph_of(
     model: nn.Module, example_inputs: Any, graph: UnitGraph | None, rules: Rules | None, *, prune_hidden_size: bool
 ) -> UnitGraph:
-    """Return the given units, or trace the model."""
     if graph is None:
         if example_inputs is None:
             raise InvalidValueError("pass example_inputs=(x,), one call's worth of inputs, or a ready graph=")
@@ -99,15 +92,13 @@ def dense_start(pruned: PrunePlan, dense: nn.Module) -> dict[str, Tensor]:
     return expand(pruned.model.state_dict(), pruned.graph, pruned.mask, into=state) if isinstance(pruned, Pruned) else state
 
 
-def importance_of(pruned: PrunePlan, regularizer: ImportanceRegularizer | None) -> Tensor:
-    """Return the scores of the chosen criterion, float (J,), on the scale of a regularizer if there is one.
+def importance_of(pruned: PrunePlan, scale: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the scores of the chosen criterion, float (J,), on the given scale.
 
     Kept units that dropped ones exceed, as after several steps, are raised above them.
     """
     scores = pruned.scores[pruned.report.criterion].values
-    flat = torch.cat([scores[name].float() for name in pruned.graph.groups])
-    if regularizer is not None:
-        flat = regularizer.targets(flat, [group.size for group in pruned.graph.groups.values()])
+    flat = scale(torch.cat([scores[name].float() for name in pruned.graph.groups]))
     found = []
     for name, own in split_units(pruned.graph, flat).items():
         keep = pruned.mask[name].to(own.device)
@@ -117,8 +108,8 @@ def importance_of(pruned: PrunePlan, regularizer: ImportanceRegularizer | None) 
     return torch.cat(found)
 
 
-def read_refits(batches: Iterable[Batch], model: nn.Module) -> list[Batch]:
-    return list(read_batches(batches, model, "Refits", limit=_REFITS))
+def read_refits(batches: Iterable[Batch] | None, model: nn.Module) -> list[Batch]:
+    return [] if batches is None else list(read_batches(batches, model, "Refits", limit=_REFITS))
 
 
 def used_magnitudes(model: nn.Module, graph: UnitGraph, example_inputs: Any) -> Tensor | None:
@@ -131,7 +122,6 @@ def used_magnitudes(model: nn.Module, graph: UnitGraph, example_inputs: Any) -> 
 
 
 def warn_without_data(model: nn.Module) -> None:
-    """Warn if a trained network gets its first mask without data."""
     if (signs := signs_of_training(model)) is not None:
         warnings.warn(
             f"{type(model).__name__} was trained ({signs}), but its first mask is chosen without data and nothing is"

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.errors import DataError, InvalidValueError
-from sparsekit.training import ImportanceRegularizer
 from sparsekit_fl.client.packing import pack_mask, unpack_mask
 from sparsekit_fl.packed import pack, unpack
 
@@ -90,8 +89,7 @@ def train_submodel(
     if "mask" not in asked:
         model.load_state_dict(_state(message))
         ratio = min(ratio, capability)
-        learning = sk.GradientImportance(regularizer=ImportanceRegularizer(target="standardized"))  # as in `fedlps`
-        trained = sk.LearnableMask(model, graph=graph, ratio=ratio, learning=learning)
+        trained = sk.LearnableMask(model, graph=graph, ratio=ratio, learning=sk.GradientImportance())
         if _IMPORTANCE in context.state:
             trained.load_importance(context.state.array_records[_IMPORTANCE].to_torch_state_dict())
     else:

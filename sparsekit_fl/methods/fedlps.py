@@ -20,7 +20,7 @@ from sparsekit.allocation import mask_from_scores, ratio_counts
 from sparsekit.bandit import PUCBV, Interval, Pull
 from sparsekit.criteria import Criterion, Fisher, Magnitude, Ordered, Random, ScoringContext
 from sparsekit.graph import StateDict, UnitMask, head_entries
-from sparsekit.training import GradientImportance, ImportanceRegularizer, LearnableMask
+from sparsekit.training import GradientImportance, LearnableMask
 from sparsekit_fl.client.context import Memory
 from sparsekit_fl.client.fit import Adjust
 from sparsekit_fl.client.packing import Kept, recall_mask, remember_mask
@@ -290,9 +290,9 @@ class FedLPS(Method):
     def _load(self, client: ClientContext, start: StateDict, ratio: float) -> LearnableMask:
         masked = client.masked
         rate, every = (client.training.lr, 1) if self.literal else (_IMPORTANCE_LR, _REFRESH_EVERY)
-        term = ImportanceRegularizer(strength=self.strength, target="absolute" if self.literal else "standardized")
+        target: Any = "absolute" if self.literal else "standardized"
         importance = client.memory.get("importance")
-        rule = GradientImportance(regularizer=term, lr=rate, refresh_every=every)
+        rule = GradientImportance(strength=self.strength, target=target, lr=rate, refresh_every=every)
         masked.load(start, ratio=client.width(ratio), importance=importance, learning=rule)
         if importance is None and self.literal:
             targets = masked.importance_vector()
