@@ -17,13 +17,7 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Held:
-    """An integer that a module holds.
-
-    Args:
-        module: Qualified name of the module.
-        path: Where the module holds it.
-        value: Its value in the dense model.
-    """
+    """An integer that a module holds in the dense model."""
 
     module: str
     path: Path
@@ -35,8 +29,8 @@ class Size:
     """An integer that follows the number of units by itself: the length of an axis, or a number that a layer rule sets.
 
     Args:
-        nodes: int64, those along the axis; empty where there are none.
-        equals: Takes (nodes, integers held) for every comparison that found the size equal to such integers.
+        nodes: int64, along the axis; empty if there are none.
+        equals: Takes (nodes, integers held) of every comparison that found them equal.
         module: Name of the module whose rule sets the number, or empty.
     """
 
@@ -67,12 +61,12 @@ class Number(int):
 
     @property
     def factors(self) -> frozenset[Source]:
-        """The sizes that the number is proportional to; empty if it is a sum."""
+        """The factors to which the number is proportional; empty if it is a sum."""
         return next(iter(self.parts)) if len(self.parts) == 1 else frozenset()
 
     @property
     def held(self) -> frozenset[Held]:
-        """The integers held that the number is proportional to; empty if it is a sum, or follows units by itself."""
+        """The integers held to which the number is proportional; empty if it is a sum, or follows units by itself."""
         found = frozenset(source for source in self.factors if isinstance(source, Held))
         return found if len(found) == len(self.factors) else frozenset()
 
@@ -134,7 +128,7 @@ class Number(int):
 
 
 def note_use(*numbers: Any) -> None:
-    """Record the origins of numbers before code converts them to values that do not remember it."""
+    """Note the sources of numbers that lose them."""
     used = USED.get()
     if used is not None:
         used += {source for n in numbers if isinstance(n, Number) for factors in n.parts for source in factors}
@@ -153,21 +147,8 @@ def _noting(name: str, *, is_order: bool = False) -> Any:
 
 
 _ORDERS = ("lt", "le", "gt", "ge")
-_FORGETTING = (
-    "int",
-    "float",
-    "abs",
-    "round",
-    "truediv",
-    "rtruediv",
-    "rfloordiv",
-    "mod",
-    "rmod",
-    "divmod",
-    "pow",
-    "and",
-    "rshift",
-)
+_DIVISIONS = ("truediv", "rtruediv", "rfloordiv", "mod", "rmod", "divmod")
+_FORGETTING = ("int", "float", "abs", "round", *_DIVISIONS, "pow", "and", "rshift")
 for _name in (*_ORDERS, *_FORGETTING):
     setattr(Number, f"__{_name}__", _noting(f"__{_name}__", is_order=_name in _ORDERS))
 
@@ -177,7 +158,7 @@ def parts_of(value: int) -> Mapping[frozenset[Source], int]:
 
 
 def _made(parts: Any) -> Any:
-    """Return the sum of some parts: a plain integer if nothing is left of what was read."""
+    """Return the sum of some parts: a plain integer if no source is left."""
     found: dict[frozenset[Source], int] = {}
     for factors, value in parts:
         found[factors] = found.get(factors, 0) + value
@@ -187,7 +168,6 @@ def _made(parts: Any) -> Any:
 
 
 def find_integers(value: Any) -> Iterator[int]:
-    """Yield the integers among the arguments of a call."""
     if type(value) in (int, Number):
         yield value
     elif isinstance(value, np.integer):
@@ -203,12 +183,12 @@ def find_integers(value: Any) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Given:
-    """The integers of the call that runs now.
+    """The integers of the current call.
 
     Args:
-        numbers: Value → the size with this value that was read.
+        numbers: Value → the number with this value that was read.
         plain: Integers that were not read from a tensor or module, such as literals.
-        shape: All integers, in their order.
+        shape: All integers, in order.
     """
 
     numbers: Mapping[int, Number] = field(default_factory=dict)
@@ -217,7 +197,6 @@ class Given:
 
     @classmethod
     def of(cls, *arguments: Any) -> Given:
-        """Collect the integers in arguments."""
         found = list(find_integers(arguments))
         numbers = {abs(int(number)): number if number >= 0 else -number for number in found if isinstance(number, Number)}
         plain = frozenset(abs(number) for number in found if type(number) is int)
@@ -229,5 +208,5 @@ class Given:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """A key that distinguishes the sources of two calls."""
+        """Equal for calls with equal integers from equal sources."""
         return tuple((int(number), number.held if isinstance(number, Number) else None) for number in self.shape)

@@ -1,4 +1,4 @@
-"""Which tensors of a pass were computed from the inputs of the model: others without units are constants in the code."""
+"""Marks of tensors that a pass computes from the inputs of the model: others without units are constants in the code."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,19 +11,16 @@ _MARK = "_sparsekit_from_inputs"
 
 
 def mark_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Note which tensors the model is called on."""
     for tensor in tree_leaves([args, dict(kwargs)]):
         if isinstance(tensor, Tensor):
             vars(tensor)[_MARK] = True
 
 
 def mark_results(outputs: Iterable[Tensor], given: Iterable[Tensor]) -> None:
-    """Note that an operator has computed tensors from others."""
     if any(map(is_from_inputs, given)):
         for tensor in outputs:
             vars(tensor)[_MARK] = True
 
 
 def is_from_inputs(tensor: Tensor) -> bool:
-    """Tell whether a tensor is an input, or was computed from one."""
     return _MARK in vars(tensor)

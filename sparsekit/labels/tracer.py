@@ -97,9 +97,7 @@ class Tracer:
         self.begin({})
 
     def begin(self, tensors: Mapping[str, Tensor], constants: Iterable[tuple[Constant, Tensor]] = ()) -> None:
-        """Begin a pass with the state `tensors`: key → entry. Other tensors that modules hold get nodes once an
-        operator meets them.
-        """
+        """Begin a pass with a state. Other tensors that modules hold get nodes once an operator meets them."""
         self.modules: list[str] = [""]
         self.watching = True
         self.alive: list[Tensor] = []  # ids and storages must not be reused while the pass runs
@@ -115,7 +113,7 @@ class Tracer:
                 self.set(tensor, self.labels_of(entry))
 
     def end(self) -> None:
-        """Release the tensors of the last pass: the hooks of its model refer to the tracer, and would keep them alive."""
+        """Release the tensors of the last pass, which the hooks of its model would keep alive."""
         self.alive, self._known, self.numbers, self._waiting, self._model = [], {}, {}, {}, nn.Module()
         self.rearranged.clear()
 
@@ -142,12 +140,7 @@ class Tracer:
         return self._model.get_submodule(self.module)
 
     def labels(self, tensor: Tensor, *whole: int) -> TensorLabels:
-        """Labels of a tensor. Joint labels are settled: one axis tells units apart from here on, the others are tied.
-
-        Args:
-            tensor: Any tensor of the trace.
-            whole: Axes that are tied first; else the units are along the first axis.
-        """
+        """Labels of a tensor. Joint labels are settled on one axis of units, the first, or the first not in `whole`."""
         found = self.joint_labels(tensor)
         if found.joint is None:
             return found
@@ -164,20 +157,19 @@ class Tracer:
         return labels
 
     def joint_labels(self, tensor: Tensor) -> TensorLabels:
-        """Labels of a tensor, joint ones as they are."""
+        """Labels of a tensor, without settling joint ones."""
         found = self.known(tensor)
         return found if found is not None else TensorLabels((None,) * tensor.dim())
 
     def known(self, tensor: Tensor) -> TensorLabels | None:
-        """Labels of a tensor without settling them, or None if it has none."""
+        """Labels of a tensor; None if it has none."""
         return self._known.get(id(tensor))
 
     def entry(self, tensor: Tensor) -> Entry | None:
-        """Return the state entry that a tensor is or rearranges, if any."""
+        """Return the state entry that a tensor is, or rearranges."""
         return self.joint_labels(tensor).entry
 
     def set(self, tensor: Tensor, labels: TensorLabels | None) -> None:
-        """Attach labels to a tensor."""
         if labels is None or (not labels.has_units and all(axis is None for axis in labels.axes)):
             self.forget(tensor)
             return
@@ -188,11 +180,11 @@ class Tracer:
         self._known[id(tensor)] = labels
 
     def forget(self, tensor: Tensor) -> TensorLabels | None:
-        """Remove the labels of a tensor and return them."""
+        """Remove and return the labels of a tensor."""
         return self._known.pop(id(tensor), None)
 
     def meet(self, tensor: Tensor) -> None:
-        """Record that an operator reads a tensor."""
+        """Note that an operator reads a tensor."""
         if id(tensor) in self._waiting:
             _, places = self._waiting.pop(id(tensor))
             names = tuple(constant.name for constant in places)
@@ -222,25 +214,22 @@ class Tracer:
         return self._whole.issuperset(labels.nodes[labels.nodes >= 0].tolist())
 
     def is_constant(self, labels: Labels) -> bool:
-        """Tell whether the units of an axis were read from buffers and constants, which do not separate units by themselves."""
+        """Tell whether the units of an axis come from buffers and constants, which do not define units."""
         met = labels.nodes[labels.nodes >= 0]
         return bool(met.size) and not self.entries[bisect_right(self._starts, int(met[0])) - 1].is_parameter
 
     def labels_of(self, entry: Entry) -> TensorLabels:
-        """Return the labels of an entry as it is, the same object in every pass."""
+        """Return the labels of an entry, the same object in every pass."""
         if entry.number not in self._entry_labels:
-            self._entry_labels[entry.number] = self._fresh_labels(entry)
+            axes: list[Labels | None] = []
+            for dim, (start, size) in enumerate(zip(entry.first, entry.shape, strict=True)):
+                if start is None:
+                    axes.append(None)
+                    continue
+                source = self.source({(entry.number, dim)}) if entry.is_parameter else NOT_ZERO
+                axes.append(Labels(np.arange(start, start + size, dtype=np.int64), np.full(size, source, dtype=np.int64)))
+            self._entry_labels[entry.number] = TensorLabels(tuple(axes), entry)
         return self._entry_labels[entry.number]
-
-    def _fresh_labels(self, entry: Entry) -> TensorLabels:
-        axes: list[Labels | None] = []
-        for dim, (start, size) in enumerate(zip(entry.first, entry.shape, strict=True)):
-            if start is None:
-                axes.append(None)
-                continue
-            source = self.source({(entry.number, dim)}) if entry.is_parameter else NOT_ZERO
-            axes.append(Labels(np.arange(start, start + size, dtype=np.int64), np.full(size, source, dtype=np.int64)))
-        return TensorLabels(tuple(axes), entry)
 
     def source(self, gated: AbstractSet[tuple[int, int]]) -> int:
         """Return the id of a set of (entry number, axis) that must all be gated for a value to be zero."""
@@ -253,7 +242,7 @@ class Tracer:
         return self._source_ids[key]
 
     def gated_by(self, source: int) -> frozenset[tuple[int, int]]:
-        """Return the set behind an id."""
+        """Return the set of an id."""
         return self._sources[source]
 
     def both(self, a: IntArray, b: IntArray) -> IntArray:
@@ -265,7 +254,7 @@ class Tracer:
         return out
 
     def unite(self, a: IntArray, b: IntArray, *, quiet: bool = False) -> None:
-        """Unite two runs of nodes, position by position, and fix nodes without a partner, `quiet` if that is normal."""
+        """Make two runs of nodes one unit, position by position; fix those that meet no unit."""
         if a.shape != b.shape:
             self.fix(np.concatenate([a, b]), f"sizes {a.size} and {b.size} do not match")
             return
@@ -277,12 +266,12 @@ class Tracer:
             self.united.append((a[pairs], b[pairs]))
 
     def unite_rows(self, rows: IntArray) -> None:
-        """Make each column of a matrix of nodes one unit, as of parts of an axis that must lose the same positions."""
+        """Make each column of a matrix of nodes one unit."""
         for row in rows[1:]:
             self.unite(rows[0], row)
 
     def tie(self, labels: TensorLabels, dim: int) -> TensorLabels:
-        """Unite the positions of joint labels along one axis, so that units differ only along the other axes."""
+        """Make the positions of joint labels along one axis one unit."""
         joint = labels.joint
         if joint is None or joint.nodes.shape[dim] == 1:
             return labels
@@ -304,8 +293,8 @@ class Tracer:
         Args:
             what: Labels, several of them, or nodes.
             reason: Why; if it is not a `Cause`, the line of the user's code is added.
-            quiet: It is of the kind "expected".
-            averaged: It is of the kind "average".
+            quiet: The kind is "expected".
+            averaged: The kind is "average".
         """
         if what is None:
             return
@@ -321,7 +310,7 @@ class Tracer:
             self.fixed.append((nodes, self.cause(reason, kind) if isinstance(reason, str) else reason))
 
     def cause(self, reason: str, kind: Refusal = "operator", remedy: str = "") -> Cause:
-        """Return why units stay whole, with the user's own source line."""
+        """Return why units stay whole, with the line of the user's code."""
         if kind == "expected":
             return Cause(self.module, reason, kind)
         if kind == "average" and not self.kept_norms:
@@ -342,10 +331,9 @@ class Tracer:
         dim: int = 0,
         quiet: bool = False,
     ) -> Labels | None:
-        """Unite units with scale, shift and statistics, position by position along axis `dim` of each.
+        """Unite units with scale, shift and statistics along axis `dim` of each; return the units of the result.
 
-        Returns:
-            The units of the values that are made, which are zero where scale and shift are gated; None if they are not units.
+        They are zero where scale and shift are gated; None if they are not units.
         """
         scales = [self.labels(tensor) for tensor in (weight, bias) if tensor is not None]
         own = [*scales, *(self.labels(tensor) for tensor in statistics if tensor is not None)]
@@ -372,7 +360,6 @@ class Tracer:
             self.make_nodes(axis.nodes, kind)
 
     def make_nodes(self, nodes: IntArray, kind: Kind | None = None) -> None:
-        """Note that these positions of entries make the values of their units."""
         nodes = nodes[nodes >= 0]
         if nodes.size:
             self.made.append((nodes, kind))
@@ -380,10 +367,8 @@ class Tracer:
     def read(self, values: Labels, columns: IntArray | None) -> None:
         """Note a reader of units.
 
-        Args:
-            values: The units as they are read.
-            columns: Nodes of the parameter axis that multiplies them; None if nothing of a parameter does, so that the
-                values themselves must be zero where a unit is dropped.
+        `columns`: nodes of the parameter axis that multiplies them; None if no parameter does, so that the values themselves
+        must be zero where a unit is dropped.
         """
         cause = None
         if columns is None:
@@ -394,9 +379,7 @@ class Tracer:
         self.reads.append((values.nodes[where], values.sources[where], cause))
 
     def contract(self, a: TensorLabels, a_dim: int, b: TensorLabels, b_dim: int) -> None:
-        """Unite the units on an axis of `a` and an axis of `b`, over which products are summed, and record that they are
-        read.
-        """
+        """Sum of products over an axis of `a` and an axis of `b`: unite and read the units on both."""
         left, right = a.axes[a_dim], b.axes[b_dim]
         for mine, others, owner in ((left, right, a), (right, left, b)):
             if mine is not None and not mine.is_uniform and others is None:
@@ -414,16 +397,16 @@ class Tracer:
             if owner.entry is not None and owner.entry.is_parameter:
                 self.read(values, weights.nodes)
                 return
-        # No parameter of its own multiplies the units, so their values themselves must be zero.
+        # No parameter multiplies the units, so their values themselves must be zero.
         first, second = (right, left) if b.entry is not None else (left, right)
         self.read(Labels(left.nodes, np.where(first.sources != NOT_ZERO, first.sources, second.sources)), None)
 
     def sized(self, nodes: IntArray, lengths: Sequence[int], dims: Sequence[int] = (), rank: int = 0) -> None:
-        """Record that the running call was given the lengths of axes with units, or computed them.
+        """Note the lengths of axes of units that the current call was given, or computes.
 
         Args:
             nodes: One axis for each of `lengths`; several if one axis of units is laid over them.
-            lengths: Of these axes in the dense model.
+            lengths: Lengths in the dense model.
             dims: Which axes of the result they are, if the call was given its shape.
             rank: Number of axes of the result.
         """
@@ -454,12 +437,12 @@ class Tracer:
                 self.borrowed.append((nodes, source.nodes, cause))
 
     def held_by(self, length: int) -> frozenset[Held]:
-        """Return the integers held that gave a length in the call that runs now."""
+        """Return the integers held that gave a length in the current call."""
         number = self.given.numbers.get(length)
         return frozenset() if number is None else number.held
 
     def count(self, nodes: IntArray, module: str, attribute: str) -> None:
-        """Record that an attribute of a layer, an integer or a tuple of one, counts these units; no parameter does."""
+        """Note that an attribute of a layer, an integer or a tuple of one, counts these units."""
         value = getattr(self._model.get_submodule(module), attribute)
         path: Path = (attribute, 0) if isinstance(value, tuple) else (attribute,)
         held = Held(module, path, int(value[0] if isinstance(value, tuple) else value))

@@ -1,8 +1,7 @@
 """Labels: which unit each position along an axis of a tensor belongs to.
 
-A *node* is one position along one axis of one state entry. Tensors in a trace carry, per axis, the node that each position
-stems from; the operators of the trace unite nodes, mark them as made or read, and fix them. Units are what is
-connected in the end.
+A *node* is one position along one axis of one state entry. Tensors in a trace carry, for each axis, the node of each position.
+Operators unite nodes, mark them as made or read, and fix them. Nodes that are connected at the end are a unit.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ class Cause:
 
 
 OUTPUT = Cause("", "model output", "output")
-"""Outranks all others: it is normal that the units of the last layer stay, whatever they pass through on the way out."""
+"""Outranks all others: the units of the last layer stay, whatever they pass through on the way out."""
 
 
 def user_line(frames: Sequence[tuple[str, int]]) -> str:
-    """Return ` at file.py:12 ("code")` for the innermost frame outside torch and this package, or an empty string.
+    """Return ` at file.py:12 ("code")` for the innermost frame, (file, line), outside torch and this package; or "".
 
-    `frames` are pairs of file name and line number, innermost first.
+    `frames` are in order, innermost first.
     """
     for filename, line in frames:
         if not filename.startswith(LIBRARIES) and not filename.startswith("<"):
@@ -73,17 +72,17 @@ ALWAYS_ZERO = 1
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """The unit of each position along one axis, or along several axes if a unit axis was reshaped to (heads, head size).
+    """The units of the positions along one axis; or along several, for a unit axis reshaped to (heads, head size).
 
-    Later operators decide which of several axes is the unit axis, and which must stay whole: an axis that is summed over,
-    sliced or combined with ordinary values stays whole.
+    Operators that follow decide which of several axes has the units: one that is summed over, sliced or combined with ordinary
+    values stays whole.
 
     Args:
         nodes: int64; a node, NO_UNIT or ANY. Of one axis (size,); of several of the rank of the tensor, of size 1 along
             every axis that does not tell units apart.
         sources: int64, of the same shape; which state entries must be gated for the value to be exactly zero, as an id of
             `Tracer.source`; NOT_ZERO if no gate does it.
-        numbers: Integers of a module; one of them gave the length of an axis along which the value is constant.
+        numbers: Integers of a module that may have given the length of an axis along which the value is constant.
     """
 
     nodes: IntArray
@@ -92,21 +91,19 @@ class Labels:
 
     @property
     def size(self) -> int:
-        """Positions along the one axis."""
         return int(self.nodes.shape[0])
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The axes along which units differ, of labels with the rank of the tensor."""
+        """The axes along which units differ, for labels with the rank of the tensor."""
         return tuple(dim for dim, size in enumerate(self.nodes.shape) if size > 1)
 
     @property
     def is_uniform(self) -> bool:
-        """True where the value is constant along the one axis."""
+        """Whether the value is constant along the one axis."""
         return self.size > 0 and int(self.nodes[0]) == ANY
 
     def take(self, positions: IntArray | slice) -> Labels:
-        """Return the labels at some positions of the one axis."""
         return Labels(self.nodes[positions], self.sources[positions])
 
     def at(self, dim: int, rank: int) -> Labels:
@@ -115,15 +112,14 @@ class Labels:
         return Labels(self.nodes.reshape(column), self.sources.reshape(column))
 
     def flat(self) -> Labels:
-        """Return the labels of the one axis along which units differ."""
+        """Return the labels of the only axis along which units differ."""
         return Labels(self.nodes.reshape(-1), self.sources.reshape(-1))
 
     def without_zero(self) -> Labels:
-        """Return the same units, whose values are no longer zero when gated away."""
+        """Return the same units with values that are not zero when gated."""
         return Labels(self.nodes, np.full(self.size, NOT_ZERO, dtype=np.int64))
 
     def same(self, other: Labels) -> bool:
-        """Return equal nodes and sources."""
         return np.array_equal(self.nodes, other.nodes) and np.array_equal(self.sources, other.sources)
 
 
@@ -141,12 +137,12 @@ def joined(parts: Sequence[Labels | None]) -> Labels | None:
 
 
 def aligned(array: IntArray, rank: int) -> IntArray:
-    """Return the array with new axes of size 1 in front, as in broadcasting."""
+    """Return the array with axes of size 1 in front, as in broadcasting."""
     return array.reshape((1,) * (rank - array.ndim) + array.shape)
 
 
 def without_repeats(array: IntArray, *, first: int = 0) -> IntArray:
-    """Return the array with size 1 along every axis, from the first one on, along which it is constant."""
+    """Return the array with size 1 along every axis, from `first` on, along which it is constant."""
     for dim in range(first, array.ndim):
         line = array.take([0], dim)
         if array.shape[dim] > 1 and (array == line).all():
@@ -167,8 +163,8 @@ class Entry:
         names: All its state-dict keys, or names of constants; more than one if it is tied.
         shape: Shape of the dense tensor.
         is_parameter: False for buffers, which are cut but never gated.
-        number: Position in the store.
-        first: First node of each axis; None where the axis has one position and hence nothing to remove.
+        number: Position in `Tracer.entries`.
+        first: First node of each axis; None if the axis has one position.
         constants: Where modules hold it, if it is not part of the state.
     """
 
@@ -204,22 +200,20 @@ class TensorLabels:
 
     @property
     def has_units(self) -> bool:
-        """True if a position of some axis belongs to a unit."""
         if self.parts is not None or self.joint is not None or self.mixed is not None:
             return True
         return any(axis is not None and not axis.is_uniform for axis in self.axes)
 
     @property
     def units(self) -> tuple[Labels | None, ...]:
-        """Labels of the axes that carry units: None for ordinary axes, and for those along which the value is constant."""
+        """Labels of the axes that carry units; None for ordinary axes and constant values."""
         return tuple(None if axis is None or axis.is_uniform else axis for axis in self.axes)
 
     def without_zero(self) -> TensorLabels:
-        """Return the units on each axis of a computed tensor whose values are no longer zero when gated away."""
+        """Return the units of a computed tensor whose values are not zero when gated."""
         return TensorLabels(tuple(None if axis is None else axis.without_zero() for axis in self.units))
 
     def all_nodes(self) -> IntArray:
-        """Return the nodes of all axes and parts."""
         found = [labels.nodes.reshape(-1) for labels in (*self.axes, self.joint) if labels is not None]
         found += [part.all_nodes() for part in self.parts or ()]
         found += [] if self.mixed is None else [self.mixed]
@@ -227,7 +221,6 @@ class TensorLabels:
         return nodes[nodes >= 0]
 
     def with_axis(self, dim: int, labels: Labels | None) -> TensorLabels:
-        """Return the same with one axis replaced."""
         return replace(self, axes=tuple(labels if d == dim else axis for d, axis in enumerate(self.axes)))
 
     def dropped(self, gone: Collection[int]) -> TensorLabels:
@@ -237,7 +230,7 @@ class TensorLabels:
         return replace(self, axes=tuple(axis for d, axis in enumerate(self.axes) if d not in gone), joint=joint)
 
     def collapsed(self) -> TensorLabels:
-        """Return the same labels; joint labels with one axis left become labels of that axis."""
+        """Turn joint labels with one axis left into labels of that axis."""
         if self.joint is None or len(self.joint.dims) > 1:
             return self
         alone = replace(self, joint=None)
@@ -246,11 +239,10 @@ class TensorLabels:
         return alone
 
     def computed(self) -> TensorLabels:
-        """Return the same units on a tensor that is not just a rearrangement of an entry."""
+        """Return the same units on a tensor that does not rearrange an entry."""
         return self if self.entry is None else replace(self, entry=None)
 
     def same(self, other: TensorLabels | None) -> bool:
-        """Return equal labels on every axis."""
         if other is None or len(self.axes) != len(other.axes) or self.parts is not None or other.parts is not None:
             return False
         pairs = zip((*self.axes, self.joint), (*other.axes, other.joint), strict=True)
@@ -263,10 +255,8 @@ class GivenLength:
 
     Args:
         nodes: int64, one axis for each axis of a tensor along which units differ.
-        numbers: For each axis, integers of a module that the length is proportional to; empty where the length
-            follows by itself.
-        how: "rule" if a layer rule says that the length is that integer, "read" if it was read from there, "equal" if an
-            integer of the same value is at hand.
+        numbers: For each axis, integers of a module that the length is proportional to; empty if it follows by itself.
+        how: "rule" if a layer rule says so, "read" if the length was read from there, "equal" if only the values are equal.
     """
 
     nodes: IntArray

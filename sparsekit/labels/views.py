@@ -7,16 +7,9 @@ from sparsekit.labels.values import Labels, TensorLabels
 
 
 def written_over(tracer: Tracer, tensor: Tensor, target: Tensor, written: TensorLabels) -> TensorLabels | None:
-    """Labels of a tensor after `target`, a view of the same memory, was written to; units that meet there become one.
+    """Labels of a tensor after values with the labels `written` were written to `target`, a view of the same memory.
 
-    Args:
-        tracer: The trace.
-        tensor: Another view of that memory, or `target` itself.
-        target: What was written to.
-        written: Labels of the values written.
-
-    Returns:
-        None if units would be next to values that belong to no unit, or if axes cannot be matched.
+    Units that meet there become one. None if units would be next to values that belong to no unit, or axes do not match.
     """
     before = tracer.joint_labels(tensor)
     if before.parts or before.joint or before.entry or written.parts or written.joint:
@@ -41,7 +34,7 @@ def written_over(tracer: Tracer, tensor: Tensor, target: Tensor, written: Tensor
 
 
 def _same_axis(tensor: Tensor, target: Tensor, k: int) -> int | None:
-    """Return the axis of `tensor` whose positions equal axis `k` of `target`, one by one."""
+    """Return the axis of `tensor` with the same positions as axis `k` of `target`."""
     size, stride = target.shape[k], target.stride(k)
     found = [d for d in range(tensor.dim()) if tensor.shape[d] == size and tensor.stride(d) == stride]
     if len(found) != 1 or stride == 0 or size < 2:
