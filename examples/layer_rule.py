@@ -1,7 +1,7 @@
 """Teach sparsekit a layer of your own: a LayerRule in one file, two kinds of it. Seconds, offline.
 
 Run it with `python examples/layer_rule.py`. To test a rule of your own as the built-in ones are tested, inherit
-`sparsekit.testing.rules.RuleContract` and supply the rule, a network with the layer inside, and its inputs. To make a rule
+`sparsekit.testing.RuleContract` and supply the rule, a network with the layer inside, and its inputs. To make a rule
 known wherever sparsekit is used, name its class in the entry-point group `sparsekit.rules` of your package.
 """
 

@@ -7,8 +7,7 @@ Needs `pip install ".[fl]"` for the digits. In a package of your own, the entry 
     [project.entry-points."sparsekit.allocations"]
     wide-middle = "mypackage.readers:wide_middle"
 
-give them names. `CriterionContract` of `sparsekit.testing.criteria` and `AllocationContract` of `sparsekit.testing.allocations`
-test them.
+give them names. `CriterionContract` and `AllocationContract` of `sparsekit.testing` test them.
 """
 
 from collections.abc import Mapping

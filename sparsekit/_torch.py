@@ -1,7 +1,4 @@
-"""Every private name of torch that the package uses, each behind a small function or a public name.
-
-No other file mentions one.
-"""
+"""Every private name of torch that the package uses, each behind a small function or a public name."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -40,14 +37,10 @@ class DispatchMode(TorchDispatchMode):
 
 
 @contextmanager
-def without_fast_path(without: bool = True) -> Iterator[None]:
-    """Switch off the fused kernels of attention, which bypass submodules and hide operators, and put the switch back.
-
-    Args:
-        without: False switches them on.
-    """
+def without_fast_path() -> Iterator[None]:
+    """Switch off the fused kernels of attention, which bypass submodules and hide operators, for a while."""
     before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(not without)
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
@@ -55,14 +48,12 @@ def without_fast_path(without: bool = True) -> Iterator[None]:
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the module's own table of parameters: name → parameter, None if it was registered without one. It may be
-    changed.
-    """
+    """Return the module's own table of parameters: name → parameter, or None. It may be changed."""
     return module._parameters
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the module's own table of buffers. May be changed."""
+    """Return the module's own table of buffers. It may be changed."""
     return module._buffers
 
 
@@ -73,12 +64,11 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def pre_hooks(module: nn.Module) -> list[Any]:
-    """Return the forward pre-hooks of a module."""
     return list(module._forward_pre_hooks.values())
 
 
 def flat_weights(module: nn.RNNBase) -> dict[str, Tensor | None]:
-    """Name → tensor that a recurrent layer hands to its kernel, in the order of the kernel."""
+    """Return name → tensor that a recurrent layer passes to its kernel, in order."""
     return dict(zip(module._flat_weights_names, module._flat_weights, strict=True))
 
 

@@ -1,7 +1,7 @@
 """Every error that sparsekit raises on purpose.
 
-Each class also inherits the builtin that a caller would expect (`ValueError`, `TypeError`, …), so that old
-`except` clauses keep working. A message names the given value, the allowed values and the remedy.
+Each class also inherits the builtin that a caller would expect (`ValueError`, `TypeError`, …). A message names the given value,
+the allowed values and the remedy.
 """
 
 import difflib
@@ -94,27 +94,15 @@ class DataError(SparsekitError, ValueError):
 
 
 def install_hint(package: str) -> str:
-    """Return the command that installs an optional package, run in a checkout of this project.
-
-    Args:
-        package: Its import name, such as "pandas".
-
-    Returns:
-        For example `in a checkout of sparsekit, run: pip install -c constraints.txt ".[fl]"`.
-    """
-    extra = next((extra for extra, packages in _EXTRAS.items() if package in packages), None)
-    return (
-        f'in a checkout of sparsekit, run: pip install -c constraints.txt ".[{extra}]"'
-        if extra
-        else f"run: pip install {package}"
-    )
+    """Return the command that installs an optional package, given its import name, such as "pandas"."""
+    for extra, packages in _EXTRAS.items():
+        if package in packages:
+            return f'in a checkout of sparsekit, run: pip install -c constraints.txt ".[{extra}]"'
+    return f"run: pip install {package}"
 
 
 def require(module: str) -> Any:
-    """Import an optional package, or a module of one.
-
-    Args:
-        module: Its import name, such as "optuna" or "sklearn.datasets".
+    """Import an optional package or a module of one, such as "optuna" or "sklearn.datasets".
 
     Raises:
         MissingDependencyError: it is not installed; the message has the command that installs it.
@@ -127,16 +115,7 @@ def require(module: str) -> Any:
 
 
 def nearest(name: str, known: Iterable[str], *, most: int | None = None) -> str:
-    """Return a sentence that lists the known names and, if there is one, the nearest name.
-
-    Args:
-        name: What was asked for.
-        known: The names that exist.
-        most: Names to list at most, so that a message stays readable; None lists all.
-
-    Returns:
-        For example `did you mean 'vgg11'? known: cnn, lstm, vgg11`.
-    """
+    """Return the nearest name and at most `most` known names: `did you mean 'vgg11'? known: cnn, lstm, vgg11`."""
     names = sorted(known)
     turned = [known for known in names if sorted(known) == sorted(name)]  # letters in another order
     close = turned or difflib.get_close_matches(name, names, n=1)

@@ -1,10 +1,8 @@
-"""lazy_names(): names of a package that are imported when they are first used, so that imports stay fast."""
+"""lazy_names(): names of a package that are imported when they are first used."""
 
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
-
-__all__ = ["lazy_names"]
 
 
 def lazy_names(

@@ -9,15 +9,13 @@ from importlib.resources import files
 from itertools import cycle, pairwise
 from string import Template
 
-__all__ = ["bars", "chart", "code", "heading", "page", "paragraph", "row", "strips", "table"]
-
 # Okabe and Ito's colors, which remain distinct to color-blind readers.
 _COLORS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM, _LETTER = 400, 270, 52, 12, 44, 7
 
 
 def page(title: str, parts: Sequence[str]) -> str:
-    """Return a whole page with this title, made of parts that the other functions return."""
+    """Return a whole page, made of parts that the other functions return."""
     text = files("sparsekit").joinpath("page.html").read_text(encoding="utf-8")
     return Template(text).substitute(title=escape(title), body="\n".join(filter(None, parts)))
 
@@ -33,12 +31,11 @@ def paragraph(text: str, kind: str = "") -> str:
 
 
 def code(text: str) -> str:
-    """Return commands or code as they are typed."""
     return f"<pre>{escape(text)}</pre>" if text else ""
 
 
 def row(*parts: str) -> str:
-    """Return charts next to each other, as far as the window is wide enough."""
+    """Return charts next to each other, if the window is wide enough."""
     return f'<div class="charts">{"".join(parts)}</div>'
 
 
@@ -62,11 +59,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, texts: Sequence
 
 
 def bars(head: Sequence[str], rows: Sequence[tuple[Sequence[str], float, float]]) -> str:
-    """Return a table whose rows end with a bar of a number before, and in it a darker one of the number after.
+    """Return a table whose rows end with a bar of a number before, and in it a darker bar of the number after.
 
     Args:
         head: Titles of the columns; the last one is the title of the bars.
-        rows: Cells, the number before and the number after, at most as large.
+        rows: Cells, the number before, and the number after, which is at most as large.
     """
     if not rows:
         return ""
@@ -132,14 +129,7 @@ def chart(
 
 
 def strips(rows: Mapping[str, Sequence[float]], *, x: str, y: str, x_text: Callable[[float], str] = "{:g}".format) -> str:
-    """Return a row of dots for each name, one a value, with a mark at the median: how values are distributed.
-
-    Args:
-        rows: Name → values.
-        x: Title of the axis.
-        y: Title of the chart.
-        x_text: Writes a number of the axis.
-    """
+    """Return a row of dots for each name, one for each value, with a mark at the median; other arguments as in `chart`."""
     values = [value for own in rows.values() for value in own]
     if not values:
         return ""

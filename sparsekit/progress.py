@@ -1,12 +1,10 @@
-"""track() and working(): progress of long work as a bar or a line on stderr, by default if that is a terminal."""
+"""track() and working(): progress of long work on stderr, by default if that is a terminal."""
 
 import contextlib
 import multiprocessing
 import sys
 from collections.abc import Iterable, Iterator, Sized
 from typing import TypeVar
-
-__all__ = ["track", "working"]
 
 _Item = TypeVar("_Item")
 _drawing: list[str] = []
@@ -20,13 +18,13 @@ def _shown(show: bool | None) -> bool:
 
 
 def track(items: Iterable[_Item], description: str, *, show: bool | None, total: int | None = None) -> Iterator[_Item]:
-    """Yield the items, and draw a bar on stderr while they are worked on.
+    """Yield the items, and draw a bar on stderr meanwhile.
 
     Args:
         items: Anything that can be iterated over once.
         description: Text in front of the bar.
         show: Whether to draw; None draws if stderr is a terminal. A bar inside another one is never drawn.
-        total: Number of items; None asks `items`, and draws a bar without an end if they have no length.
+        total: Number of items, if they have no length.
     """
     if not _shown(show):
         yield from items

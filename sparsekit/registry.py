@@ -13,20 +13,12 @@ from typing import Any
 
 from sparsekit.errors import InvalidValueError, SparsekitError, UnknownNameError, nearest
 
-__all__ = ["CALLED", "Registry", "calling", "load_object", "ran"]
-
 CALLED = "raised while sparsekit called "
-"""What a note on an exception of a user's code begins with."""
+"""Beginning of a note on an exception of a user's code."""
 
 
 def load_object(path: str) -> Any:
-    """Import `package.module:attribute`, or run `path/to/file.py:attribute`, and return the attribute.
-
-    Args:
-        path: A module or a file, a colon, and a (dotted) attribute path.
-
-    Returns:
-        The object.
+    """Import `package.module:attribute`, or run `path/to/file.py:attribute`, and return the (dotted) attribute.
 
     Raises:
         InvalidValueError: the text has no colon, nothing of that name can be imported, or the module fails.
@@ -70,16 +62,13 @@ def _run_file(place: str) -> ModuleType:
 
 
 def ran(name: str, code: Callable[[], Any], *, how: str = "", advice: str = "fix it, or name another") -> Any:
-    """Run a user's code, and turn its errors into one line.
+    """Return `code()`, which runs a user's code; if it fails, raise InvalidValueError with the error and its line.
 
     Args:
         name: As the user wrote it.
         code: The function to call.
         how: How it is called, for messages.
         advice: Remedy if it cannot be called like that.
-
-    Raises:
-        InvalidValueError: it failed, or cannot be called like that.
     """
     try:
         return code()
@@ -98,11 +87,7 @@ def ran(name: str, code: Callable[[], Any], *, how: str = "", advice: str = "fix
 
 @contextlib.contextmanager
 def calling(what: str | Callable[[], str]) -> Iterator[None]:
-    """Add a note about the call to exceptions of a user's code; tracebacks and the command line show it.
-
-    Args:
-        what: For example "the loss"; a function is called for the text if there is an exception.
-    """
+    """Add a note to an exception of a user's code: `what` was called, such as "the loss", or a function for the text."""
     try:
         yield
     except SparsekitError:  # which says what to do
@@ -120,8 +105,8 @@ class Registry(Mapping[str, Any]):
         """Set up a registry.
 
         Args:
-            kind: What the names stand for, in the singular, for error messages: "criterion".
-            table: Name → `"module:object"` of what ships with the project.
+            kind: For error messages, such as "criterion".
+            table: Name → `"module:object"`, for objects of this project.
             group: The entry-point group of other packages.
         """
         self.kind = kind
@@ -129,11 +114,10 @@ class Registry(Mapping[str, Any]):
         self._table = dict(table)
 
     def _targets(self) -> dict[str, str]:
-        added = {point.name: point.value for point in entry_points(group=self.group)}
-        return {**added, **self._table}
+        return {point.name: point.value for point in entry_points(group=self.group)} | self._table
 
     def __getitem__(self, name: str) -> Any:
-        # What ships with the project comes first, so that looking it up need not read the metadata of every installed package.
+        # The table comes first, since entry points need the metadata of every installed package.
         target = self._table.get(name) or self._targets().get(name)
         if target is None:
             raise UnknownNameError(

@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager, contextmanager
 import numpy as np
 import torch
 
-__all__ = ["same_random_state", "seeded", "torch_generator", "torch_scope"]
-
 
 def torch_generator(rng: np.random.Generator) -> torch.Generator:
     """Return a CPU torch generator seeded by one draw from `rng`."""
@@ -19,7 +17,7 @@ def torch_generator(rng: np.random.Generator) -> torch.Generator:
 
 @contextmanager
 def same_random_state() -> Iterator[None]:
-    """Put the global generators back afterwards: of Python, of numpy, of torch and, once CUDA is in use, of GPUs."""
+    """Restore the global generators afterwards: of Python, numpy, torch and, once CUDA is in use, GPUs."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.random.get_rng_state()  # noqa: NPY002
     generators = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     on_gpus = [generator.get_state() for generator in generators]
@@ -35,9 +33,9 @@ def same_random_state() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's global generators inside the block, also of GPUs once CUDA is in use, and put their states back.
+    """Seed torch's global generators inside the block, also of GPUs once CUDA is in use, and restore them afterwards.
 
-    Use it for code that takes no generator, such as initializers and dropout. The only place that seeds global random state.
+    It is for initializers and dropout, which take no generator, and the only place that seeds global random state.
     """
     with same_random_state():
         # Not torch.manual_seed: its first call imports the compiler, which takes seconds, and each takes a millisecond.

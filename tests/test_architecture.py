@@ -71,7 +71,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "rich": ("sparsekit.progress", "sparsekit.cli.*", "sparsekit_fl.cli.*", "sparsekit_fl.callbacks"),
     "optuna": ("sparsekit.bandit.*", "sparsekit.cli.tune", "sparsekit.cli.search"),
     "pydantic": ("sparsekit_fl.*",),
-    "pickle": ("sparsekit.testing.*", "sparsekit_fl.testing", "sparsekit_fl.engines"),
+    "pickle": ("sparsekit.testing", "sparsekit_fl.testing", "sparsekit_fl.engines"),
     "filelock": ("sparsekit_fl.checkpoint", "sparsekit.cli.search"),
     "sparsekit_fl": ("sparsekit_fl", "sparsekit_fl.*"),
     # Unix alone has these.

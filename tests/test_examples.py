@@ -19,9 +19,7 @@ from torch import nn
 
 import sparsekit_fl as fl
 from sparsekit.layers import LayerRule
-from sparsekit.testing.allocations import AllocationContract
-from sparsekit.testing.criteria import CriterionContract
-from sparsekit.testing.rules import RuleContract
+from sparsekit.testing import AllocationContract, CriterionContract, RuleContract
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import MethodContract, tiny_clients
 

@@ -50,7 +50,6 @@ rules = Registry(
 
 @cache
 def _known() -> dict[type[nn.Module] | str, LayerRule]:
-    """Return type, or its name → rule."""
     made: list[LayerRule] = [rules[name]() for name in rules]
     found: dict[type[nn.Module] | str, LayerRule] = {}
     for rule in made:
@@ -59,23 +58,13 @@ def _known() -> dict[type[nn.Module] | str, LayerRule]:
 
 
 def find_rule(module: nn.Module, extra: Mapping[type[nn.Module], LayerRule] | None = None) -> LayerRule | None:
-    """Return the rule of the nearest type of `module`, or None.
-
-    Args:
-        module: Any module.
-        extra: Type → rule, asked before the table.
-    """
+    """Return the rule of the nearest type of `module`, or None. `extra`: type → rule, asked before the table."""
     table: dict[Any, LayerRule] = {**_known(), **(extra or {})}
     return of_type(module, table)
 
 
 def resize(model: nn.Module, extra: Mapping[type[nn.Module], LayerRule] | None = None) -> None:
-    """Set the size attributes of every layer in `model` from the shapes of its parameters.
-
-    Args:
-        model: A model whose parameters have just been replaced by narrower or wider ones.
-        extra: Type → rule, asked before the table.
-    """
+    """Set the sizes of every layer in `model` from the shapes of its parameters. `extra`: type → rule, asked first."""
     for module in model.modules():
         rule = find_rule(module, extra)
         if rule is not None:

@@ -20,7 +20,7 @@ _ARGUMENTS = tuple(inspect.signature(nn.MultiheadAttention.forward).parameters)[
 
 
 def _projections(module: nn.MultiheadAttention) -> list[Tensor]:
-    """Return weights of queries, keys and values; one tensor if they are stacked."""
+    # Weights of queries, keys and values; one tensor if they are stacked.
     if module.in_proj_weight is not None:
         return [module.in_proj_weight]
     return [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
@@ -39,7 +39,6 @@ class MultiheadAttentionRule(LayerRule):
     types: ClassVar[tuple[type[nn.Module], ...]] = (nn.MultiheadAttention,)
 
     def resize(self, module: nn.Module) -> None:
-        """Set `num_heads`, `embed_dim`, `kdim` and `vdim`, and the class that can run with fewer heads."""
         if type(module) not in (nn.MultiheadAttention, NarrowMultiheadAttention):
             return  # a subclass may read its sizes in its own way, and so its heads stay
         assert isinstance(module, nn.MultiheadAttention)
@@ -48,7 +47,7 @@ class MultiheadAttentionRule(LayerRule):
         module.num_heads = weights[0].shape[0] // module.head_dim // (3 if len(weights) == 1 else 1)
         whole = _is_whole(module)
         module.__class__ = nn.MultiheadAttention if whole else NarrowMultiheadAttention
-        # False also keeps the fused path of a transformer layer away, which knows no heads but those of the square case.
+        # False also switches off the fused path of a transformer layer, which assumes a square projection.
         set_packed_projections(module, whole and len(weights) == 1)
 
     def trace(
@@ -78,7 +77,7 @@ class MultiheadAttentionRule(LayerRule):
         return outputs
 
     def _heads(self, tracer: Tracer, module: nn.MultiheadAttention) -> IntArray:
-        """Unite what belongs to one head; a node of each head."""
+        """Unite the positions of each head; return a node of each."""
         heads: IntArray | None = None
         stacked = [module.in_proj_weight, module.in_proj_bias]
         separate = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
@@ -101,7 +100,7 @@ class MultiheadAttentionRule(LayerRule):
         return heads
 
     def _masks(self, tracer: Tracer, heads: IntArray, mask: Tensor | None, module: nn.MultiheadAttention) -> None:
-        """A mask of its own for each head goes with the head, if it can."""
+        # A mask for each head goes with the head, if possible.
         if mask is None or mask.dim() != 3:
             return
         axis = tracer.labels(mask, 1, 2).axes[0]
@@ -129,7 +128,7 @@ class TransformerEncoderRule(LayerRule):
     types: ClassVar[tuple[type[nn.Module], ...]] = (nn.TransformerEncoder,)
 
     def resize(self, module: nn.Module) -> None:
-        """Set `use_nested_tensor`, which is for the fused path and breaks every other one."""
+        """Set `use_nested_tensor`, which works with the fused path only."""
         layers = [m for m in module.modules() if isinstance(m, nn.MultiheadAttention)]
         if not all(_is_whole(layer) for layer in layers):
             module.__dict__.setdefault("_nested_when_whole", module.use_nested_tensor)

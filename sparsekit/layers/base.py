@@ -11,7 +11,7 @@ Found = TypeVar("Found")
 
 
 def of_type(module: nn.Module, table: Mapping[Any, Found]) -> Found | None:
-    """Return the value for the nearest type of a module; None if there is none. Names of types: "package.module.Class"."""
+    """Return the value for the nearest type of a module, or None. Keys are types or "package.module.Class"."""
     names = (name for kind in type(module).__mro__ for name in (kind, f"{kind.__module__}.{kind.__qualname__}"))
     return next((table[name] for name in names if name in table), None)
 
@@ -37,7 +37,7 @@ class LayerRule:
 
     @property
     def opaque(self) -> bool:
-        """Whether `trace` describes the layer instead of its operators: whether a rule has one of its own."""
+        """Whether the rule has a `trace`, which describes the layer instead of its operators."""
         return type(self).trace is not LayerRule.trace
 
     def resize(self, module: nn.Module) -> None:

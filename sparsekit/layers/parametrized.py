@@ -15,17 +15,10 @@ _SPECTRAL = "spectral_norm divides by a norm of the whole weight"
 
 
 def normed_weight(tracer: Tracer, direction: Tensor, length: Tensor, dim: int) -> TensorLabels | None:
-    """Labels of length · direction / ‖direction‖, with one length for each position along `dim`.
+    """Labels of length · direction / ‖direction‖, with one length for each position along `dim`; -1: one for the whole weight.
 
-    A unit along `dim` is silenced by its length; a direction of zero would be divided by zero. Removing positions along another
-    axis changes the norm, and with it the weights of all other units, so such units stay. If norms are taken over kept units,
-    they can go: zeros in the direction silence a unit, and leave the same norm as in the narrow weight.
-
-    Args:
-        tracer: The trace.
-        direction: v, with the shape of the weight.
-        length: g, of size 1 along every axis but `dim`.
-        dim: Axis of the lengths; -1 for one length of the whole weight.
+    A gate of 0 on the length silences a unit along `dim`; a direction of 0 would be divided by zero. Units along other axes
+    change the norm of all others, so they stay, unless norms are taken over kept units: then a gate on the direction works.
     """
     v, g = tracer.labels(direction), tracer.labels(length)
     if v.entry is None or g.entry is None or dim == -1:
@@ -60,7 +53,7 @@ class WeightNormRule(LayerRule):
 
 
 class WholeWeightRule(LayerRule):
-    """Spectral norm and orthogonal weights: every entry depends on all the others, so all units stay."""
+    """Spectral norm and orthogonal weights: every entry depends on all others, so all units stay."""
 
     types: ClassVar[tuple[type[nn.Module], ...]] = (ParametrizedSpectralNorm, ParametrizedOrthogonal)
 

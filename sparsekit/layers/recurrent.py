@@ -20,7 +20,7 @@ def _gate_count(module: nn.RNNBase | nn.RNNCellBase) -> int:
 
 
 def _names(module: nn.RNNBase | nn.RNNCellBase) -> list[list[list[str]]]:
-    """Return the names that weights and biases may have: of each layer, of each of its directions."""
+    """Return possible names of weights and biases, for each layer and direction."""
     if isinstance(module, nn.RNNCellBase):
         return [[[*_KINDS]]]
     ways = ("", "_reverse") if module.bidirectional else ("",)
@@ -34,14 +34,13 @@ def _data(x: Any) -> Tensor:
 
 
 def _states(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the initial states that are passed in: none, the hidden state, or hidden state and cells."""
     return [t for t in tree_leaves(args[1] if len(args) > 1 else kwargs.get("hx")) if isinstance(t, Tensor)]
 
 
 def _units(tracer: Tracer, weights: Mapping[str, Tensor], gates: int) -> Labels | None:
-    """Unite the gate rows of one layer and direction; None where there is a single unit, which cannot go.
+    """Unite the gate rows of one layer and direction; None for a single unit.
 
-    A unit with zero rows and biases keeps the state zero if it starts there.
+    A unit with rows and biases of zero keeps a state of zero.
     """
     first: IntArray | None = None
     gated: set[tuple[int, int]] = set()
@@ -66,7 +65,7 @@ def _units(tracer: Tracer, weights: Mapping[str, Tensor], gates: int) -> Labels 
 
 
 def _tied_directions(tracer: Tracer, directions: Sequence[Labels | None]) -> Labels | None:
-    """Tie both directions of a layer, which have one size, and whose states end up in one tensor."""
+    """Tie both directions of a layer, whose states end up in one tensor."""
     first, last = directions[0], directions[-1]
     if first is None or last is None:
         return None
@@ -94,16 +93,11 @@ def _given(tracer: Tracer, layers: Sequence[Labels | None], given: Tensor) -> No
 
 
 class RecurrentRule(LayerRule):
-    """`nn.LSTM`, `nn.GRU`, `nn.RNN` and their cells. Layers are groups that must keep equally many units; directions are tied.
-
-    Equally many, since torch's layers have one hidden size, their kernels run all layers at once, and their last states
-    are one tensor; what is left is then a plain module that can be exported.
-    """
+    """`nn.LSTM`, `nn.GRU`, `nn.RNN` and their cells. Layers keep equally many units: torch has one hidden size."""
 
     types: ClassVar[tuple[type[nn.Module], ...]] = (nn.RNNBase, nn.RNNCellBase)
 
     def resize(self, module: nn.Module) -> None:
-        """Set `input_size` and `hidden_size`, and refresh the flat list of weights."""
         assert isinstance(module, nn.RNNBase | nn.RNNCellBase)
         weight = parameters_of(module).get(_names(module)[0][0][0])
         if weight is None:  # it is computed

@@ -1,4 +1,4 @@
-"""Layers that need only their sizes set, since a trace of their operators finds the units; and instance norms."""
+"""Layers whose operators say which units go together, so that a rule only sets sizes; and instance norms."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
@@ -16,7 +16,7 @@ _Sizes: TypeAlias = Callable[[Any, Sequence[int]], Mapping[str, Any]]
 
 
 def _convolution(module: ConvNd, shape: Sequence[int]) -> Mapping[str, int]:
-    """Return sizes: depthwise layers lose whole conv groups, other grouped layers the same position of each."""
+    # Depthwise layers lose whole conv groups, other grouped layers the same position of each.
     groups = module.groups
     if groups > 1 and module.in_channels == groups:
         multiplier = module.out_channels // groups
@@ -28,7 +28,7 @@ def _convolution(module: ConvNd, shape: Sequence[int]) -> Mapping[str, int]:
 
 
 def _group_norm(module: nn.GroupNorm, shape: Sequence[int]) -> Mapping[str, int]:
-    """Return sizes: the unit is a whole norm group, so their number shrinks. One group over all channels stays one."""
+    # The unit is a whole norm group, so their number shrinks. One group over all channels stays one.
     width = module.num_channels // module.num_groups
     return {"num_groups": 1 if module.num_groups == 1 else shape[0] // width, "num_channels": shape[0]}
 
@@ -60,7 +60,7 @@ class SizedRule(LayerRule):
     )
 
     def resize(self, module: nn.Module) -> None:
-        """Set the sizes; a norm without any tensor keeps its number, which its forward does not read."""
+        # A norm without any tensor keeps its number, which its forward does not read.
         shape, sizes = _weight_shape(module), of_type(module, _SIZES)
         if shape is not None and sizes is not None:
             for attribute, value in sizes(module, shape).items():
@@ -68,25 +68,19 @@ class SizedRule(LayerRule):
 
 
 def _weight_shape(module: nn.Module) -> torch.Size | None:
-    """Return the shape of the weight, or of the statistics of a layer without one; None where there are neither.
-
-    Args:
-        module: A layer whose parameters may have just been replaced by narrower ones. If its weight is parametrized, or
-            computed by a hook, the shape comes from the parameter it is computed from: the direction of a normed weight, the
-            weight before it was masked or divided.
-    """
-    # As it is; by torch.nn.utils.weight_norm; by torch.nn.utils.spectral_norm and prune.
+    """Return the shape of the weight, or of its source if it is computed, or of statistics without a weight."""
+    # Plain; by torch.nn.utils.weight_norm; by torch.nn.utils.spectral_norm and prune.
     found: list[Tensor | None] = [parameters_of(module).get(name) for name in ("weight", "weight_v", "weight_orig")]
     if parametrize.is_parametrized(module, "weight"):
         chain = module.get_submodule("parametrizations.weight")
-        # The last one: `original`, or of a normed weight `original1`, its direction.
+        # The last one: `original`, or `original1`, the direction of a normed weight.
         found += [*list(parameters_of(chain).values())[-1:], *list(buffers_of(chain).values())[-1:]]
     found.append(buffers_of(module).get("running_mean"))
     return next((tensor.shape for tensor in found if tensor is not None and tensor.dim() > 0), None)
 
 
 class InstanceNormRule(SizedRule):
-    """Instance norms: each channel of each example by itself, so channels go as they do behind a batch norm."""
+    """Instance norms, whose channels are independent of each other."""
 
     types: ClassVar[tuple[type[nn.Module], ...]] = (InstanceNorm,)
     type_names: ClassVar[tuple[str, ...]] = ()

@@ -1,8 +1,7 @@
 """NormCall, KeptNorms, kept_norms(): norms over kept units only, so that a dense model under a mask equals the narrow one.
 
-In the narrow model, a layer norm over 512 features becomes a norm over the 128 that are kept. For the dense model
-under the same mask to be the same function, its norm must leave the dropped features out of its statistics, which is what
-prune_hidden_size=True means. Calls of torch's functions that average over an axis are computed over kept positions.
+With prune_hidden_size=True, a layer norm over 512 features becomes a norm over the 128 that are kept. The dense model under the
+same mask then has to leave the dropped features out of every average of torch's functions.
 """
 
 import functools
@@ -32,8 +31,8 @@ class NormCall:
         dims: The axes that are averaged over, counted from the front.
         weight: Scale of a norm, shaped like the last axes of `x`, or like axis 1 for group_norm.
         bias: Shift of a norm, likewise.
-        over: Computes the call over some positions along one axis of `dims`: (axis, int64 positions). The results of a norm
-            have the shape of `x`; those at other positions are normalized with the same statistics.
+        over: Computes the call over some positions along one axis of `dims`: (axis, int64 positions). A norm also normalizes
+            the other positions, with the same statistics.
     """
 
     name: str
@@ -45,7 +44,7 @@ class NormCall:
 
     @property
     def is_norm(self) -> bool:
-        """True if the result has the axes of `x`; False for plain averages, which lose `dims`."""
+        """Whether the result has the axes of `x`; plain averages lose `dims`."""
         return self.name.endswith("_norm")
 
     def axis_of_scale(self, dim: int) -> int:
@@ -65,7 +64,7 @@ def read_norm_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _result_dtype(x: Tensor) -> torch.dtype:
-    """Return the type in which autocast runs norms: float32 on accelerators, the input's type on the CPU."""
+    # Autocast runs norms in float32 on accelerators, and in the input's type on the CPU.
     kind = x.device.type
     if kind == "cpu" or x.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
         return x.dtype
@@ -75,9 +74,7 @@ def _result_dtype(x: Tensor) -> torch.dtype:
 def _norm(
     name: str, x: Tensor, first: int, weight: Tensor | None, bias: Tensor | None, eps: float | None, *, center: bool = True
 ) -> NormCall:
-    """Return a norm over the axes of `x` from `first` on, with scale and shift along its last axes, of group_norm along axis
-    1.
-    """
+    """Return a norm over the axes of `x` from `first` on, with scale and shift along its last axes (group_norm: axis 1)."""
     dims = tuple(range(first, x.dim()))
 
     def over(dim: int, kept: Tensor) -> Tensor:
@@ -126,7 +123,7 @@ def _group_norm(
 
 
 def _average(function: Callable[..., Any]) -> Callable[..., NormCall]:
-    """Return the reader of mean, var, std, var_mean or std_mean: called again on the kept part, they give the same axes."""
+    """Return the reader of mean, var, std, var_mean or std_mean."""
 
     def read(input: Tensor, *positional: Any, dim: int | Sequence[int] | None = None, **options: Any) -> NormCall:
         dim = options.pop("axis", dim)
@@ -227,7 +224,7 @@ def _framed(mode: NormMode, name: str, module: nn.Module, before: Any, *args: An
         mode._frames.pop()
 
 
-# In inference these hand their weights to one fused kernel, past the modules inside, unless such a mode is active.
+# In inference, these pass their weights to one fused kernel, without the modules inside, unless a mode is active.
 _FUSED = (nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
@@ -249,14 +246,14 @@ class KeptNorms(NormMode):
             if name in owners or (isinstance(module, _FUSED) and any(_inside(owner, name) for owner in owners))
         ]
         for name, module in names.items():
-            # What runs inside an owner has calls of its own, which are not the owner's.
+            # Modules inside an owner have calls of their own.
             if any(_inside(name, root) for root in roots):
                 self.patch(module, name)
 
     def set_mask(self, keep: Mapping[str, Tensor], *, device: torch.device) -> None:
         """Set the kept units: group name → bool (units,)."""
         found = {key: site.stays(keep) for key, site in self._sites.items()}
-        # Asked and copied here: at each call, a device would have to be waited for.
+        # Copied here, since each call would wait for the device.
         self._kept = {
             key: (stays.numel(), stays.nonzero().reshape(-1).to(device))
             for key, stays in found.items()
@@ -284,10 +281,7 @@ def _inside(name: str, root: str) -> bool:
 
 @contextmanager
 def kept_norms(model: nn.Module, graph: UnitGraph, keep: Mapping[str, Tensor]) -> Iterator[None]:
-    """Run `model`, dense and with its dropped units gated, so that it equals the narrow model. It is changed inside only.
-
-    `keep`: group name → bool (units,). With a graph that was traced with prune_hidden_size=False nothing changes.
-    """
+    """Run `model`, dense and with dropped units gated, as the narrow model. `keep`: group name → bool (units,)."""
     if not graph.norms:
         yield
         return

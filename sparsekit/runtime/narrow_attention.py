@@ -58,7 +58,7 @@ class NarrowMultiheadAttention(nn.MultiheadAttention):
         return output if self.batch_first else output.transpose(0, 1), weights
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return projected inputs, each (batch, heads, positions, head size), with the extra positions of keys and values."""
+        """Return projected inputs, each (batch, heads, positions, head size), with extra positions of keys and values."""
         weights = (
             (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
             if self.in_proj_weight is None
@@ -100,7 +100,6 @@ class NarrowMultiheadAttention(nn.MultiheadAttention):
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask to be added to scores: -inf where a boolean mask is True."""
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, float("-inf"))
     return mask.to(dtype)

@@ -1,13 +1,11 @@
 """A guard for strided 1×1 convolutions with few input channels, whose weight gradient oneDNN computes out of bounds.
 
-oneDNN (at least 3.4 to 3.13, in every supported torch) copies every second pixel of such an input to a work buffer. For
-channels-last input, the buffer has one place per channel, but oneDNN writes whole blocks of 8 (AVX2) or 16 (AVX-512) channels:
-crashes, hangs, wrong gradients. A three-dimensional convolution over images of depth one computes the same without that copy,
-in 0.93 to 1.07 times the training step of a residual net. In a sweep of 13,000 cases, stride 1, kernels 3 and 5, depthwise
-layers and contiguous layout had no fault.
+For channels-last input, oneDNN (at least 3.4 to 3.13, in every supported torch) writes whole blocks of 8 (AVX2) or 16 (AVX-512)
+channels to a buffer with one place per channel: crashes, hangs, wrong gradients. A three-dimensional convolution over images of
+depth one computes the same without that buffer, in 0.93 to 1.07 times the training step of a residual net. In a sweep of 13,000
+cases, stride 1, kernels 3 and 5, depthwise layers and contiguous layout had no fault.
 
-Known upstream as https://github.com/uxlfoundation/oneDNN/issues/6035 (`rtus_prepare_space_info` books `is * ic` values,
-`execute_backward_weights` of `jit_1x1:avx2` and `jit_1x1:avx512` writes in rows of `ic_block`). With ONEDNN_MAX_CPU_ISA=AVX2:
+Known upstream as https://github.com/uxlfoundation/oneDNN/issues/6035. With ONEDNN_MAX_CPU_ISA=AVX2:
 
     layer = torch.nn.Conv2d(6, 8, 1, 2)
     images = torch.randn(64, 6, 32, 32).to(memory_format=torch.channels_last)
@@ -35,37 +33,16 @@ class Conv2d(nn.Conv2d):
 
 
 def guard_convolutions(model: nn.Module, *, wide: bool = False) -> None:
-    """Guard the layers of `model` that oneDNN may get wrong, in place.
-
-    Only layers of the type `nn.Conv2d` itself are guarded, with kernel 1, a stride, no padding and one conv group.
-    Parameters, hooks and names stay as they are.
-
-    Args:
-        model: A narrow module.
-        wide: Guard layers of 16 or more input channels too, since they may get narrower later.
-    """
+    """Guard the layers of `model` that oneDNN may get wrong, in place; with `wide`, those of 16 or more input channels too."""
     for module in model.modules():
-        if type(module) is nn.Conv2d and _is_candidate(module) and (wide or module.in_channels < LIMIT):
-            module.__class__ = Conv2d
-
-
-def _is_candidate(module: nn.Conv2d) -> bool:
-    one = module.kernel_size == (1, 1) and module.groups == 1
-    return one and module.stride != (1, 1) and module.padding in ((0, 0), "valid")
+        if type(module) is nn.Conv2d and (wide or module.in_channels < LIMIT):
+            pointwise = module.kernel_size == (1, 1) and module.groups == 1 and module.padding in ((0, 0), "valid")
+            if pointwise and module.stride != (1, 1):
+                module.__class__ = Conv2d
 
 
 def strided_pointwise(images: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, int]) -> Tensor:
-    """Convolve with kernel 1 and a stride, by a three-dimensional convolution where oneDNN would get it wrong.
-
-    Args:
-        images: float (N, channels, height, width), or without N.
-        weight: float (outputs, channels, 1, 1).
-        bias: float (outputs,), or None.
-        stride: Strides of height and width.
-
-    Returns:
-        What `F.conv2d(images, weight, bias, stride)` returns, up to rounding.
-    """
+    """Return `F.conv2d(images, weight, bias, stride)` for kernel 1, up to rounding, in a way that oneDNN gets right."""
     batch = images.unsqueeze(0) if images.dim() == 3 else images
     safe = weight.shape[1] >= LIMIT or images.device.type != "cpu"
     if safe or not (_is_channels_last(batch) or (weight.shape[1] > 1 and _is_channels_last(weight))):
@@ -78,8 +55,5 @@ torch.fx.wrap("strided_pointwise")  # a symbolic trace cannot look at strides
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    """Tell whether torch may see a tensor of four axes as channels-last: of strides (8, 1, 4, 2), yes; of (8, 4, 2, 1), no.
-
-    Torch looks at the weight of a convolution as well as at its input, and at strides alone, whatever is contiguous.
-    """
+    # As torch sees it: by strides alone, whatever is contiguous.
     return tensor.stride(3) >= tensor.stride(1) * tensor.shape[1]

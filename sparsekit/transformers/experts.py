@@ -44,13 +44,13 @@ def _names(families: Mapping[str, str], what: str) -> tuple[str, ...]:
 
 
 def _given(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments of a call in the order of the signature of `forward`."""
+    # In the order of the signature of `forward`.
     bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     return list(bound.arguments.values())[1:]
 
 
 def _hidden(tracer: Tracer, x: Tensor) -> TensorLabels:
-    """Return the last axis of the input of a layer over tokens; its other axes must be ordinary ones."""
+    # The last axis of the input of a layer over tokens.
     labels = tracer.labels(x, *range(x.dim() - 1))
     tracer.fix(labels.axes[:-1], "an axis of units runs through a mixture of experts as positions or batch")
     return TensorLabels(labels.axes[-1:])

@@ -21,7 +21,6 @@ class Mamba2Rule(LayerRule):
     type_names: ClassVar[tuple[str, ...]] = ("transformers.models.mamba2.modeling_mamba2.Mamba2Mixer",)
 
     def resize(self, module: nn.Module) -> None:
-        """Set `num_heads`, `intermediate_size` and `conv_dim`."""
         mixer: Any = module
         mixer.num_heads = mixer.A_log.shape[0]
         mixer.intermediate_size, mixer.conv_dim = mixer.num_heads * mixer.head_dim, mixer.conv1d.weight.shape[0]
@@ -29,7 +28,7 @@ class Mamba2Rule(LayerRule):
     def trace(
         self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Unite what belongs to one head, and note the average over them all."""
+        """Unite the parts of each head, and note the average over all heads."""
         out = run(*args, **kwargs)
         mixer: Any = module
         x = args[0] if args else kwargs["hidden_states"]

@@ -66,7 +66,7 @@ def fit_config(small: nn.Module, graph: UnitGraph, mask: UnitMask) -> dict[str, 
 
 
 def _pairs(graph: UnitGraph, name: str, count: int) -> set[tuple[int, int]]:
-    """Return (old, new) of every number that follows the units: how many there are, widths, and heads that share keys."""
+    """Return (old, new) of every number that may follow the units: counts, widths, and heads that share keys."""
     group = graph.groups[name]
     spans = {piece.span for piece in group.slices}
     least = min(spans)
@@ -94,7 +94,6 @@ def _numbers(config: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ..
 
 
 def _subsets(changes: list[_Change]) -> Iterator[tuple[_Change, ...]]:
-    """Yield sets of changes, small sets first; each number changes at most once."""
     every = itertools.chain.from_iterable(itertools.combinations(changes, n) for n in range(len(changes) + 1))
     once = (chosen for chosen in every if len({path for path, _ in chosen}) == len(chosen))
     return itertools.islice(once, _TRIES)
@@ -109,7 +108,7 @@ def _set(config: Any, chosen: tuple[_Change, ...]) -> None:
 
 
 def _fits(small: nn.Module, config: Any, shapes: Mapping[str, torch.Size], pairs: set[tuple[int, int]]) -> bool:
-    """Tell whether the class builds a model of these shapes, with the sizes that the cut one computes with."""
+    """Tell whether the class builds a model of these shapes and sizes."""
     try:
         with torch.device("meta"):
             built = type(small)(config)

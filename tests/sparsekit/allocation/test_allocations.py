@@ -28,8 +28,7 @@ from sparsekit.allocation.limits import free_counts
 from sparsekit.allocation.shares import check_ratio, keep_count
 from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit.graph.groups import UnitGroup
-from sparsekit.testing.allocations import AllocationContract
-from sparsekit.testing.criteria import example_graph
+from sparsekit.testing import AllocationContract, example_graph
 
 HALF = sk.Budget(flops="50%")
 ALL = [by_cost, partial(by_cost, scale="mean", width_penalty=0.0), global_ranking, uniform, partial(by_ratio, ratios=0.3)]

@@ -14,7 +14,7 @@ from sparsekit.bandit import PUCBV, Interval, SplitUCBV, make_bandit, registry
 from sparsekit.bandit.base import Box
 from sparsekit.bandit.search_space import parse_axes
 from sparsekit.errors import InvalidValueError, UnknownNameError
-from sparsekit.testing.bandits import BanditContract, MakeBandit
+from sparsekit.testing import BanditContract, MakeBandit
 
 UNIT = Interval(0.0, 1.0)
 

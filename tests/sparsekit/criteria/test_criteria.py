@@ -14,7 +14,7 @@ from sparsekit.allocation.saliency import share_of_remaining
 from sparsekit.criteria import Criterion, Fisher, Learned, Magnitude, Ordered, Random, Scored, ScoringContext, Taylor, Wanda
 from sparsekit.criteria.base import score_units
 from sparsekit.errors import InvalidValueError, MissingImportanceError
-from sparsekit.testing.criteria import CriterionContract, example_context, example_graph
+from sparsekit.testing import CriterionContract, example_context, example_graph
 
 DATA = [
     (torch.randn(4, 3, generator=generator), torch.rand(4, 3, generator=generator))
