@@ -37,15 +37,15 @@ from sparsekit.tracing.trace import trace_units
 _Rules = Mapping[type[nn.Module], LayerRule]
 
 
-def example_graph(sizes: Mapping[str, int] | None = None, ties: tuple[tuple[str, ...], ...] = ()) -> UnitGraph:
-    """Groups of 7, 1 and 16 units, or of other `sizes`, each the rows of a matrix of three columns."""
-    sizes = {"first": 7, "second": 1, "third": 16} if sizes is None else sizes
+def example_graph() -> UnitGraph:
+    """Groups of 7, 1 and 16 units, each the rows of a matrix of three columns."""
+    sizes = {"first": 7, "second": 1, "third": 16}
     rows = {name: torch.arange(size).reshape(-1, 1) for name, size in sizes.items()}
     groups = {
         name: UnitGroup(name, size, "feature", (UnitSlice(f"{name}.weight", 0, rows[name], "out", gated=True),))
         for name, size in sizes.items()
     }
-    return UnitGraph(groups, {f"{name}.weight": torch.Size((size, 3)) for name, size in sizes.items()}, ties=ties)
+    return UnitGraph(groups, {f"{name}.weight": torch.Size((size, 3)) for name, size in sizes.items()})
 
 
 class ExampleModel(nn.Module):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -193,9 +194,5 @@ class NormSite:
 
 def group_order(groups: Iterable[UnitGroup]) -> dict[str, int]:
     """Group name → offset of its first unit in a fused vector of all units."""
-    offsets: dict[str, int] = {}
-    total = 0
-    for group in groups:
-        offsets[group.name] = total
-        total += group.size
-    return offsets
+    sizes = {group.name: group.size for group in groups}
+    return dict(zip(sizes, accumulate(sizes.values(), initial=0)))

@@ -150,9 +150,9 @@ def without_repeats(array: IntArray, *, first: int = 0) -> IntArray:
     return array
 
 
-def constant(shape: Sequence[int], source: int = NOT_ZERO) -> tuple[Labels | None, ...]:
+def constant(shape: Sequence[int]) -> tuple[Labels | None, ...]:
     """Labels of the axes of a tensor whose values are all equal."""
-    return tuple(uniform(size, source) if size > 1 else None for size in shape)
+    return tuple(uniform(size) if size > 1 else None for size in shape)
 
 
 @dataclass(frozen=True, eq=False)

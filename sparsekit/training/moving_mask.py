@@ -203,19 +203,13 @@ class MovingMask(nn.Module):
             find_holders(self)
             watch(self)
 
-    def update_importance(self, gradients: Mapping[Tensor, Tensor] | None = None, *, examples: int | None = None) -> None:
+    def update_importance(self, gradients: Mapping[Tensor, Tensor] | None = None) -> None:
         """Learn importance from the gradients of the weights, if no torch optimizer does it in its step.
 
         Call it after `backward()`, or before gradients are changed, as by clipping. Without a torch optimizer, call
-        `update_mask` after your step.
-
-        Args:
-            gradients: Weight → gradient; None reads `.grad` of the weights.
-            examples: Examples of the batch, for `LearnedNarrowing`; None counts the backward passes since the last step.
+        `update_mask` after your step. `gradients`: weight → gradient; None reads `.grad` of the weights.
         """
         if self._rule is not None:
-            if isinstance(self._rule, NarrowingSteps) and examples is not None:
-                self._rule.examples = examples
             self._rule.take(self.scores, self.vectors, gradients, None)
 
     def add_optimizer(self, optimizer: HasState) -> None:
