@@ -187,7 +187,7 @@ REFUSED: list[tuple[str, Callable[[Any, Any, Any], object]]] = [
     ("made with a ratio", lambda m, x, _: _fixed(m, x, budget="flops=40%").load_state_dict(
         _fixed(m, x, ratio=0.5).state_dict())),
     ("lr must be a finite number", lambda *_: GradientImportance(lr="x")),  # type: ignore[arg-type]
-    ("regularizer must be Importance", lambda *_: GradientImportance(regularizer=None)),  # type: ignore[arg-type]
+    ("target must be 'standardized'", lambda *_: GradientImportance(target=None)),  # type: ignore[arg-type]
     ("a ratio below 1 or a budget", lambda m, x, _: _narrowing(m, x, ratio=1.0)),
     ("follow from the widths", lambda m, x, _: _narrowing(m, x, budget=Budget(latency_ms=5.0))),
     ("cannot be met", lambda m, x, _: _narrowing(m, x, budget="flops=0.01%")),
