@@ -269,7 +269,7 @@ def examine(build: Callable[[], Any]) -> dict[str, Any]:
     seconds = time.process_time() - began
     touched = {piece.name for group in units.groups.values() for piece in group.slices}
     share = sum(p.numel() for name, p in model.named_parameters() if name in touched) / parameters
-    costs = sk.cost_model(model, *inputs.args, graph=units, **inputs.kwargs)
+    costs = sk.cost_model(model, inputs, units)
     least = {name: group.least for name, group in units.groups.items()}
     floor = costs.costs(least)["flops"] / costs.dense_costs()["flops"]
     reasons: Counter[str] = Counter()

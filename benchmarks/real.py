@@ -32,7 +32,7 @@ from sparsekit.criteria.gate_gradients import inputs_of, unit_readers
 from sparsekit.criteria.orders import Scored
 from sparsekit.finetuning import Distillation, recalibrate_batchnorm, reconstruct
 from sparsekit.measure.budget import Budget
-from sparsekit.measure.cost import CostModel, measure_costs
+from sparsekit.measure.cost import CostModel, cost_model
 from sparsekit.measure.paired import measure_turns
 from sparsekit.pruning.reconstruction import statistics_prior
 from sparsekit.pruning.settings import CANDIDATES
@@ -200,7 +200,7 @@ class Bench:
         self.fit, self.judge = self.network.calibration[:-held], self.network.calibration[-held:]
         model, example = self.network.model, self.network.example
         self.graph = sk.trace_units(model, example[0])
-        self.costs = measure_costs(model, example, {}, self.graph)
+        self.costs = cost_model(model, example, self.graph)
         self.prior: Scores | None = None
         self.teacher = Distillation(self.network.model)
         self._pruned: dict[float, sk.Pruned] = {}

@@ -27,7 +27,7 @@ from sparsekit.graph.groups import UnitGroup, UnitSlice
 from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule, resize
 from sparsekit.measure.budget import Budget
-from sparsekit.measure.cost import measure_costs
+from sparsekit.measure.cost import cost_model
 from sparsekit.surgery.compaction import compact, compact_state, expand
 from sparsekit.surgery.rebuild import named_entries
 from sparsekit.surgery.saving import load_compact, save_compact
@@ -66,9 +66,8 @@ class ExampleModel(nn.Module):
 def example_context(seed: int = 0) -> ScoringContext:
     """Return everything that a criterion may look at, drawn from `seed`."""
     generator, graph = torch.Generator().manual_seed(seed), example_graph()
-    importance = {name: torch.rand(group.size, generator=generator) for name, group in graph.groups.items()}
     weights = {name: torch.randn(shape, generator=generator) for name, shape in graph.shapes.items()}
-    return ScoringContext(importance=importance, weights=weights, generator=generator, model=ExampleModel(weights))
+    return ScoringContext(weights=weights, generator=generator, model=ExampleModel(weights))
 
 
 class CriterionContract:
@@ -102,11 +101,8 @@ class CriterionContract:
         assert context.model is not None
         assert all(parameter.grad is None and parameter.requires_grad for parameter in context.model.parameters())
         assert context.model.training
-        for now, then in (
-            (context.importance, self.context(5).importance),
-            (context.model.state_dict(), self.context(5).weights),
-        ):
-            assert all(torch.equal(value, (then or {})[name]) for name, value in (now or {}).items())
+        then = self.context(5).weights or {}
+        assert all(torch.equal(value, then[name]) for name, value in context.model.state_dict().items())
 
 
 class AllocationContract:
@@ -117,7 +113,7 @@ class AllocationContract:
         model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 7), nn.ReLU(), nn.Linear(7, 3))
         x = torch.zeros(2, 6)
         graph = trace_units(model, x)
-        costs = measure_costs(model, (x,), {}, graph)
+        costs = cost_model(model, x, graph)
         for seed in range(5):
             generator = torch.Generator().manual_seed(seed)
             scores = {name: torch.rand(group.size, generator=generator) for name, group in graph.groups.items()}

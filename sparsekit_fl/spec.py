@@ -62,7 +62,7 @@ class RunSpec:
         setup = method.check(Setup(problem=problem, graph=graph, config=config))
         if setup.problem is not problem:
             model, graph = _traced(setup.problem, config)
-        costs = cost_model(model, *setup.problem.example_inputs, graph=graph)
+        costs = cost_model(model, setup.problem.example_inputs, graph)
         initial = clone(model.state_dict())
         leaves = dict(model.named_parameters(remove_duplicate=False))
         return cls(

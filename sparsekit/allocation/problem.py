@@ -2,8 +2,11 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from sparsekit.allocation.limits import (
@@ -18,7 +21,7 @@ from sparsekit.allocation.limits import (
     least_counts,
     spread,
 )
-from sparsekit.allocation.walk import Losses, Walk, Width
+from sparsekit.allocation.walk import Walk, Width
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.measure.budget import Budget, BudgetError, format_cost
@@ -91,10 +94,15 @@ class Problem:
         limit = self.limits[metric]
         return format_cost(metric, limit) if self.budget is None else self.budget.told(metric, limit)
 
-    def walk(self, losses: Losses, *, by_cost: bool) -> Counts:
-        """Remove blocks of units with the least loss per cost, or per unit, until the budget is met; then fill it up."""
-        counts = spread(self.free, lambda _, counts: counts[-1])
-        widths = [Width(groups, allowed, tuple(losses(groups, allowed))) for groups, allowed in self.free.items()]
+    def walk(self, importance: Mapping[str, npt.NDArray[np.float64]], *, by_cost: bool) -> Counts:
+        """Walk from the largest counts to the budget, by the importance of blocks per cost or per unit; then fill.
+
+        `importance` is group name → float64 (units,), from the best unit to the worst.
+        """
+        counts, widths = spread(self.free, lambda _, counts: counts[-1]), []
+        for groups, allowed in self.free.items():
+            blocks = (sum(importance[name][fewer:more].sum() for name in groups) for fewer, more in pairwise(allowed))
+            widths.append(Width(groups, allowed, (0.0, *map(float, blocks))))
         places = [len(width.counts) - 1 for width in widths]
         walk = Walk(widths, places, self.costs.tracker(counts, tuple(self.limits)), self.limits)
         walk.down(by_cost=by_cost)

@@ -60,10 +60,6 @@ def by_ratio(problem: Problem, *, ratios: float | Mapping[str, float], default: 
         problem: Groups, limits and multiples; numbers are rounded up to allowed ones.
         ratios: As in `ratio_counts`.
         default: The share of groups that a mapping does not name.
-
-    Raises:
-        InvalidValueError: a share outside (0, 1], or an entry of `ratios` that is neither a group nor an expression.
-        UnknownNameError: an entry of `ratios` names and matches no group.
     """
     return _ratio_counts(problem.graph, problem.free, ratios, default)
 

@@ -1,16 +1,12 @@
 """Walk: remove the block of units with the least importance per cost that it saves, until the budget is met."""
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TypeAlias
 
 from sparsekit.measure.budget import BudgetError
 from sparsekit.measure.volumes import CostTracker
-
-Losses: TypeAlias = Callable[[tuple[str, ...], Sequence[int]], Sequence[float]]
-"""Tied groups and their counts, ascending → loss from each count to the one before it; 0 at place 0."""
 
 _SLACK, _NARROW, _DOWN = 0.005, 100, (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
 """Unused share of a budget from which a local search is made, the largest number of widths for it, and the numbers of blocks
@@ -19,9 +15,9 @@ that it tries to remove from one width."""
 
 @dataclass(frozen=True)
 class Width:
-    """Groups that keep equally many units, and the numbers that they may keep, ascending.
+    """Groups that keep equally many units, the numbers that they may keep, ascending, and the loss from each to the one before.
 
-    `losses[i]` is lost from `counts[i]` to `counts[i - 1]`.
+    The first loss is 0.
     """
 
     groups: tuple[str, ...]

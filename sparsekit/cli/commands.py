@@ -24,9 +24,7 @@ _LAST_BYTES = 16 * 2**20
 
 
 def check_command(text: str, names: Sequence[str]) -> None:
-    """Check that a command line has a mark `{name}` for each value, and no other mark but `{trial}`, the number of the
-    trial.
-    """
+    """Check that a command has a mark `{name}` for each value, and no other but `{trial}`, the number of the trial."""
     if not text.strip():
         raise InvalidValueError('the command is empty; write it in quotes, as in "python train.py --lr {lr}"')
     marks = {match[2] for match in _MARK.finditer(text) if match[2]}
@@ -131,7 +129,6 @@ class Commands(contextlib.AbstractContextManager["Commands"]):
             return None, str(error)
 
     def _stop(self, number: int) -> None:
-        """End a command and its children: ask the group to end, and kill the rest."""
         process, _ = self.running.pop(number)
         if process.poll() is not None:
             return
@@ -146,7 +143,6 @@ class Commands(contextlib.AbstractContextManager["Commands"]):
 
 
 def _tail(path: Path) -> str:
-    """Return the last 16 MiB of a text file, whatever its bytes."""
     with path.open("rb") as file:
         file.seek(0, os.SEEK_END)
         file.seek(max(0, file.tell() - _LAST_BYTES))

@@ -32,9 +32,7 @@ class _Moved:
 
 
 def load_data(options: PruneOptions) -> tuple[Iterable[Any], Iterable[Any] | None]:
-    """Load the data of `--dataset`: batches to train on, which can be read again, and batches for validation, if there are
-    any.
-    """
+    """Load the data of `--dataset`: batches to train on, which can be read again, and batches for validation, if any."""
     text = options.dataset
     if text is None:
         return (), None
@@ -77,52 +75,39 @@ def find_loss(text: str) -> Callable[..., Any] | None:
 
 
 def metric_of(batches: Iterable[Any] | None, loss: Callable[..., Any] | None) -> Callable[[nn.Module], float] | None:
-    """Return the score on validation data, larger is better: accuracy for cross_entropy, else minus the loss; None without
-    data.
-    """
+    """Return the score on validation data, larger is better: accuracy for cross_entropy, else minus the loss."""
     if batches is None:
         return None
 
-    def accuracy(model: nn.Module) -> float:
-        return _mean(model, batches, _right)
-
-    def minus_loss(model: nn.Module) -> float:
-        return -_mean(model, batches, functools.partial(_loss, loss=loss))
-
-    return accuracy if getattr(loss, "__name__", "") == "cross_entropy" else minus_loss
-
-
-def _mean(model: nn.Module, batches: Iterable[Any], score: Callable[[nn.Module, Any], tuple[float, int]]) -> float:
-    """Return the mean over batches of a score, which is a sum and the number of its terms."""
-    from sparsekit.criteria.batches import read_batches
+    from sparsekit.criteria.batches import call_model, example_count, read_batches, run_model
     from sparsekit.measure.clock import measured
 
-    total, count = 0.0, 0
-    with measured(model):
-        for batch in read_batches(batches, model, "Validation"):
-            more, number = score(model, batch)
-            total, count = total + more, count + number
-    return total / count
+    def mean(model: nn.Module, score: Callable[[nn.Module, Any], tuple[float, int]]) -> float:
+        """Return the mean over batches of a score, which is a sum and the number of its terms."""
+        with measured(model):
+            sums, counts = zip(*(score(model, batch) for batch in read_batches(batches, model, "Validation")))
+        return float(sum(sums) / sum(counts))
 
+    def right(model: nn.Module, batch: Any) -> tuple[float, int]:
+        """Return the number of targets that are the largest output along axis 1, and the number of targets."""
+        outputs, target = run_model(model, batch)
+        if target is None:
+            raise DataError("accuracy needs targets: batches (input, …, target), or mappings with 'labels'")
+        found = getattr(outputs, "logits", outputs).argmax(1)
+        if found.shape != target.shape:  # which would broadcast
+            raise DataError(
+                f"accuracy needs the index of a class for each of {tuple(found.shape)} outputs, got targets"
+                f" {tuple(target.shape)}; pass another --loss"
+            )
+        return int((found == target).sum()), target.numel()
 
-def _right(model: nn.Module, batch: Any) -> tuple[float, int]:
-    """Return the number of targets that are the largest output along axis 1, and the number of targets."""
-    from sparsekit.criteria.batches import run_model
+    def lost(model: nn.Module, batch: Any) -> tuple[float, int]:
+        return float(call_model(model, batch, loss)) * example_count(batch), example_count(batch)
 
-    outputs, target = run_model(model, batch)
-    if target is None:
-        raise DataError("accuracy needs targets: batches (input, …, target), or mappings with 'labels'")
-    found = getattr(outputs, "logits", outputs).argmax(1)
-    if found.shape != target.shape:  # which would broadcast
-        raise DataError(
-            f"accuracy needs the index of a class for each of {tuple(found.shape)} outputs, got targets {tuple(target.shape)};"
-            " pass another --loss"
-        )
-    return int((found == target).sum()), target.numel()
+    def accuracy(model: nn.Module) -> float:
+        return mean(model, right)
 
+    def minus_loss(model: nn.Module) -> float:
+        return -mean(model, lost)
 
-def _loss(model: nn.Module, batch: Any, loss: Callable[..., Any] | None) -> tuple[float, int]:
-    from sparsekit.criteria.batches import call_model, example_count
-
-    count = example_count(batch)
-    return float(call_model(model, batch, loss)) * count, count
+    return accuracy if getattr(loss, "__name__", "") == "cross_entropy" else minus_loss

@@ -100,8 +100,7 @@ class PruneOptions(ModelOptions):
     data_dir: Annotated[Path | None, _data(help="Folder with the data sets. Default: download once to the cache.")] = None
     batch_size: Annotated[int, _data(metavar="N", min=1, help="Batch size of a data set given by name.")] = 64
     loss: Annotated[
-        str,
-        _data(help="cross_entropy, mse_loss, …, package.module:loss, or outputs if the model computes its own loss."),
+        str, _data(help="cross_entropy, mse_loss, …, package.module:loss, or outputs if the model computes its own loss.")
     ] = "cross_entropy"
     calibration_batches: Annotated[
         int,
@@ -166,15 +165,9 @@ class PruneOptions(ModelOptions):
     epochs: Annotated[int, _after(metavar="N", min=0, help="Epochs of fine-tuning after every step.")] = 0
     lr: Annotated[float, _after(help="Initial learning rate of fine-tuning.")] = 0.01
     distill: Annotated[float, _after(help="Weight of the distillation loss (dense model as teacher), between 0 and 1.")] = 0.0
-    out: Annotated[
-        Path | None,
-        _run(help="Folder for the pruned model and report.json. Default: write nothing."),
-    ] = None
+    out: Annotated[Path | None, _run(help="Folder for the pruned model and report.json. Default: write nothing.")] = None
     time: Annotated[
-        str,
-        _run(
-            help="Runtimes to time before and after pruning: eager, compile, export, onnx, several by commas; or none.",
-        ),
+        str, _run(help="Runtimes to time before and after pruning: eager, compile, export, onnx, several by commas; or none.")
     ] = "eager"
     onnx: Annotated[bool, _run("--onnx", help="Also write model.onnx.")] = False
     dry_run: Annotated[bool, _run("--dry-run", help="Print what would be pruned, and stop.")] = False

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from sparsekit.cli.model_options import ModelOptions
+    from sparsekit.tracing.inputs import ModelInputs
 
 models = Registry("model", MODELS, group="sparsekit.models")
 """Models by name, for every command that takes a model."""
@@ -28,17 +29,16 @@ _NESTED = ("state_dict", "model_state_dict", "model", "net", "module")
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
-def load_with_inputs(options: ModelOptions) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Return the model of the options with its weights, and its positional and keyword example inputs, on their device."""
-    from sparsekit.tracing.inputs import map_tensors
+def load_with_inputs(options: ModelOptions) -> tuple[nn.Module, ModelInputs]:
+    """Return the model of the options with its weights, and its example inputs, on their device."""
+    from sparsekit.tracing.inputs import ModelInputs, map_tensors
 
     device = pick_device(options.device)
     model, own = load_model(options.model)
     inputs = example_inputs(options.model, model, own, options.example_shape or ())
     if options.init is not None:
         load_checkpoint(model, options.init)
-    args, kwargs = map_tensors(lambda tensor: tensor.to(device), inputs)
-    return model.to(device), args, kwargs
+    return model.to(device), ModelInputs(*map_tensors(lambda tensor: tensor.to(device), inputs))
 
 
 def load_model(name: str) -> tuple[nn.Module, tuple[Any, ...] | Mapping[str, Any] | None]:
@@ -96,9 +96,7 @@ def _installed(module: str) -> Any:
 def example_inputs(
     name: str, module: nn.Module, own: tuple[Any, ...] | Mapping[str, Any] | None, shapes: Sequence[str]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword example inputs: of the options, drawn alike each time, or else of the factory
-    (`own`).
-    """
+    """Return positional and keyword inputs: of the options, drawn alike each time, or else of the factory (`own`)."""
     if not shapes:
         if own is None:
             raise InvalidValueError(

@@ -24,13 +24,14 @@ from sparsekit.errors import InvalidValueError
 if TYPE_CHECKING:
     from torch import nn
 
+    from sparsekit.pruning.finetune import EpochRecord
     from sparsekit.pruning.report import PruneReport
     from sparsekit.pruning.result import Pruned
 
 _logger = logging.getLogger(__name__)
 
 _RECONSTRUCT: Mapping[str, Any] = {"both": True, "layers": "layers", "batchnorm": "batchnorm", "none": False}
-_REPORT, _SMALL, _ONNX = "report.json", "model.safetensors", "model.onnx"
+_REPORT, _SMALL = "report.json", "model.safetensors"
 
 
 @takes(PruneOptions)
@@ -52,7 +53,7 @@ def _prune(options: PruneOptions) -> None:
             report = prune(dry_run=True, **job.arguments()).report
         else:
             _open_folder(options)
-            done = job.finish(prune(**job.arguments()))
+            done = job.timed(prune(**job.arguments()))
             report, files = done.report, job.write(done)
     if options.as_json:
         print_json({**report.to_dict(), **({} if options.dry_run else {"files": files})})
@@ -82,7 +83,12 @@ class PruneJob:
     """One run of `sparsekit prune`."""
 
     def __init__(self, options: PruneOptions, *, progress: bool) -> None:
-        self.schedule = _read_schedule(options.schedule)
+        from sparsekit.allocation.schedule import Schedule
+
+        shape, _, steps = options.schedule.partition("=")
+        if steps and not steps.isdecimal():
+            raise InvalidValueError(f"--schedule must be a name or NAME=steps, as in cubic=3, got {options.schedule!r}")
+        self.schedule = Schedule(shape, int(steps or 1))
         self.runtimes = read_runtimes(options.time)
         for name in ("epochs", "distill", "reconstruct"):
             if getattr(options, name) not in (None, 0, "none") and options.dataset is None:
@@ -94,7 +100,7 @@ class PruneJob:
         if options.seed < 0:
             raise InvalidValueError(f"--seed must be an integer >= 0, got {options.seed}")
         self.options, self.progress, self.has_data = options, progress, options.dataset is not None
-        self.model, self.args, self.kwargs = load_with_inputs(options)
+        self.model, self.inputs = load_with_inputs(options)
         self.loss = find_loss(options.loss)
         self.train, validation = load_data(options)
         self.metric = metric_of(validation, self.loss)
@@ -105,12 +111,11 @@ class PruneJob:
 
         from sparsekit.measure.budget import Budget
         from sparsekit.rng import torch_generator
-        from sparsekit.tracing.inputs import ModelInputs
 
         options = self.options
         return {
             "model": self.model,
-            "example_inputs": ModelInputs(self.args, self.kwargs),
+            "example_inputs": self.inputs,
             "budget": Budget.of(options.budget),
             "batches": itertools.islice(self.train, options.calibration_batches) if self.has_data else None,
             "loss": self.loss if self.has_data else None,
@@ -139,17 +144,14 @@ class PruneJob:
             raise InvalidValueError(f"criterion {named!r} needs data; pass --dataset")
         return found
 
-    def finish(self, pruned: Pruned) -> Pruned:
+    def timed(self, pruned: Pruned) -> Pruned:
         """Time the small and the dense model in turns; the report gets the times."""
-        report = replace(pruned.report, measured={**pruned.report.measured, **self.epochs})
-        pruned = replace(pruned, report=report)
+        pruned = replace(pruned, report=replace(pruned.report, measured={**pruned.report.measured, **self.epochs}))
         if not self.runtimes:
             return pruned
-        from sparsekit.tracing.inputs import ModelInputs
-
         if self.progress:
             _logger.info("timing both models; --time none leaves it out")
-        return pruned.measure_times(self.model, ModelInputs(self.args, self.kwargs), runtimes=self.runtimes)
+        return pruned.measure_times(self.model, self.inputs, runtimes=self.runtimes)
 
     def _train(self, small: nn.Module, step: int) -> None:
         import torch
@@ -168,13 +170,13 @@ class PruneJob:
             distillation=Distillation(self.model, share=options.distill) if options.distill else None,
             seed=options.seed,
             progress=self.progress,
-            on_epoch=lambda record: _logger.info("epoch %d: loss %.4f%s", record.epoch, record.loss, _told(record.score)),
+            on_epoch=_log_epoch,
         )
         self.epochs[f"best_epoch{f'_step{step}' if self.schedule.steps > 1 else ''}"] = done.best_epoch
         small.eval()
 
     def write(self, pruned: Pruned) -> dict[str, str]:
-        """Write all files of the run; what → path."""
+        """Write all files of the run, if it has a folder; what → path."""
         from sparsekit.pruning.report_page import PAGE, prune_page
         from sparsekit.surgery.onnx import export_onnx
 
@@ -185,31 +187,22 @@ class PruneJob:
         pruned.model.eval()
         pruned.save(files["model"], page=None)
         if self.options.onnx:
-            files["onnx"] = folder / _ONNX
-            export_onnx(pruned.model, self.args, files["onnx"], self.kwargs)
+            files["onnx"] = folder / "model.onnx"
+            export_onnx(pruned.model, self.inputs.args, files["onnx"], self.inputs.kwargs)
         sizes = {path.name: path.stat().st_size for path in files.values()}
         factory = f'"{self.options.model}"' if ":" in self.options.model else ""
         files["page"] = folder / PAGE
         text = prune_page(pruned.report, file=_SMALL, sizes=sizes, factory=factory, command=command_line())
         files["page"].write_text(text, encoding="utf-8")
-        files["report"] = folder / _REPORT
-        found = {what: str(path) for what, path in files.items()}
+        found = {what: str(path) for what, path in (files | {"report": folder / _REPORT}).items()}
         text = json.dumps({**pruned.report.to_dict(), "files": found}, indent=1)
-        files["report"].write_text(text, encoding="utf-8")  # last: where it is, the run is finished
+        (folder / _REPORT).write_text(text, encoding="utf-8")  # last: where it is, the run is finished
         return found
 
 
-def _read_schedule(text: str) -> Any:
-    from sparsekit.allocation.schedule import Schedule
-
-    name, _, steps = text.partition("=")
-    if steps and not steps.isdecimal():
-        raise InvalidValueError(f"--schedule must be a name or NAME=steps, as in cubic=3, got {text!r}")
-    return Schedule(name, int(steps or 1))
-
-
-def _told(score: float | None) -> str:
-    return "" if score is None else f", score {score:.4f}"
+def _log_epoch(record: EpochRecord) -> None:
+    score = "" if record.score is None else f", score {record.score:.4f}"
+    _logger.info("epoch %d: loss %.4f%s", record.epoch, record.loss, score)
 
 
 def _open_folder(options: PruneOptions) -> None:

@@ -48,11 +48,7 @@ class Search:
         self.maximize: bool = settings["maximize"]
 
     def open(self, storage: JournalStorage | None) -> None:
-        """Create the study in a storage, or resume it.
-
-        Raises:
-            InvalidValueError: the storage holds a search with other settings.
-        """
+        """Create the study in a storage, or resume it; refuse a storage with other settings."""
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         direction: Literal["maximize", "minimize"] = "maximize" if self.maximize else "minimize"
         self.study = optuna.create_study(study_name="tune", storage=storage, direction=direction, load_if_exists=True)
@@ -72,11 +68,7 @@ class Search:
         self.study.sampler = self.sampler(0)
 
     def sampler(self, started: int) -> BaseSampler:
-        """Make the sampler; `started` is the number of trials so far.
-
-        Raises:
-            UnknownNameError: there is no sampler of this name.
-        """
+        """Make the sampler; `started` is the number of trials so far."""
         name, seed = self.settings["sampler"], self.settings["seed"]
         # With the first seed again, a resumed search would propose its first values again.
         if name == "tpe":
@@ -167,12 +159,7 @@ class Search:
 def opened(
     command: str, axes: Mapping[str, Axis], settings: Mapping[str, Any], *, trials: int, jobs: int, out: Path | None
 ) -> Iterator[Search]:
-    """Open a search whose journal is in a folder; None keeps nothing. The arguments are as in `Search`.
-
-    Raises:
-        InvalidValueError: the folder holds another search, or another process uses it.
-        UnknownNameError: there is no sampler of this name.
-    """
+    """Open a search whose journal is in a folder; None keeps nothing. The arguments are as in `Search`."""
     search = Search(command, axes, settings, trials=trials, jobs=jobs)
     search.sampler(0)  # a wrong sampler is refused before anything is written
     with _journal(out) as storage:

@@ -15,13 +15,9 @@ COMMANDS: Mapping[str, Listed] = {
     "compare": Listed(
         "sparsekit_fl.cli.compare:compare", "Run several methods over several seeds, and print mean ± deviation."
     ),
-    "describe": Listed(
-        "sparsekit_fl.cli.listing:describe",
-        "Describe a method: where it was published, and its options.",
-    ),
+    "describe": Listed("sparsekit_fl.cli.listing:describe", "Describe a method: where it was published, and its options."),
     "fedlps": Listed(
-        "sparsekit_fl.cli.run:fedlps",
-        "Run FedLPS: each client trains a submodel that fits its device and its data.",
+        "sparsekit_fl.cli.run:fedlps", "Run FedLPS: each client trains a submodel that fits its device and its data."
     ),
     "flower-app": Listed(
         "sparsekit_fl.cli.flower_app:flower_app",
@@ -31,10 +27,7 @@ COMMANDS: Mapping[str, Listed] = {
         "sparsekit_fl.cli.listing:list_names",
         "List the names that an option takes, ours and those of installed packages, or every option.",
     ),
-    "prune": Listed(
-        "sparsekit.cli.prune:prune",
-        "Prune a model to a budget, and report what was pruned.",
-    ),
+    "prune": Listed("sparsekit.cli.prune:prune", "Prune a model to a budget, and report what was pruned."),
     "report": Listed(
         "sparsekit_fl.cli.report:report",
         "Write report.html of finished runs, with tables and charts, and print the tables; nothing is trained.",

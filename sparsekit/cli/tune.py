@@ -53,12 +53,10 @@ def _tune(
         typer.Argument(help="Shell command, in quotes, with {NAME} where a value goes, and {trial} for the trial's number."),
     ],
     space: Annotated[
-        list[str],
-        typer.Option(help="NAME=LOW:HIGH, optionally followed by :log, :int or both; or NAME=A,B,C. Once per name."),
+        list[str], typer.Option(help="NAME=LOW:HIGH, optionally followed by :log, :int or both; or NAME=A,B,C. Once per name.")
     ],
     metric: Annotated[
-        str,
-        typer.Option(help="Regular expression with one group around the number; the last match in the output counts."),
+        str, typer.Option(help="Regular expression with one group around the number; the last match in the output counts.")
     ],
     minimize: Annotated[bool, typer.Option("--minimize", help="Smaller scores are better. Default: larger ones.")] = False,
     trials: Annotated[int, typer.Option(metavar="N", min=1, help="Number of trials, those of earlier calls included.")] = 30,

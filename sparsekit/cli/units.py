@@ -24,8 +24,7 @@ class UnitsOptions(ModelOptions):
     """The options of `sparsekit units`."""
 
     prune_hidden_size: Annotated[
-        bool,
-        typer.Option("--prune-hidden-size", help="Also show units that layer norms average over."),
+        bool, typer.Option("--prune-hidden-size", help="Also show units that layer norms average over.")
     ] = False
     as_json: AsJson = False
 
@@ -37,16 +36,15 @@ def _units(options: UnitsOptions) -> None:
     A factory is called without arguments and returns the module, or the module and a tuple of example inputs. Untrained models
     of torchvision, timm and transformers have their names there: resnet50, vit_small_patch16_224, bert.
     """
-    from sparsekit.measure.cost import measure_costs
-    from sparsekit.tracing.inputs import ModelInputs
+    from sparsekit.measure.cost import cost_model
     from sparsekit.tracing.trace import UnprunableWarning, trace_units
 
-    module, args, kwargs = load_with_inputs(options)
+    module, inputs = load_with_inputs(options)
     with warnings.catch_warnings():
         # The same facts are in the table.
         warnings.simplefilter("ignore", UnprunableWarning)
-        graph = trace_units(module, ModelInputs(args, kwargs), prune_hidden_size=options.prune_hidden_size)
-    report = _describe(options.model, graph, measure_costs(module, args, kwargs, graph))
+        graph = trace_units(module, inputs, prune_hidden_size=options.prune_hidden_size)
+    report = _describe(options.model, graph, cost_model(module, inputs, graph))
     if options.as_json:
         print_json(report)
     else:

@@ -1,7 +1,7 @@
 """Criteria: the importance of units. `registry` finds them by name."""
 
 from sparsekit.criteria.base import Criterion, ScoringContext, is_comparable
-from sparsekit.criteria.orders import Learned, Ordered, Random, Scored
+from sparsekit.criteria.orders import Ordered, Random, Scored
 from sparsekit.criteria.taylor import Fisher, Taylor
 from sparsekit.criteria.wanda import Wanda
 from sparsekit.criteria.weights import Magnitude, unit_magnitudes
@@ -10,7 +10,6 @@ from sparsekit.registry import Registry
 __all__ = [
     "Criterion",
     "Fisher",
-    "Learned",
     "Magnitude",
     "Ordered",
     "Random",

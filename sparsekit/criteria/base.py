@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from sparsekit.errors import InvalidValueError, MissingImportanceError
+from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import StateDict
 
@@ -18,24 +18,15 @@ class ScoringContext:
 
     Args:
         weights: The dense state.
-        importance: Group name → float (units,), larger stays.
         generator: The source of randomness of criteria that draw.
         model: The dense model, for criteria that run it on data. Its modes, flags and gradients are put back afterwards.
         call: Positional and keyword inputs of one call of the model.
     """
 
     weights: StateDict | None = None
-    importance: Mapping[str, Tensor] | None = None
     generator: torch.Generator | None = None
     model: nn.Module | None = None
     call: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
-
-    def weights_for(self, criterion: object) -> StateDict:
-        """Return the weights, or raise MissingImportanceError if there are none."""
-        if self.weights is None:
-            name = type(criterion).__name__
-            raise MissingImportanceError(f"{name} needs the weights; pass ScoringContext(weights=model.state_dict())")
-        return self.weights
 
 
 @runtime_checkable
@@ -88,11 +79,7 @@ def refuse_nan(values: Tensor, what: str) -> None:
 
 
 def score_units(criterion: Criterion, graph: UnitGraph, context: ScoringContext) -> dict[str, Tensor]:
-    """Ask `criterion` for its scores, in the order of the graph, and check their shapes.
-
-    Raises:
-        InvalidValueError: no criterion, or scores that `check_scores` refuses.
-    """
+    """Ask `criterion` for its scores, in the order of the graph, and check their shapes."""
     if not callable(getattr(criterion, "scores", None)) or isinstance(criterion, type):
         raise InvalidValueError(
             "criterion must be an object with `scores`, such as sparsekit.criteria.Magnitude() or, by name,"

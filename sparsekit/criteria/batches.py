@@ -161,7 +161,6 @@ def _usable(tensor: Tensor) -> Tensor:
 
 
 def _refuse_what_is_no_loader(batches: Any) -> None:
-    """Refuse anything that is not divided into batches: it would be read example by example."""
     advice = "pass a loader or a list of batches, such as [(images, labels), …] or torch.utils.data.DataLoader(data_set, 32)"
     found = None
     if isinstance(batches, Tensor | np.ndarray):

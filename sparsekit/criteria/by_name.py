@@ -13,12 +13,7 @@ from sparsekit.errors import InvalidValueError
 
 
 def as_criterion(criterion: Criterion | type | str | None) -> Criterion:
-    """Return the criterion of a name or a class, a criterion itself, and the magnitude of the weights for None.
-
-    Raises:
-        InvalidValueError: the criterion needs more than its name.
-        UnknownNameError: no such criterion.
-    """
+    """Return the criterion of a name or a class, a criterion itself, and the magnitude of the weights for None."""
     if criterion is None:
         return Magnitude()
     found = registry.find(criterion) if isinstance(criterion, str) else criterion
@@ -33,19 +28,11 @@ def as_criterion(criterion: Criterion | type | str | None) -> Criterion:
 
 
 def with_data(
-    criterion: Criterion | type | str | None,
-    batches: Iterable[Batch],
-    loss: Loss | None,
-    *,
-    limit: int = 40,
-    progress: bool | None = False,
+    criterion: Criterion | type | str | None, batches: Iterable[Batch], loss: Loss | None, *, progress: bool | None = False
 ) -> Criterion:
-    """Return a criterion; if it reads data and has none, it gets these. None is `Fisher`.
-
-    `limit` is the largest number of batches to score on, unless the criterion has one itself.
-    """
+    """Return a criterion; if it reads data and has none, it gets these, at most 40 of them. None is `Fisher`."""
     made = Fisher() if criterion is None else as_criterion(criterion)
     if not isinstance(made, DataDriven) or made.batches is not None:
         return made
-    given: dict[str, Any] = {"batches": batches, "loss": loss, "limit": limit, "progress": progress}
+    given: dict[str, Any] = {"batches": batches, "loss": loss, "limit": 40, "progress": progress}
     return replace(made, **{name: value for name, value in given.items() if getattr(made, name) in (None, False)})

@@ -26,9 +26,7 @@ ReadBy: TypeAlias = tuple[nn.Module, UnitSlice, int]
 
 
 def _channel_axis(module: nn.Module, piece: UnitSlice) -> int | None:
-    """Return the axis of a layer's input that holds the positions of a slice of its weight, counted from the end; None if
-    none does.
-    """
+    """Return the axis of a layer's input, from the end, that has the positions of a slice of its weight; None without one."""
     if isinstance(module, nn.Linear) and piece.dim == 1:
         return -1
     if isinstance(module, ConvNd) and module.groups == 1 and piece.dim == (0 if module.transposed else 1):
@@ -100,16 +98,15 @@ def gate_squares(criterion: DataDriven, model: nn.Module, graph: UnitGraph, *, p
     """Run the model over the criterion's batches and average the squares of ∂L/∂gate: group name → float64 (units,), on the
     CPU.
 
-    Single examples are squared if the units are read by linear layers and convolutions that have the examples on
-    the first axis of their input, alone or merged with time or windows. Elsewhere, the mean square is estimated by B·g² from
-    the gradient g of a batch of B examples, which is exact in expectation if the mean is zero.
+    Single examples are squared if the units are read by linear layers and convolutions that have the examples on the first axis
+    of their input, alone or merged with time or windows. Elsewhere, the mean square is estimated by B·g² from the gradient g of
+    a batch of B examples, which is exact in expectation if the mean is zero.
 
     With `positions`, each position of an example (token, pixel) is squared, and the squares are added up. If positions are
     independent, both have one expectation, and this one far less noise.
 
     Raises:
-        InvalidValueError: a group's units have no part in the loss, or all gradients are zero. MissingImportanceError,
-            DataError: see `DataDriven`.
+        InvalidValueError: a group's units have no part in the loss, or all gradients are zero.
     """
     readers = unit_readers(model, graph)
     gated = {name: [pair for pair in pairs if pair[1].gated] for name, pairs in unit_entries(model, graph).items()}
@@ -153,8 +150,7 @@ def _one_pass(
 ) -> dict[str, Tensor]:
     """Run one backward pass: group name → Σ (∂L/∂gate)² over the examples, float (units,), L the loss of an example.
 
-    Single examples are squared if all readers of a group allow it, else B times the square for the batch, from the
-    gradients of the weights. Groups that are not part of the loss are absent.
+    Groups that are not part of the loss are absent.
     """
     direct = {
         name: found
@@ -193,7 +189,6 @@ def _one_pass(
 
 
 def _doubled(values: Tensor) -> Tensor:
-    """Return the values in float64, if the device has it."""
     return values if values.device.type == "mps" else values.double()
 
 

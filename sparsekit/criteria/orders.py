@@ -1,4 +1,4 @@
-"""Learned, Ordered, Random and Scored: criteria that do not depend on the weights."""
+"""Ordered, Random and Scored: orders of the units that no weight decides."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,24 +9,6 @@ from torch import Tensor
 from sparsekit.criteria.base import ScoringContext
 from sparsekit.errors import MissingImportanceError
 from sparsekit.graph.graph import UnitGraph
-
-
-@dataclass(frozen=True)
-class Learned:
-    """The rule of FedLPS: keep the units at or above the (1 − ratio)-quantile of their group's importance.
-
-    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), importance-derived sparse pattern.
-    """
-
-    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
-        """Return the importance itself: views, not copies."""
-        importance = {} if context.importance is None else context.importance
-        for name in graph.groups:
-            if name not in importance:
-                raise MissingImportanceError(
-                    f"Learned needs importance for group {name!r}; pass ScoringContext(importance={{group: scores}})"
-                )
-        return importance
 
 
 @dataclass(frozen=True)

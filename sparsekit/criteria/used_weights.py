@@ -66,8 +66,7 @@ def _shares(first: Tensor, second: Tensor) -> bool:
 def used_weights(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[UsedWeight]:
     """Run a model once, and return the weights that it computes.
 
-    They come from `torch.nn.utils.prune`, weight norm or any parametrization, and from expressions in a forward pass, such as
-    `weight * mask` or `weight + b @ a`.
+    They come from `torch.nn.utils.prune`, weight norm or any parametrization, and from expressions in a forward pass.
     """
     entries = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     with measured(model), _Watch(entries) as watch, calling("the model"):

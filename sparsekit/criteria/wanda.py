@@ -1,18 +1,24 @@
 """Wanda: the activation of a unit times the weights that read it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from sparsekit.criteria.base import ScoringContext
 from sparsekit.criteria.batches import DataDriven, check_finite, run_model
-from sparsekit.criteria.experts import routed_outputs
 from sparsekit.criteria.gate_gradients import inputs_of, sum_up, unit_readers
 from sparsekit.criteria.weights import along_axis
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import wide
+
+_Sums: TypeAlias = tuple[Tensor, Tensor]
+"""Of each expert: the sum over its tokens, float (experts,), and their number."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ class Wanda(DataDriven):
         counts: dict[nn.Module, int] = {}
         readers = unit_readers(model, graph)
         axes = {layer: axis for found in readers.values() for layer, _, axis in found or ()}
-        with self._passes(model) as passes, routed_outputs(model, graph) as routed:
+        with self._passes(model) as passes, _routed_outputs(model, graph) as routed:
             for batch in passes:
                 with inputs_of(axes) as calls:
                     run_model(model, batch)
@@ -64,3 +70,27 @@ class Wanda(DataDriven):
                 parts.append(columns.cpu().double()[piece.index].sum(1))
             found[name] = check_finite(name, sum_up(parts), "Wanda")
         return found
+
+
+@contextmanager
+def _routed_outputs(model: nn.Module, graph: UnitGraph) -> Iterator[dict[str, _Sums]]:
+    """Add up gate · ‖output‖ over the tokens of each expert, in all passes meanwhile."""
+    sums: dict[str, _Sums] = {}
+    with ExitStack() as hooks:
+        for name, group in graph.groups.items():
+            if group.kind == "expert":
+                home = next(piece.name for piece in group.slices if piece.gated).rpartition(".")[0]
+                note = partial(_note, sums, name, group.size)
+                hooks.callback(model.get_submodule(home).register_forward_pre_hook(note, with_kwargs=True).remove)
+        yield sums
+
+
+def _note(sums: dict[str, _Sums], name: str, size: int, experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    x, index, gates = (*args, *kwargs.values())
+    rows, chosen = x.reshape(-1, x.shape[-1]), index.reshape(-1)
+    # Each pair of a token and an expert as a token of its own, whose only expert has the gate 1.
+    pairs = rows.repeat_interleave(index.shape[-1], dim=0)
+    outputs = experts.forward(pairs, chosen[:, None], torch.ones_like(gates).reshape(-1, 1))
+    values = wide(outputs).norm(dim=-1) * wide(gates).reshape(-1)
+    total, count = sums.get(name) or (values.new_zeros(size), values.new_zeros(size))
+    sums[name] = total.index_add(0, chosen, values), count.index_add(0, chosen, torch.ones_like(values))

@@ -1,6 +1,6 @@
 """Magnitude: importance from the weights alone, read off the index table."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -9,24 +9,14 @@ from torch import Tensor, nn
 
 from sparsekit.criteria.base import ScoringContext
 from sparsekit.criteria.used_weights import UsedWeight, used_weights
-from sparsekit.errors import InvalidValueError
+from sparsekit.errors import InvalidValueError, MissingImportanceError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice
 from sparsekit.graph.index import StateDict, wide
 
 Order = Literal[1, 2]
 
-
-def own_slices(group: UnitGroup, names: Container[str], *, coupled: bool = False) -> list[UnitSlice]:
-    """Return the slices of entries with some `names` that make the units, without running statistics.
-
-    With `coupled`, slices that read the units are included.
-    """
-
-    def makes(piece: UnitSlice) -> bool:
-        return piece.side == "out" and piece.name.rpartition(".")[2] not in {"running_mean", "running_var"}
-
-    return [piece for piece in group.slices if piece.name in names and (makes(piece) or (coupled and piece.side == "in"))]
+_STATISTICS = ("running_mean", "running_var")
 
 
 def unit_entries(model: nn.Module, graph: UnitGraph) -> dict[str, list[tuple[nn.Parameter, UnitSlice]]]:
@@ -48,30 +38,23 @@ def along_axis(values: Tensor, dim: int) -> Tensor:
 
 
 def unit_magnitudes(group: UnitGroup, weights: StateDict) -> Tensor:
-    """Return Σ |θ| over the entries that make each unit, |θ|_J in the paper.
-
-    Args:
-        group: The units.
-        weights: The dense state.
-
-    Returns:
-        float (units,) in the dtype of the weights, but at least float32.
+    """Return Σ |θ| over the entries that make each unit, |θ|_J in the paper: float (units,), at least float32.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), importance regularization term.
     """
     return unit_sums(group, weights, order=1)
 
 
-def unit_sums(
-    group: UnitGroup, weights: StateDict, *, order: Order, coupled: bool = False, used: Sequence[UsedWeight] = ()
-) -> Tensor:
-    """Return Σ |θ| or Σ θ² over `own_slices`: float (units,), 0 if there are none.
+def unit_sums(group: UnitGroup, weights: StateDict, *, order: Order, used: Sequence[UsedWeight] = ()) -> Tensor:
+    """Return Σ |θ| or Σ θ² over the entries that make each unit, without running statistics: float (units,), or 0.
 
     Weights that are `used` replace the entries from which they are computed.
     """
     total: Tensor | None = None
     done: set[tuple[int, int]] = set()
-    for piece in own_slices(group, weights, coupled=coupled):
+    for piece in group.slices:
+        if piece.name not in weights or piece.side != "out" or piece.name.endswith(_STATISTICS):
+            continue
         entry = weights[piece.name]
         value = next((each.value for each in used if each.replaces(piece, entry.shape)), None)
         if value is not None:
@@ -99,7 +82,6 @@ class Magnitude:
 
     Args:
         order: 1 for the sum of absolute values, 2 for the square root of the sum of squares.
-        coupled: Whether the entries that read a unit, the columns of its consumers, count too.
 
     Raises:
         InvalidValueError: another order.
@@ -108,7 +90,6 @@ class Magnitude:
     """
 
     order: Order = field(default=1, kw_only=True)
-    coupled: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.order not in (1, 2):
@@ -116,9 +97,11 @@ class Magnitude:
 
     def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
         """Sum up each unit's weights, in their dtype."""
-        found, weights = {}, context.weights_for(self)
+        found, weights = {}, context.weights
+        if weights is None:
+            raise MissingImportanceError("Magnitude needs the weights; pass ScoringContext(weights=model.state_dict())")
         used = () if context.model is None or context.call is None else used_weights(context.model, *context.call)
         for name, group in graph.groups.items():
-            sums = unit_sums(group, weights, order=self.order, coupled=self.coupled, used=used)
+            sums = unit_sums(group, weights, order=self.order, used=used)
             found[name] = sums if self.order == 1 else sums.sqrt()
         return found

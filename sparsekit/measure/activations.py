@@ -11,17 +11,22 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from itertools import combinations, count
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sparsekit.errors import TraceError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.measure.flops import Product, Recorder, record_pass
 from sparsekit.measure.volumes import Extents
 from sparsekit.surgery.rebuild import narrow_module
+
+_Shapes: TypeAlias = list[tuple[int, ...]]
+_Spans: TypeAlias = list[list[dict[str, float]]]
+"""Shape → axis → width → positions of each of its units."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +42,8 @@ class Lengths:
     axes: Extents
 
     def at(self, counts: Mapping[str, int]) -> Fraction:
-        lengths: list[int] = [_length(axis, counts) for axis in self.axes]
-        return self.factor * math.prod(lengths)
+        lengths = (whole + sum(each * counts[group] for group, each in spans.items()) for whole, spans in self.axes)
+        return self.factor * math.prod(int(length) for length in lengths)
 
 
 def measure_shrinkage(
@@ -50,127 +55,110 @@ def measure_shrinkage(
     A call that the lengths of narrow passes do not explain counts as unchanged, so that costs are then too high and never too
     low. `dense` is a pass of the model.
     """
-    if not graph.groups:
-        return {}
-    first, sizes, lost = _widths(graph)
-    counts = {name: sizes[home] - lost[home] for name, home in first.items()}
-    try:
-        narrow = record_pass(narrow_module(model, graph, _first_units(graph, counts)), args, kwargs)
-    except TraceError:  # such as a normalization that refuses so little; then nothing is known
-        return {}
+    first = {name: tied[0] for tied in graph.tied_sets for name in tied}
+    lost = {tied[0]: _half(graph, tied) for tied in graph.tied_sets}
+    size = {tied[0]: min(graph.groups[name].size for name in tied) for tied in graph.tied_sets}
 
-    def changes(of_weights: bool) -> dict[int, Lengths]:
-        def calls(recorder: Recorder) -> dict[int, Product]:
-            return {place: call for place, call in enumerate(recorder.calls) if (call.key is not None) == of_weights}
+    def counts(halved: Collection[str]) -> dict[str, int]:
+        of = {name: size[home] - lost[home] for name, home in first.items() if home in halved}
+        return {name: of.get(name, group.size) for name, group in graph.groups.items()}
 
-        own, halves = calls(dense), calls(narrow)
+    @cache
+    def record(halved: frozenset[str]) -> Recorder | None:
+        """Run the model with half of some widths; None if it fails, such as by a normalization that refuses so little."""
+        keep = {name: torch.arange(graph.groups[name].size) < kept for name, kept in counts(halved).items()}
+        try:
+            return record_pass(narrow_module(model, graph, keep), args, kwargs) if halved else dense
+        except (TraceError, RuntimeError, ValueError, TypeError, IndexError):
+            return None
+
+    every = frozenset(size)
+    narrow = record(every)
+    found: dict[int, Lengths] = {}
+    # A narrow layer may use its weights by other calls than a dense one, and still make the same products.
+    for of_weights in (False, True) if narrow is not None and every else ():
+        assert narrow is not None
+        own, halves = _calls(dense, of_weights), _calls(narrow, of_weights)
         keys = [call.key for call in own.values()]
         if [call.key for call in halves.values()] != keys:
-            return {}
-        before = {place: dense.amount(call) for place, call in own.items()}
+            continue
         after = {place: narrow.amount(call) for place, call in zip(own, halves.values())}
-        changed = [place for place in own if before[place] != after[place]]
-        if not changed:
-            return {}
+        changed = [place for place, call in own.items() if dense.amount(call) != after[place]]
 
-        def lengths(module: nn.Module) -> list[tuple[int, ...]]:
-            found = calls(dense if module is model else record_pass(module, args, kwargs)).values()
-            if [call.key for call in found] != keys:
-                raise TraceError("a narrow model makes other calls")
-            return [call.lengths for place, call in zip(own, found) if place in changed]
+        def shapes(
+            halved: Collection[str], kind: bool = of_weights, keys: list[str | None] = keys, wanted: Collection[int] = changed
+        ) -> _Shapes | None:
+            recorder = record(frozenset(halved))
+            calls = {} if recorder is None else _calls(recorder, kind)
+            if [call.key for call in calls.values()] != keys:
+                return None
+            return [call.lengths for place, call in zip(_calls(dense, kind), calls.values()) if place in wanted]
 
-        told = {
-            place: _lengths(before[place], axes, graph) for place, axes in zip(changed, probe_shapes(model, graph, lengths))
-        }
-        return {place: each for place, each in told.items() if each is not None and each.at(counts) == after[place]}
-
-    # A narrow layer may use its weights by other calls than a dense one, and still make the same products.
-    return changes(of_weights=False) | changes(of_weights=True)
+        for place, spans in zip(changed, _spans(shapes, lost) if changed else ()):
+            told = _lengths(dense.amount(own[place]), own[place].lengths, spans, graph)
+            if told is not None and told.at(counts(every)) == after[place]:
+                found[place] = told
+    return found
 
 
-def _lengths(dense: Fraction, axes: Extents, graph: UnitGraph) -> Lengths | None:
+def _half(graph: UnitGraph, tied: Sequence[str]) -> int:
+    """Return how many units less are half of a width. Two stay where there are more: with one, a copy may become a view."""
+    size = min(graph.groups[name].size for name in tied)
+    return size - max(min(2, size - 1), size // 2, *(graph.groups[name].least for name in tied))
+
+
+def _calls(recorder: Recorder, of_weights: bool) -> dict[int, Product]:
+    return {place: call for place, call in enumerate(recorder.calls) if (call.key is not None) == of_weights}
+
+
+def _lengths(amount: Fraction, shape: Sequence[int], spans: Sequence[Mapping[str, float]], graph: UnitGraph) -> Lengths | None:
     """Return the lengths of a shape, with whole positions for each unit; None if there are others."""
-    own = [(size, spans) for size, spans in axes if spans]
-    if any(each != int(each) for size, spans in own for each in (size, *spans.values())):
-        return None
-    whole = tuple((int(size), {name: int(each) for name, each in spans.items()}) for size, spans in own)
-    sizes = {name: group.size for name, group in graph.groups.items()}
-    return Lengths(dense / max(1, math.prod(_length(axis, sizes) for axis in whole)), whole)
-
-
-def _length(axis: tuple[Any, Mapping[str, Any]], counts: Mapping[str, int]) -> Any:
-    return axis[0] + sum(each * counts[group] for group, each in axis[1].items())
-
-
-def probe_shapes(
-    model: nn.Module, graph: UnitGraph, run: Callable[[nn.Module], Sequence[tuple[int, ...]]]
-) -> tuple[Extents, ...]:
-    """Let `run` list shapes of the dense model and of models with one width halved; returns how shapes follow the widths.
-
-    If the list has other shapes or ranks with a width halved, that width is assumed to change no shape: costs are then
-    too high and never too low. The shapes of tied groups have the name of the first.
-    """
-    dense = list(run(model))
-    first, sizes, lost = _widths(graph)
-    leaders = list(sizes)
-
-    def shrinks(halved: Collection[str]) -> list[tuple[int, ...]] | None:
-        """Return how much shorter each axis of each shape becomes if some widths are halved."""
-        halves = {name: sizes[home] - lost[home] for name, home in first.items() if home in halved}
-        try:
-            found = list(run(narrow_module(model, graph, _first_units(graph, halves))))
-        except (RuntimeError, ValueError, TypeError, IndexError):
+    axes, product = [], 1
+    for size, own in zip(shape, spans, strict=True):
+        fixed = size - sum(each * graph.groups[name].size for name, each in own.items())
+        if any(each != int(each) for each in (fixed, *own.values())):
             return None
-        if [len(shape) for shape in found] != [len(shape) for shape in dense]:
+        if own:
+            axes.append((int(fixed), {name: int(each) for name, each in own.items()}))
+            product *= size
+    return Lengths(amount / max(1, product), tuple(axes))
+
+
+def _spans(shapes: Callable[[Collection[str]], _Shapes | None], lost: Mapping[str, int]) -> _Spans:
+    """Return how the axes of shapes follow the widths: `shapes` lists them with half of some widths.
+
+    If there are other shapes or ranks with a width halved, that width is assumed to change no shape.
+    """
+    dense = shapes(())
+    assert dense is not None
+
+    def shrinks(halved: Collection[str]) -> _Shapes | None:
+        found = shapes(halved)
+        if found is None or [len(shape) for shape in found] != [len(shape) for shape in dense]:
             return None
         return [tuple(a - b for a, b in zip(one, other, strict=True)) for one, other in zip(dense, found, strict=True)]
 
-    spans = _decoded(dense, leaders, lost, shrinks)
+    spans = _decoded(dense, lost, shrinks)
     if spans is None:
         spans = [[{} for _ in shape] for shape in dense]
-        for leader in leaders:
-            less = shrinks({leader}) if lost[leader] else None
+        for leader, fewer in lost.items():
+            less = shrinks({leader}) if fewer else None
             for place, axes in enumerate(less or ()):
                 for dim, each in enumerate(axes):
                     if each > 0:
-                        spans[place][dim][leader] = each / lost[leader]
-    whole = {name: group.size for name, group in graph.groups.items()}
-    return tuple(
-        tuple((size - _length((0, own), whole), own) for size, own in zip(shape, axes, strict=True))
-        for shape, axes in zip(dense, spans, strict=True)
-    )
+                        spans[place][dim][leader] = each / fewer
+    return spans
 
 
-def _widths(graph: UnitGraph) -> tuple[dict[str, str], dict[str, int], dict[str, int]]:
-    """Group → the first of its tied groups; that one → units of the smallest of them, and their number in half a width."""
-    first = {name: tied[0] for tied in graph.tied_sets for name in tied}
-    sizes: dict[str, int] = {}
-    lost: dict[str, int] = {}
-    for tied in graph.tied_sets:
-        size = sizes[tied[0]] = min(graph.groups[name].size for name in tied)
-        # Two stay where there are more: with a single one a copy may become a view.
-        lost[tied[0]] = size - max(min(2, size - 1), size // 2, *(graph.groups[name].least for name in tied))
-    return first, sizes, lost
-
-
-def _first_units(graph: UnitGraph, counts: Mapping[str, int]) -> dict[str, Tensor]:
-    return {name: torch.arange(group.size) < counts.get(name, group.size) for name, group in graph.groups.items()}
-
-
-def _decoded(
-    dense: Sequence[tuple[int, ...]],
-    leaders: Sequence[str],
-    lost: Mapping[str, int],
-    shrinks: Callable[[Collection[str]], list[tuple[int, ...]] | None],
-) -> list[list[dict[str, float]]] | None:
+def _decoded(dense: _Shapes, lost: Mapping[str, int], shrinks: Callable[[Collection[str]], _Shapes | None]) -> _Spans | None:
     """Return the same from few passes, if no axis follows more than one width; None if one does.
 
     Each width is halved in half of the passes, in another half than every other width, so that the passes with a shorter axis
     name its width. Two widths together would name more than half of them.
     """
-    number = next(n for n in count(2) if math.comb(n, n // 2) >= len(leaders))
-    codes = dict(zip(combinations(range(number), number // 2), leaders))
-    if number >= len(leaders):
+    number = next(n for n in count(2) if math.comb(n, n // 2) >= len(lost))
+    codes = dict(zip(combinations(range(number), number // 2), lost))
+    if number >= len(lost):
         return None
     passes = []
     for place in range(number):
@@ -178,15 +166,13 @@ def _decoded(
         if found is None:
             return None
         passes.append(found)
-    spans: list[list[dict[str, float]]] = [[{} for _ in shape] for shape in dense]
-    for shape in range(len(dense)):
-        for dim in range(len(dense[shape])):
+    spans: _Spans = [[{} for _ in shape] for shape in dense]
+    for shape, axes in enumerate(spans):
+        for dim, own in enumerate(axes):
             less = [found[shape][dim] for found in passes]
             code = tuple(place for place, each in enumerate(less) if each)
-            if not code:
-                continue
-            if code not in codes or len({less[place] for place in code}) > 1:
+            if code and (code not in codes or len({less[place] for place in code}) > 1):
                 return None
-            leader = codes[code]
-            spans[shape][dim][leader] = less[code[0]] / lost[leader]
+            if code:
+                own[codes[code]] = less[code[0]] / lost[codes[code]]
     return spans

@@ -12,7 +12,7 @@ from typing import Any
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 
-_SHARE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*")
+_SHARE = re.compile(r"\s*(?:\d+(?:\.\d*)?|\.\d+)\s*%\s*")
 
 
 class BudgetError(InvalidValueError):
@@ -65,13 +65,10 @@ class Budget:
         return tuple(name for name in METRICS if getattr(self, name) is not None)
 
     def limits(self, dense: Mapping[str, float]) -> dict[str, float]:
-        """Return the largest cost that is allowed, by metric.
+        """Return metric → largest cost that is allowed, for the metrics of this budget.
 
         Args:
             dense: Metric → cost of the dense model.
-
-        Returns:
-            Metric → absolute limit, for the metrics of this budget.
 
         Raises:
             InvalidValueError: `dense` lacks a metric.
@@ -93,14 +90,9 @@ class Budget:
         return f"{given} ({absolute})" if isinstance(given, str) else absolute
 
     def part(self, progress: float, dense: Mapping[str, float]) -> Budget:
-        """Return a budget on the way from the dense model to this one.
+        """Return absolute limits on the way from the dense model, at `progress` 0, to this budget, at 1.
 
-        Args:
-            progress: 0 for the dense model, 1 for this budget.
-            dense: Metric → cost of the dense model.
-
-        Returns:
-            Absolute limits between; this budget itself at 1.
+        `dense` is metric → cost of the dense model.
         """
         if progress >= 1.0:
             return self
@@ -113,9 +105,6 @@ class Budget:
     @staticmethod
     def of(budget: Budget | Mapping[str, str | float] | str | Sequence[str]) -> Budget:
         """Return a budget as it is, or read one: `"flops=50%,params=2e6"`, several such texts, or metric → share or number.
-
-        Args:
-            budget: In any of these forms.
 
         Raises:
             InvalidValueError: none of them, no metric, one given twice, or a value that is neither a share nor a number.
@@ -163,15 +152,12 @@ def _number(name: str, text: str) -> float:
 
 
 def _share(text: str) -> Fraction:
-    found = _SHARE.fullmatch(text)
-    assert found is not None
-    return Fraction(found[1]) / 100
+    return Fraction(text.replace("%", "").strip()) / 100
 
 
 def _check(name: str, value: object) -> None:
     if isinstance(value, str):
-        found = _SHARE.fullmatch(value)
-        if found is None:
+        if _SHARE.fullmatch(value) is None:
             raise InvalidValueError(
                 f'{name} must be a share such as "50%" or a number, got the string {value!r};'
                 " a number is absolute and goes without quotes"

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from sparsekit.errors import InvalidValueError
+from sparsekit.errors import InvalidValueError, level_of_user
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.measure.activations import Lengths, measure_shrinkage
@@ -25,7 +25,7 @@ from sparsekit.measure.flops import UncountedFlopsWarning, entry_keys, record_pa
 from sparsekit.measure.volumes import CostTracker, Extents, Prices, Volumes
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.blocks import is_large, is_meta
-from sparsekit.tracing.inputs import find_tensors, map_tensors
+from sparsekit.tracing.inputs import ModelInputs, find_tensors, map_tensors
 
 
 @dataclass(frozen=True)
@@ -97,15 +97,7 @@ class CostModel:
         )
 
     def sizes(self, mask: UnitMask | None = None, *, sides: Collection[str] = ("out", "in")) -> dict[str, int]:
-        """Count the entries that stay.
-
-        Args:
-            mask: Units or entries to keep; None keeps all.
-            sides: Which axes are cut: "out", "in" or both, as in `UnitSlice.side`.
-
-        Returns:
-            State-dict key → entries.
-        """
+        """Return state-dict key → entries that stay if the axes of these sides (`UnitSlice.side`) are cut."""
         counts, sizes = self._counts(mask), {}
         for name, shape in self.graph.shapes.items():
             kept = list(shape)
@@ -116,16 +108,10 @@ class CostModel:
         return sizes
 
     def _counts(self, mask: UnitMask | None) -> dict[str, int]:
-        if mask is None:
-            return {name: group.size for name, group in self.graph.groups.items()}
-        return mask.counts()
+        return {name: group.size for name, group in self.graph.groups.items()} if mask is None else mask.counts()
 
     def forward_flops(self, mask: UnitMask | None = None) -> int:
-        """Return the FLOPs of one example through the compact model; backward costs twice as much again.
-
-        Args:
-            mask: Units or entries to keep; None keeps all.
-        """
+        """Return the FLOPs of one example through the compact model; backward costs twice as much again."""
         return self._pass_flops(mask) // self.examples
 
     def _pass_flops(self, mask: UnitMask | None) -> int:
@@ -136,17 +122,12 @@ class CostModel:
     def costs(self, counts: Mapping[str, int]) -> dict[str, float]:
         """Return all metrics of the narrow model, exactly: "flops" of one example, "params" and "bytes".
 
-        Args:
-            counts: Group name → units kept, for every group.
+        `counts` is, here and below, group name → units kept, for every group.
         """
         return self.tracker(counts).totals()
 
     def entry_costs(self, counts: Mapping[str, int]) -> dict[str, dict[str, float]]:
-        """Return state-dict key → "flops" of one example that are spent on it, "params" and "bytes"; tied ones once.
-
-        Args:
-            counts: Group name → units kept, for every group.
-        """
+        """Return state-dict key → "flops" of one example that are spent on it, "params" and "bytes"; tied ones once."""
         volumes, prices = self._sums
         found = {name: dict.fromkeys(prices, 0.0) for name in self.widths}
         entries = volumes.at(counts)
@@ -161,12 +142,7 @@ class CostModel:
         return self.costs(self._counts(None))
 
     def tracker(self, counts: Mapping[str, int], metrics: Collection[str] | None = None) -> CostTracker:
-        """Return costs at widths that change step by step.
-
-        Args:
-            counts: Group name → units kept at the start, for every group.
-            metrics: The costs to track; None tracks all.
-        """
+        """Return costs at widths that start at `counts` and change step by step; `metrics` to track, or all."""
         volumes, prices = self._sums
         return CostTracker(volumes, {name: prices[name] for name in (prices if metrics is None else metrics)}, counts)
 
@@ -243,8 +219,8 @@ def _trace(copied: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
 
 
 def _bias_of(weight: str, state: Mapping[str, Tensor]) -> str | None:
-    module, _, attribute = weight.rpartition(".")
-    bias = f"{module}.{attribute.replace('weight', 'bias')}" if module else attribute.replace("weight", "bias")
+    module, dot, attribute = weight.rpartition(".")
+    bias = module + dot + attribute.replace("weight", "bias")
     return bias if bias != weight and bias in state else None
 
 
@@ -275,17 +251,16 @@ def count_cost(
         if graph is None:
             raise InvalidValueError("count_cost needs graph= to read a mask; pass the graph that the mask was made with")
         mask.check(graph)
-    return measure_costs(model, example_inputs, example_kwargs, graph).cost(mask)
+    return cost_model(model, ModelInputs(example_inputs, example_kwargs), graph).cost(mask)
 
 
-def cost_model(model: nn.Module, *example_inputs: Any, graph: UnitGraph | None = None, **example_kwargs: Any) -> CostModel:
+def cost_model(model: nn.Module, example_inputs: Any, graph: UnitGraph | None = None) -> CostModel:
     """Measure once the costs of a model; costs of other widths are arithmetic from then on.
 
     Args:
         model: The dense model; not changed.
-        *example_inputs: One call's inputs; the first axis of the first tensor counts the examples.
+        example_inputs: Inputs of one call, as in `prune`; the first axis of the first tensor counts the examples.
         graph: Its units; None for costs of the whole model alone.
-        **example_kwargs: Keyword inputs.
 
     Returns:
         The costs: `costs(counts)` for given numbers, `tracker(counts)` for numbers that change step by step.
@@ -293,16 +268,12 @@ def cost_model(model: nn.Module, *example_inputs: Any, graph: UnitGraph | None =
     Raises:
         TraceError: the model fails on the inputs.
     """
-    return measure_costs(model, example_inputs, example_kwargs, graph)
-
-
-def measure_costs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], graph: UnitGraph | None) -> CostModel:
-    """Do the work of `cost_model`, for inputs of any names."""
+    call = ModelInputs.of(example_inputs)
     if graph is None:
         graph = UnitGraph({}, {name: tensor.shape for name, tensor in named_entries(model).items()})
-    found = _measured(model, args, kwargs, graph)
+    found = _measured(model, call.args, call.kwargs, graph)
     if found.note is not None:
-        warnings.warn(found.note, UncountedFlopsWarning, stacklevel=3)
+        warnings.warn(found.note, UncountedFlopsWarning, stacklevel=level_of_user())
     return found
 
 

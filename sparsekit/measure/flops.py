@@ -100,7 +100,6 @@ _Factors: TypeAlias = tuple[Sequence[int], Sequence[tuple[Tensor, Sequence[int]]
 
 
 def _factors(name: str, args: Any, result: Any) -> _Factors | None:
-    """Return the factors of an operator that multiplies."""
     if name in ("convolution", "_convolution"):
         places = args[0] if args[6] else result  # a transposed one uses its weight at each position of its input
         positions = (places.shape[0], *places.shape[2:])
@@ -124,9 +123,7 @@ def _factors(name: str, args: Any, result: Any) -> _Factors | None:
 
 
 def _product(left: Tensor, right: Tensor) -> _Factors:
-    """Return the factors of (…, m, k) times (…, k, n), where each may be a vector; of a sparse factor, the stored numbers
-    count.
-    """
+    """Return the factors of (…, m, k) times (…, k, n), where each may be a vector; sparse factors count stored numbers."""
     columns = right.shape[-1:] if right.dim() > 1 else ()
     factors = [(right, left.shape[:-1]), (left, (*left.shape[:-2], *columns))]
     if left.layout is not torch.strided:

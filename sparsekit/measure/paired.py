@@ -59,8 +59,7 @@ def measure_pair(
 ) -> tuple[TimePair, ...]:
     """Time two models in turns: for one example and for all of the inputs, with one thread and with all.
 
-    If a model does not take one example, only all are timed. Each of the at most four measurements takes `seconds`, and one
-    turn at least.
+    If a model does not take one example, only all are timed. Each of the at most four measurements takes `seconds`.
     """
     everything = (args, dict(kwargs))
     batch = next((len(tensor) for tensor in find_tensors(everything) if tensor.dim()), 1)
@@ -113,7 +112,7 @@ def time_turns(
     *,
     seconds: float = 0.5,
 ) -> TimePair:
-    """Time two calls from `prepare` in turns, one of a dense and one of a pruned model; `timed` is a stopwatch."""
+    """Time two calls in turns; `timed` is a stopwatch."""
     order = np.random.default_rng(0)
     turns: list[tuple[float, float]] = []
     for _ in range(_WARM):

@@ -23,24 +23,6 @@ _JUDGES = 64
 
 
 @dataclass(frozen=True, eq=False)
-class SampledLoss:
-    """A loss for criteria that need gradients, if the target is the model's own output.
-
-    The squared distance to that output has no gradient at the dense model. With targets drawn from a normal distribution around
-    the output, it has one: a random projection of the output's Jacobian. Its mean square is the curvature of the distance.
-
-    Source: Kunstner et al., Limitations of the empirical Fisher approximation, NeurIPS 2019, for sampled targets.
-    """
-
-    generator: torch.Generator
-
-    def __call__(self, outputs: Any) -> Tensor:
-        found = Distillation.outputs(outputs)
-        noise = torch.randn(found.shape, generator=self.generator).to(found)
-        return (found * noise).sum() / max(1, found.shape[0] if found.dim() > 1 else 1)
-
-
-@dataclass(frozen=True, eq=False)
 class Calibration:
     """Batches for a cut.
 
@@ -48,23 +30,17 @@ class Calibration:
         fit: Batches that score units, refit layers and renew statistics.
         judge: Other batches; empty if nothing can be held out.
         loss: As given; None takes `outputs.loss`, or else the distance to the dense model's outputs.
-        distils: Whether that distance is the loss.
-        wanted: The dense model's outputs on `judge`, if it distils.
+        wanted: The dense model's outputs on `judge`, if the distance to them is the loss.
     """
 
     fit: Sequence[Batch]
     judge: Sequence[Batch]
     loss: Loss | None
-    distils: bool
-    wanted: Sequence[Tensor]
+    wanted: Sequence[Tensor] | None
 
     @classmethod
     def read(cls, model: nn.Module, batches: Iterable[Batch], loss: Loss | None) -> "Calibration":
-        """Read batches once, and set the last of their examples aside to judge: a fifth, and at least 64 or half of them.
-
-        Raises:
-            DataError: no loader, an empty one, or a batch on another device than the model.
-        """
+        """Read batches once, and set the last of their examples aside to judge: a fifth, and at least 64 or half of them."""
         found: list[Batch] = []
         held = 0
         for batch in read_batches(batches, model, "Calibration", limit=_BATCHES):
@@ -74,12 +50,11 @@ class Calibration:
             if held > _BYTES and len(found) > 1:
                 break
         fit, judge = _held_out(found)
-        distils = loss is None and not _has_loss(model, found[0])
-        wanted = []
-        if distils:
+        wanted = None
+        if loss is None and not _has_loss(model, found[0]):
             with scoring(model), torch.no_grad():
                 wanted = [Distillation.outputs(run_model(model, batch)[0]).clone() for batch in judge]
-        return cls(fit, judge, loss, distils, wanted)
+        return cls(fit, judge, loss, wanted)
 
     def notes(self, criterion: str, allocation: str) -> list[str]:
         """Return remarks on a comparison that rests on few examples; the first candidate has this criterion and allocation."""
@@ -95,14 +70,31 @@ class Calibration:
 
     @property
     def gradient_loss(self) -> Loss | None:
-        return SampledLoss(torch_generator(np.random.default_rng(0))) if self.distils else self.loss
+        """The loss for criteria that need gradients.
+
+        The squared distance to the model's own output has no gradient there. With targets drawn from a normal distribution
+        around the output, it has one: a random projection of the output's Jacobian. Its mean square is the curvature of the
+        distance.
+
+        Source: Kunstner et al., Limitations of the empirical Fisher approximation, NeurIPS 2019, for sampled targets.
+        """
+        if self.wanted is None:
+            return self.loss
+        generator = torch_generator(np.random.default_rng(0))
+
+        def sampled(outputs: Any) -> Tensor:
+            found = Distillation.outputs(outputs)
+            noise = torch.randn(found.shape, generator=generator).to(found)
+            return (found * noise).sum() / max(1, found.shape[0] if found.dim() > 1 else 1)
+
+        return sampled
 
     def measure(self, model: nn.Module) -> float:
         """Return the mean loss over the batches that judge, or the distance to the dense outputs: lower is better."""
         total, count = 0.0, 0
         with scoring(model), torch.no_grad():
-            for batch, wanted in itertools.zip_longest(self.judge, self.wanted):
-                if self.distils:
+            for batch, wanted in itertools.zip_longest(self.judge, self.wanted or ()):
+                if wanted is not None:
                     own = Distillation.outputs(run_model(model, batch)[0])
                     value = float(F.mse_loss(own.float(), wanted.float()) / wanted.float().var().clamp_min(1e-30))
                 else:
@@ -112,7 +104,6 @@ class Calibration:
 
 
 def _terms(batch: Batch) -> int:
-    """Return the number of examples, or of tokens."""
     args, kwargs, _ = split_batch(batch, keep_target=False)
     first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
     tokens = first is not None and first.dim() == 2 and not first.is_floating_point()

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +18,23 @@ from sparsekit.criteria.orders import Scored
 from sparsekit.errors import InvalidValueError, level_of_user
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
-from sparsekit.measure.budget import Budget
+from sparsekit.measure.budget import Budget, BudgetError
 from sparsekit.measure.clock import device_of, evaluated, stopwatch
 from sparsekit.measure.paired import prepare, time_turns
 from sparsekit.progress import working
 from sparsekit.pruning.calibration import Calibration
-from sparsekit.pruning.latency import meet_latency
 from sparsekit.pruning.reconstruction import recalibrate_batchnorm, refit, refits_in_sequence, statistics_prior
 from sparsekit.pruning.report import CandidateReport
 from sparsekit.pruning.settings import Candidate, Settings
 from sparsekit.surgery.compaction import compact
 from sparsekit.tracing.trace import check_runs
 
+T = TypeVar("T")
+
+_TRIES = 8
+_CLOSE = 0.95
+_INSIDE = 0.1
+"""Part of the bracket at both ends that is never tried."""
 _STARVED = 0.15
 
 
@@ -39,14 +44,7 @@ class StarvedGroupsWarning(UserWarning):
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """The units that a candidate keeps.
-
-    Args:
-        mask: Of the model that is cut.
-        model: The narrow model, if it was needed to decide.
-        measured: Measurements of the refit; None if it was not refitted.
-        latency_ms: Of the narrow model, if the budget limits milliseconds.
-    """
+    """The units that a candidate keeps, and of the narrow model, if it was needed to decide, measurements and milliseconds."""
 
     mask: UnitMask
     model: nn.Module | None = None
@@ -72,8 +70,7 @@ def decide(
     A single candidate is not compared. Otherwise, each layer of a candidate is refitted by itself: a refit in sequence takes
     twice the time and lowers all losses alike.
 
-    Raises:
-        BudgetError, InvalidValueError, MissingImportanceError: the error of the last candidate, if none can be made.
+    If none can be made, the error of the last one is raised.
     """
     calibration = settings.calibration
     if len(candidates) == 1 or calibration is None or not calibration.judge:
@@ -174,7 +171,7 @@ def _small(settings: Settings, cut: Cut, model: nn.Module, graph: UnitGraph) -> 
 def _cut_to_share(
     settings: Settings, candidate: Candidate, scores: Scored, model: nn.Module, graph: UnitGraph, target: Budget, share: float
 ) -> tuple[Cut, Callable[[], float]]:
-    """Cut to a share of the dense FLOPs, and to all limits but milliseconds, which the returned function measures."""
+    """Cut to a share of the dense FLOPs and all other limits; returns the cut, and a function that times it."""
     limits: dict[str, Any] = {name: getattr(target, name) for name in target.metrics if name != "latency_ms"}
     flops = max(1.0, share * settings.dense_costs["flops"])
     if flops < target.limits(settings.dense_costs).get("flops", float("inf")):
@@ -184,6 +181,60 @@ def _cut_to_share(
     with torch.no_grad(), evaluated(small):
         small_pass = prepare(small, target.runtime, settings.call.args, settings.call.kwargs)
     return replace(cut, model=small), partial(_milliseconds, settings, small, small_pass)
+
+
+def meet_latency(
+    limit_ms: float, dense_ms: float, cut: Callable[[float], tuple[T, Callable[[], float]]], *, requested: str
+) -> tuple[T, float]:
+    """Cut to other shares of the FLOPs until the narrow model, measured, is within the limit and near it.
+
+    `cut` takes a share of the dense FLOPs, and returns the cut and a function that measures its milliseconds. `requested` is
+    the limit as the user gave it.
+
+    Returns:
+        The cut that came nearest to the limit without exceeding it, and its milliseconds.
+
+    Raises:
+        BudgetError: no model was measured within the limit, or none can be made.
+    """
+    low, high, share = 0.0, 1.0, min(1.0, limit_ms / dense_ms)
+    before = 1.0, dense_ms
+    best: tuple[T, float] | None = None
+    fastest, refused = float("inf"), None
+    for _ in range(_TRIES):
+        try:
+            found, measure = cut(share)
+        except BudgetError as error:  # so few FLOPs cannot be reached
+            low, refused = share, error
+            share = (low + high) / 2
+            continue
+        measured = measure()
+        if measured <= limit_ms:  # not by luck
+            measured = max(measured, measure())
+        fastest = min(fastest, measured)
+        if measured > limit_ms:
+            high = share
+        else:
+            low = share
+            if best is None or measured > best[1]:
+                best = found, measured
+        if share == 1.0 == low or (best is not None and best[1] >= _CLOSE * limit_ms):
+            break
+        # The line through the last two, kept within the bracket.
+        slope = (measured - before[1]) / (share - before[0]) if share != before[0] else 0.0
+        aim = share + (0.98 * limit_ms - measured) / slope if slope > 0.0 else (low + high) / 2
+        edge = _INSIDE * (high - low)
+        before = share, measured
+        share = min(max(aim, low + edge), high - edge if high < 1.0 else 1.0)
+    if best is None and fastest == float("inf") and refused is not None:
+        raise refused
+    if best is None:
+        raise BudgetError(
+            f"the budget cannot be met: latency_ms ≤ {requested} was requested, and the fastest narrow model measured took"
+            f" {fastest:.3g} ms; other programs on this machine or its number of threads may be the reason, or ask for more",
+            {"latency_ms": fastest},
+        )
+    return best
 
 
 def _milliseconds(settings: Settings, small: nn.Module, small_pass: Callable[[], object]) -> float:
@@ -206,7 +257,7 @@ def _refit(
     *,
     sequential: bool,
 ) -> Mapping[str, Any]:
-    """Refit the layers that read dropped units, then recalibrate batch norms; returns measurements for the report."""
+    """Refit the layers that read dropped units, then recalibrate batch norms; returns measurements."""
     measured: dict[str, Any] = {}
     if settings.calibration is None or all(bool(keep.all()) for keep in mask.values()):
         return measured

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from sparsekit.errors import InvalidValueError
 from sparsekit.tracing.inputs import find_tensors
 
-Comparison = Literal["logits", "values"]
-
 
 @dataclass(frozen=True, eq=False)
 class Distillation:
@@ -20,15 +18,15 @@ class Distillation:
 
     The loss is (1 − share)·loss + share·T²·KL(teacher ‖ student), both softened by the temperature T.
 
+    The distributions are over the last axis, or over the channels of images and volumes.
+
     Args:
         teacher: The dense model. It runs in eval mode and without gradients, and is not changed.
         temperature: T, above 0.
         share: Share of the teacher in the loss, in [0, 1].
-        kind: "logits" compares distributions over the last axis, or over the channels of images and volumes. "values" takes the
-            mean square of the difference, for regression.
 
     Raises:
-        InvalidValueError: a number out of range, or another kind.
+        InvalidValueError: a number out of range.
 
     Source: Hinton et al., Distilling the Knowledge in a Neural Network, arXiv 1503.02531.
     """
@@ -36,15 +34,12 @@ class Distillation:
     teacher: nn.Module
     temperature: float = 2.0
     share: float = 0.5
-    kind: Comparison = "logits"
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
             raise InvalidValueError(f"temperature must be above 0, got {self.temperature}")
         if not 0 <= self.share <= 1:
             raise InvalidValueError(f"share must be in [0, 1], got {self.share}")
-        if self.kind not in ("logits", "values"):
-            raise InvalidValueError(f"kind must be 'logits' or 'values', got {self.kind!r}")
 
     def teach(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         """Return the outputs of the teacher, which must be in eval mode."""
@@ -61,15 +56,10 @@ class Distillation:
         return tensor
 
     def combine(self, loss: Tensor, student: Any, teacher: Tensor) -> Tensor:
-        """Combine the loss with the distance to the teacher.
-
-        Args:
-            loss: Scalar.
-            student: Outputs of the student.
-            teacher: What `teach` returned, of the same shape.
+        """Combine a scalar loss with the distance of the student's outputs to what `teach` returned.
 
         Raises:
-            InvalidValueError: the shapes differ, or logits have one axis only.
+            InvalidValueError: their shapes differ, or logits have one axis only.
         """
         own = self.outputs(student)
         if own.shape != teacher.shape:
@@ -77,13 +67,11 @@ class Distillation:
                 f"the student's outputs have shape {tuple(own.shape)}, the teacher's {tuple(teacher.shape)};"
                 " both must be the same kind of model"
             )
-        if own.dim() < 2 and self.kind == "logits":
+        if own.dim() < 2:
             raise InvalidValueError(
-                f"distillation of logits needs an axis of classes, the outputs have shape {tuple(own.shape)};"
-                ' pass kind="values" for regression'
+                f"distillation needs an axis of classes, the outputs have shape {tuple(own.shape)}; for regression, pass"
+                " batches whose targets are the teacher's outputs"
             )
-        if self.kind == "values":
-            return (1 - self.share) * loss + self.share * F.mse_loss(own, teacher)
         axis = 1 if own.dim() > 3 else -1
         student_log = F.log_softmax(own.float() / self.temperature, dim=axis).movedim(axis, -1).flatten(0, -2)
         teacher_log = F.log_softmax(teacher.float() / self.temperature, dim=axis).movedim(axis, -1).flatten(0, -2)

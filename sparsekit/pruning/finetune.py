@@ -244,7 +244,6 @@ def copy_state(model: nn.Module) -> dict[str, Any]:
 def _optimizer(
     given: MakeOptimizer | torch.optim.Optimizer | None, model: nn.Module, parameters: list[nn.Parameter], loss: Loss | None
 ) -> torch.optim.Optimizer:
-    """Return the optimizer, and refuse an optimizer of anything but the model and the loss."""
     if given is None:
         return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, nesterov=True, weight_decay=5e-4)
     made = given if isinstance(given, torch.optim.Optimizer) or not callable(given) else given(parameters)
@@ -275,7 +274,6 @@ def _schedule(make: MakeScheduler | None, optimizer: torch.optim.Optimizer) -> A
 
 
 def _save(path: Path, parts: Mapping[str, Any], history: list[EpochRecord], best: _Best, batches: Any) -> None:
-    """Write a checkpoint; an old file is replaced at once or not at all."""
     found = {
         "state": {name: part.state_dict() for name, part in parts.items()},
         "history": [asdict(record) for record in history],
@@ -307,7 +305,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _load(path: Path, parts: Mapping[str, Any], batches: Any) -> tuple[list[EpochRecord], _Best]:
-    """Load a checkpoint. If it fails, the caller puts the model back."""
     found = _read(path)
     if parts.keys() != found["state"].keys():
         raise InvalidValueError(

@@ -28,10 +28,10 @@ class LossyLayer:
     outputs: Tensor | None  # int64: rows of the weight that stay, None for all
 
     def rows(self, x: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return random rows of the matrix of inputs of one call, a column for each weight of an output.
+        """Return random rows of the matrix of inputs of one call, spread over examples and positions.
 
         Returns:
-            float (rows, features), spread over examples and positions, and int64 (rows,): the place on the first axis of `x`.
+            Float (rows, weights of an output), and int64 (rows,): the place on the first axis of `x`.
         """
         x = wide(x)
         if isinstance(self.layer, nn.Linear):
@@ -54,23 +54,18 @@ class LossyLayer:
         return patches.movedim(-1, 1).flatten(1), place.cpu()
 
     def _weight(self) -> tuple[Tensor, Tensor]:
-        """Return the dense weight of the outputs that stay, float (outputs, features), and the features that stay, int64
-        (kept,).
-        """
+        """Return the dense weight of the kept outputs, float (outputs, features), and the kept features, int64 (kept,)."""
         weight = wide(self.layer.weight.detach())
         weight = (weight if self.outputs is None else weight[self.outputs.to(weight.device)]).flatten(1)
         span = weight.shape[1] // self.layer.weight.shape[1]
         return weight, (self.kept[:, None] * span + torch.arange(span)).reshape(-1).to(weight.device)
 
     def kept_weight(self) -> Tensor:
-        """Return the kept part of the dense weight, float (outputs, kept)."""
         weight, kept = self._weight()
         return weight[:, kept]
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return columns of the rows that stay, float (rows, kept), and the contribution of the others to the outputs,
-        (rows, outputs).
-        """
+        """Return kept columns of rows, float (rows, kept), and what the others add to the outputs, (rows, outputs)."""
         weight, kept = self._weight()
         gone = torch.ones(weight.shape[1], dtype=torch.bool, device=rows.device).index_fill_(0, kept, False)
         return rows[:, kept], rows[:, gone] @ weight[:, gone].t()
@@ -88,7 +83,6 @@ def _choose(count: int, generator: torch.Generator) -> Tensor:
 
 
 def _padding(layer: ConvNd) -> list[tuple[int, int]]:
-    """Return (before, after) of each axis."""
     if layer.padding == "valid":
         return [(0, 0)] * len(layer.kernel_size)
     if layer.padding == "same":
@@ -119,18 +113,18 @@ class _Sums:
 class Fit:
     """The fit of one layer, from sums over its inputs."""
 
-    def __init__(self, reader: LossyLayer, generator: torch.Generator) -> None:
-        self.reader, self.first = reader, 0
+    def __init__(self, layer: LossyLayer, generator: torch.Generator) -> None:
+        self.layer, self.first = layer, 0
         self.seen, self.unseen = _Sums(), _Sums()
         self._generator = generator
 
     def note(self, _: nn.Module, args: tuple[Any, ...]) -> None:
         """Add the inputs of a call; every eighth example, counted from `first`, goes to `unseen`."""
         if args and isinstance(args[0], Tensor):
-            rows, places = self.reader.rows(args[0], self._generator)
+            rows, places = self.layer.rows(args[0], self._generator)
             away = ((self.first + places) % _HELD == 1).to(rows.device)
-            self.seen.add(*self.reader.split(rows[~away]))
-            self.unseen.add(*self.reader.split(rows[away]))
+            self.seen.add(*self.layer.split(rows[~away]))
+            self.unseen.add(*self.layer.split(rows[away]))
 
     def add(self, x: Tensor, lost: Tensor, first: int) -> None:
         """Add inputs of the narrow linear layer, float (…, kept), and the missing part of its outputs, float (…, outputs).
@@ -144,12 +138,10 @@ class Fit:
         self.seen.add(x[chosen[~away]], lost[chosen[~away]])
         self.unseen.add(x[chosen[away]], lost[chosen[away]])
 
-    def solve(self, layer: nn.Module, ridge: float) -> float:
-        """Write new weights into the small layer if they are better on unseen rows; returns the share of the error that is
-        left.
-        """
-        weight = layer.get_parameter("weight")
-        bias = layer.bias if isinstance(layer.bias, nn.Parameter) else None
+    def solve(self, small: nn.Module, ridge: float) -> float:
+        """Write new weights into the small layer if they are better on unseen rows; returns the share of the error left."""
+        weight = small.get_parameter("weight")
+        bias = small.bias if isinstance(small.bias, nn.Parameter) else None
         x0, r0, inner, cross = (self.seen.moment(place) for place in range(4))
         if bias is None:
             x0, r0 = torch.zeros_like(x0), torch.zeros_like(r0)
@@ -173,7 +165,7 @@ class Fit:
                 best, chosen = after, change
         if chosen is None:
             return 1.0 if before > 0 else 0.0
-        weight.copy_((self.reader.kept_weight().cpu().double() + chosen).reshape(weight.shape).to(weight))
+        weight.copy_((self.layer.kept_weight().cpu().double() + chosen).reshape(weight.shape).to(weight))
         if bias is not None:
             bias.copy_((wide(bias).cpu().double() + r0 - chosen @ x0).to(bias))
         return max(0.0, best) / before

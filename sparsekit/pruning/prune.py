@@ -7,10 +7,11 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeAlias, overload
 
+import numpy as np
 import torch
 from torch import nn
 
-from sparsekit.allocation.limits import PreferredMultiple, free_counts, least_counts
+from sparsekit.allocation.limits import PreferredMultiple, check_multiples, free_counts, least_counts
 from sparsekit.allocation.schedule import Schedule
 from sparsekit.criteria.batches import Batch, Loss
 from sparsekit.errors import InvalidValueError, level_of_user
@@ -19,15 +20,29 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule
 from sparsekit.measure.budget import Budget
-from sparsekit.measure.clock import measured
+from sparsekit.measure.clock import device_of, evaluated, measured, median_ms
+from sparsekit.measure.cost import cost_model
+from sparsekit.measure.paired import prepare
+from sparsekit.progress import working
+from sparsekit.pruning.calibration import Calibration
 from sparsekit.pruning.cutting import Decision, decide, execute
 from sparsekit.pruning.finetune import Metric
 from sparsekit.pruning.reconstruction import Reconstruct
 from sparsekit.pruning.report import PruneReport, describe
 from sparsekit.pruning.result import Pruned, PrunePlan
-from sparsekit.pruning.selection import Selector
-from sparsekit.pruning.settings import Allocations, Criteria, ExampleInputs, Settings, read_settings
+from sparsekit.pruning.selection import Selector, read_limits
+from sparsekit.pruning.settings import (
+    Allocations,
+    Criteria,
+    ExampleInputs,
+    Settings,
+    check_model,
+    make_candidates,
+    notes_without_data,
+)
 from sparsekit.registry import calling
+from sparsekit.rng import torch_generator
+from sparsekit.tracing.trace import trace_units
 
 AfterCut: TypeAlias = Callable[[nn.Module, int], object]
 """Called with the narrow model and the number of the step, from 1; trains it in place, or returns the model to continue
@@ -173,11 +188,45 @@ def prune(  # type: ignore[misc]  # of a dry run, the options are checked when i
     for name, given in (("metric", metric), ("finetune", finetune)):
         if given is not None and not callable(given):
             raise InvalidValueError(f"{name} must be a function that is called with a model, got {given!r}")
+    call = check_model(model, example_inputs)
+    if loss is not None and batches is None:
+        raise InvalidValueError("a loss needs batches; pass batches=, training data such as a loader")
+    if reconstruct not in (True, False, "layers", "batchnorm"):
+        raise InvalidValueError(f"reconstruct must be True, False, 'layers' or 'batchnorm', got {reconstruct!r}")
+    schedule = Schedule(schedule) if isinstance(schedule, str) else schedule or Schedule()
+    if not isinstance(schedule, Schedule):
+        raise InvalidValueError(f"schedule must be a name or sparsekit.allocation.Schedule(name, steps), got {schedule!r}")
+    if limits is not None and not isinstance(limits, Mapping):
+        raise InvalidValueError(
+            f"limits must map layers to (smallest, largest) share, as in {{'conv1': (0.5, 1.0)}}, got {limits!r}"
+        )
+    wanted = None if budget is None else Budget.of(budget)
+    if schedule.steps > 1 and wanted is None:
+        raise InvalidValueError(f"a schedule of {schedule.steps} steps needs a budget to go to")
+    multiples = PreferredMultiple() if multiple_of is None else multiple_of
+    check_multiples(multiples)
     with torch.inference_mode(mode=False):  # which forbids the measurements below
-        settings = read_settings(
-            model, example_inputs, budget=budget, batches=batches, loss=loss, reconstruct=reconstruct, criterion=criterion,
-            allocation=allocation, exclude=exclude, limits=limits, multiple_of=multiple_of, schedule=schedule, graph=graph,
-            prune_hidden_size=prune_hidden_size, rules=rules, generator=generator, progress=progress,
+        if graph is None:
+            with working("Tracing and verifying units", show=progress):
+                graph = trace_units(model, example_inputs, rules=rules, prune_hidden_size=prune_hidden_size)
+        shares = read_limits(model, graph, exclude, limits or {})
+        calibration = None if batches is None else Calibration.read(model, batches, loss)
+        candidates = make_candidates(criterion, allocation, calibration, progress=progress)
+        costs = cost_model(model, call, graph)
+        dense_costs, dense_pass = costs.dense_costs(), None
+        if wanted is not None and wanted.latency_ms is not None:
+            with torch.no_grad(), evaluated(model):
+                dense_pass = prepare(model, wanted.runtime, call.args, call.kwargs)
+                dense_costs["latency_ms"] = median_ms(dense_pass, device_of(model, call.args, call.kwargs))
+        if calibration is None:
+            notes = notes_without_data(model, candidates[0].criterion)
+        else:
+            notes = calibration.notes(candidates[0].label, candidates[0].way) if len(candidates) > 1 else []
+        settings = Settings(
+            dense=model, call=call, graph=graph, costs=costs, dense_costs=dense_costs, limits=shares, budget=wanted,
+            schedule=schedule, multiple_of=multiples, candidates=candidates, calibration=calibration, reconstruct=reconstruct,
+            rules=rules, generator=generator if generator is not None else torch_generator(np.random.default_rng(0)),
+            progress=progress, dense_pass=dense_pass, notes=notes if costs.note is None else [*notes, costs.note],
         )  # fmt: skip
         return _run(settings, metric, finetune, dry_run=dry_run)
 

@@ -16,8 +16,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import StateDict, cut_axes
 from sparsekit.graph.mask import UnitMask
 from sparsekit.pruning.least_squares import Fit, LossyLayer
-from sparsekit.pruning.sequence import find_chain, fit_in_sequence
-from sparsekit.pruning.undo import Undo
+from sparsekit.pruning.sequence import Undo, find_chain, fit_in_sequence
 from sparsekit.rng import torch_generator
 from sparsekit.surgery.rebuild import named_entries, narrow_block, narrow_in_place
 from sparsekit.tracing.inputs import refuse_inference
@@ -113,20 +112,20 @@ def refit(
     mask.check(graph)
     graph.check_state(named_entries(model), what=f"the {type(model).__name__}")
     generator = torch_generator(np.random.default_rng(0))
-    modules, readers = dict(small.named_modules()), _lossy_layers(model, graph, mask)
+    modules, lossy = dict(small.named_modules()), _lossy_layers(model, graph, mask)
     left: dict[str, float] = {}
-    fitting = [each for each in readers if each.sums_bytes <= memory_bytes]
+    fitting = [each for each in lossy if each.sums_bytes <= memory_bytes]
     chain = find_chain(model, fitting) if sequential else []
     if small is model:
         _check_inside(graph, mask, chain)
     if chain:
         batches = list(read_batches(batches, model, "Reading"))
 
-        def narrow(name: str) -> nn.Module:
+        def cut_block(name: str) -> nn.Module:
             return narrow_block(model, graph, mask, name) if small is model else small.get_submodule(name)
 
         left = fit_in_sequence(
-            model, small, chain, fitting, batches, lambda each: Fit(each, generator), narrow, ridge=ridge,
+            model, small, chain, fitting, batches, generator, cut_block, ridge=ridge,
             memory_bytes=memory_bytes, progress=progress, undo=undo,
         )  # fmt: skip
     if small is model:
@@ -136,11 +135,11 @@ def refit(
             )
         narrow_in_place(model, graph, mask)
         return left
-    for part in _parts([each for each in readers if each.name not in left], memory_bytes, left):
-        fits = [Fit(reader, generator) for reader in part]
+    for part in _parts([each for each in lossy if each.name not in left], memory_bytes, left):
+        fits = [Fit(layer, generator) for layer in part]
         with ExitStack() as hooks, scoring(model), torch.no_grad():
             for fit in fits:
-                hooks.callback(fit.reader.layer.register_forward_pre_hook(fit.note).remove)
+                hooks.callback(fit.layer.layer.register_forward_pre_hook(fit.note).remove)
             seen = 0
             for batch in read_batches(batches, model, "Reconstructing", progress=progress):
                 for fit in fits:
@@ -149,15 +148,13 @@ def refit(
                 seen += example_count(batch)
             for fit in fits:
                 if fit.seen.count:
-                    layer = modules[fit.reader.name]
                     if undo is not None:
-                        undo.keep(layer.parameters(recurse=False))
-                    left[fit.reader.name] = fit.solve(layer, ridge)
+                        undo.keep(modules[fit.layer.name].parameters(recurse=False))
+                    left[fit.layer.name] = fit.solve(modules[fit.layer.name], ridge)
     return left
 
 
 def _check_inside(graph: UnitGraph, mask: UnitMask, chain: Sequence[str]) -> None:
-    """Raise InvalidValueError unless a mask cuts only inside the blocks of a chain."""
     cut = (key for key, axes in graph.kept_indices(mask).items() if cut_axes(graph.shapes[key], axes))
     outside = [key for key in cut if not key.startswith(tuple(f"{name}." for name in chain))]
     if outside:
@@ -168,23 +165,19 @@ def _check_inside(graph: UnitGraph, mask: UnitMask, chain: Sequence[str]) -> Non
 
 
 def refits_in_sequence(model: nn.Module, graph: UnitGraph, mask: UnitMask) -> bool:
-    """Tell whether layers in a chain of blocks read dropped units."""
     return bool(find_chain(model, _lossy_layers(model, graph, mask)))
 
 
-def _parts(readers: Sequence[LossyLayer], memory_bytes: int, left: dict[str, float]) -> list[list[LossyLayer]]:
-    """Return readers whose sums fit into memory together. A reader that does not fit alone keeps its weights: `left` is 1."""
+def _parts(lossy: Sequence[LossyLayer], memory_bytes: int, left: dict[str, float]) -> list[list[LossyLayer]]:
+    """Return layers whose sums fit into memory together. A layer that does not fit alone keeps its weights: `left` is 1."""
     parts: list[list[LossyLayer]] = [[]]
-    held = 0
-    for reader in readers:
-        if reader.sums_bytes > memory_bytes:
-            left[reader.name] = 1.0
-            continue
-        if held + reader.sums_bytes > memory_bytes:
-            parts.append([])
-            held = 0
-        parts[-1].append(reader)
-        held += reader.sums_bytes
+    for layer in lossy:
+        if layer.sums_bytes > memory_bytes:
+            left[layer.name] = 1.0
+        elif sum(each.sums_bytes for each in (*parts[-1], layer)) <= memory_bytes:
+            parts[-1].append(layer)
+        else:
+            parts.append([layer])
     return [part for part in parts if part]
 
 
@@ -211,11 +204,7 @@ def _lossy_layers(model: nn.Module, graph: UnitGraph, mask: UnitMask) -> list[Lo
 
 
 def recalibrate_batchnorm(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    *,
-    prior: StateDict | None = None,
-    progress: bool | None = None,
+    model: nn.Module, batches: Iterable[Batch], *, prior: StateDict | None = None, progress: bool | None = None
 ) -> int:
     """Estimate the running statistics of all batch norms on some batches, in place.
 
@@ -296,13 +285,7 @@ def statistics_prior(model: nn.Module, batches: Iterable[Batch], *, share: float
 
     A few batches estimate statistics with noise, and they may differ from the data of the training. On EfficientNet-Lite0 and
     enlarged images of 64 pixels, statistics of the batches alone take 12 of 42 points from the dense model itself. The cut
-    model therefore gets its statistics on the batches plus a share of the dense model's difference between its trained
-    statistics and those on the batches.
-
-    Args:
-        model: The dense model; its statistics are put back afterwards.
-        batches: As for `recalibrate_batchnorm`.
-        share: Share of the difference, in [0, 1]; 0 trusts the batches alone.
+    model therefore gets its statistics on the batches plus a share of the dense model's difference, in [0, 1].
 
     Returns:
         State-dict key → float (channels,): summand of a running mean, factor of a running variance.

@@ -103,7 +103,6 @@ class PruneReport:
     times: Sequence[TimePair] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON data."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return found
 

@@ -28,12 +28,8 @@ _SECTIONS = (
 def prune_page(report: PruneReport, *, file: str, sizes: Mapping[str, int], factory: str = "", command: str = "") -> str:
     """Return a page about a cut: costs, measurements, groups, and how to load the model.
 
-    Args:
-        report: The report of the cut.
-        file: Name of the file of the pruned model.
-        sizes: Name of a written file → its bytes.
-        factory: The maker of the dense model, as Python; empty for the name of its class.
-        command: The command line that pruned the model; empty for none.
+    `file` names the file of the pruned model, `sizes` all written files with their bytes. `factory` is the maker of the dense
+    model, as Python, and `command` the command line that pruned it; both may be empty.
     """
     tables = report.tables()
     parts = [paragraph(_summary(report)), code(command)]

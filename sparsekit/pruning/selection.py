@@ -93,12 +93,7 @@ def _matching(pattern: str, names: set[str]) -> set[str]:
 def read_limits(
     model: nn.Module, graph: UnitGraph, exclude: Iterable[Selector], limits: Mapping[Selector, tuple[float, float]]
 ) -> Limits:
-    """Return limits by group. All limits of a group hold; `exclude` overrides them, also for groups tied to an excluded one.
-
-    Raises:
-        UnknownNameError: nothing is selected.
-        InvalidValueError: a share that is not allowed, a limit on unprunable units, or limits that contradict each other.
-    """
+    """Return limits by group. All limits of a group hold; `exclude` overrides them, also for groups tied to an excluded one."""
     if isinstance(exclude, str | type | nn.Module):
         raise InvalidValueError(f"exclude must be a list of selections, got {exclude!r}; pass [{exclude!r}]")
     found: dict[str, tuple[float, float]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from sparsekit._torch import tree_leaves
 from sparsekit.criteria.batches import Batch, example_count, run_model, scoring
 from sparsekit.progress import track
 from sparsekit.pruning.least_squares import Fit, LossyLayer
-from sparsekit.pruning.undo import Undo
 from sparsekit.surgery.rebuild import named_entries, reshape_leaf
 
 _PLAIN = (Tensor, int, float, str, torch.dtype, torch.device, type(None))
@@ -22,6 +22,8 @@ _NEAR = 0.03
 """Largest error, as a share of an added value, at which a tensor counts as a sum with that value; bfloat16 needs some."""
 _HELD = 6
 """Hidden states of every batch that are held at once: two streams, their successors, targets of two layers."""
+_IN_MEMORY = 2**26
+"""Bytes that are kept in memory; more go to a file."""
 _BLOCK = ""
 """Name of a block, seen from inside."""
 _Others: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -42,14 +44,38 @@ class _Calls:
     shapes: list[list[torch.Size]]
 
 
+class Undo:
+    """Earlier values of entries of a model, to put back: in a temporary file, since memory may hold one model only."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115 - it is closed by `close`
+        self._kept: list[tuple[Tensor, torch.Size, torch.device, int]] = []
+
+    def keep(self, entries: Iterable[Tensor]) -> None:
+        """Note the present values of some entries. Of an entry that is noted twice, the first values come back."""
+        for entry in entries:
+            self._kept.append((entry, entry.shape, entry.device, self._file.tell()))
+            self._file.write(bytes(entry.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+
+    def restore(self) -> None:
+        for entry, shape, device, place in reversed(self._kept):
+            self._file.seek(place)
+            raw = bytearray(self._file.read(shape.numel() * entry.element_size()))
+            values = torch.frombuffer(raw, dtype=entry.dtype) if raw else entry.new_empty(0, device="cpu")
+            reshape_leaf(entry, values.reshape(shape).to(device))
+
+    def close(self) -> None:
+        self._file.close()
+
+
 def fit_in_sequence(
     model: nn.Module,
     small: nn.Module,
     chain: Sequence[str],
-    readers: Sequence[LossyLayer],
+    lossy: Sequence[LossyLayer],
     batches: Sequence[Batch],
-    fit: Callable[[LossyLayer], Fit],
-    narrow: Callable[[str], nn.Module],
+    generator: torch.Generator,
+    cut_block: Callable[[str], nn.Module],
     *,
     ridge: float,
     memory_bytes: int,
@@ -77,7 +103,7 @@ def fit_in_sequence(
         wanted_states, states = dense.hidden, cut.hidden
         firsts = [sum(map(example_count, batches[:place])) for place in range(len(batches))]
         for place, name in enumerate(track(chain, "Reconstructing blocks", show=progress)):
-            inside = {each.name.removeprefix(f"{name}."): each for each in readers if each.name.startswith(f"{name}.")}
+            inside = {each.name.removeprefix(f"{name}."): each for each in lossy if each.name.startswith(f"{name}.")}
             streams = _streams(blocks[place], inside, wanted_states[0], dense.others[0][place])
             names = {*streams, *(stream for stream in streams.values() if stream)}
             wanted, after = [], []
@@ -85,40 +111,38 @@ def fit_in_sequence(
                 found = _run(blocks[place], state, others[place], names)
                 after.append(found[0])
                 wanted.append({layer: _value(layer, stream, *found) for layer, stream in streams.items()})
-            cut_block = narrow(name)
+            block = cut_block(name)
             if undo is not None:
-                changed = [blocks[place]] if small is model else [cut_block.get_submodule(layer) for layer in streams]
+                changed = [blocks[place]] if small is model else [block.get_submodule(layer) for layer in streams]
                 undo.keep(entry for module in changed for entry in named_entries(module).values())
             for layer, stream in streams.items():
-                reader, mine = inside[layer], fit(inside[layer])
+                mine = Fit(inside[layer], generator)
                 for batch, (state, others) in enumerate(zip(states, cut.others)):
-                    found = _run(cut_block, state, others[place], names)
+                    found = _run(block, state, others[place], names)
                     target = wanted[batch][layer]
-                    if stream is None and reader.outputs is not None:
-                        target = target[..., reader.outputs.to(target.device)]
+                    if stream is None and (rows := inside[layer].outputs) is not None:
+                        target = target[..., rows.to(target.device)]
                     mine.add(found[1][layer], target - _value(layer, stream, *found), firsts[batch])
                 if mine.seen.count:
-                    left[reader.name] = mine.solve(cut_block.get_submodule(layer), ridge)
-            states = [_run(cut_block, state, others[place])[0] for state, others in zip(states, cut.others)]
+                    left[inside[layer].name] = mine.solve(block.get_submodule(layer), ridge)
+            states = [_run(block, state, others[place])[0] for state, others in zip(states, cut.others)]
             wanted_states = after
             if small is model:
-                entries = named_entries(cut_block)
+                entries = named_entries(block)
                 for key, entry in named_entries(blocks[place]).items():
                     reshape_leaf(entry, entries[key].detach())
     return left
 
 
-def find_chain(model: nn.Module, readers: Sequence[LossyLayer]) -> list[str]:
-    """Return the names of the blocks of one class in the list or sequence that holds the most linear readers."""
+def find_chain(model: nn.Module, lossy: Sequence[LossyLayer]) -> list[str]:
+    """Return the names of the blocks of one class in the list or sequence that holds the most of them; all are linear."""
     best: list[str] = []
     most = 0
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential) and len({type(block) for block in module}) == 1 < len(module):
             prefix = f"{name}." if name else ""
-            mine = [
-                reader for reader in readers if reader.name.startswith(prefix) and reader.name.count(".") > prefix.count(".")
-            ]
-            if len(mine) > most and all(isinstance(reader.layer, nn.Linear) for reader in mine):
+            mine = [each for each in lossy if each.name.startswith(prefix) and each.name.count(".") > prefix.count(".")]
+            if len(mine) > most and all(isinstance(each.layer, nn.Linear) for each in mine):
                 best, most = [prefix + key for key, _ in module.named_children()], len(mine)
     return best
 
@@ -157,7 +181,7 @@ def _note_calls(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence
 
 @contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Switch off the cache of models of transformers, which a second call of a layer would add to."""
+    """Switch off the cache of models of transformers, to which a second call of a layer would add."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "use_cache"):
         yield
@@ -200,7 +224,6 @@ def _run(
 
 
 def _value(layer: str, stream: str | None, out: Tensor, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> Tensor:
-    """Return the fitted value: the stream after the sum, or the output of the layer itself."""
     return outputs[layer] if stream is None else inputs[stream] if stream else out
 
 

@@ -4,40 +4,33 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import InstanceNorm, NormBase
 from sparsekit.allocation import registry as allocations
 from sparsekit.allocation.by_cost import global_ranking
-from sparsekit.allocation.limits import Limits, Multiples, PreferredMultiple, check_multiples
+from sparsekit.allocation.limits import Limits, Multiples
 from sparsekit.allocation.problem import Allocation, name_of
 from sparsekit.allocation.schedule import Schedule
 from sparsekit.criteria.base import Criterion, is_comparable
-from sparsekit.criteria.batches import Batch, DataDriven, Loss
+from sparsekit.criteria.batches import DataDriven
 from sparsekit.criteria.by_name import as_criterion, with_data
 from sparsekit.errors import InvalidValueError, UnsupportedModelError, level_of_user
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.layers import LayerRule
 from sparsekit.measure.budget import Budget
-from sparsekit.measure.clock import device_of, evaluated, median_ms
-from sparsekit.measure.cost import CostModel, measure_costs
-from sparsekit.measure.paired import prepare
-from sparsekit.progress import working
+from sparsekit.measure.cost import CostModel
 from sparsekit.pruning.calibration import Calibration
 from sparsekit.pruning.reconstruction import Reconstruct
-from sparsekit.pruning.selection import Selector, read_limits
 from sparsekit.pruning.trained import UncalibratedWarning, signs_of_training
-from sparsekit.rng import torch_generator
 from sparsekit.tracing.blocks import refuse_meta
 from sparsekit.tracing.inputs import ModelInputs, find_tensors, refuse_inference
-from sparsekit.tracing.trace import trace_units
 
 ExampleInputs: TypeAlias = (
     tuple[Any, ...] | Mapping[str, Any] | Tensor | ModelInputs | list[tuple[Any, ...] | Mapping[str, Any]]
@@ -48,12 +41,7 @@ Criteria: TypeAlias = Criterion | str | Mapping[str, Criterion] | Sequence[Crite
 Allocations: TypeAlias = Allocation | str | Sequence[Allocation | str]
 """An allocation or its name, or several as candidates."""
 
-CANDIDATES = (
-    ("fisher", "by_cost"),
-    ("position_fisher", "by_loss"),
-    ("wanda", "by_cost"),
-    ("wanda", "uniform"),
-)
+CANDIDATES = (("fisher", "by_cost"), ("position_fisher", "by_loss"), ("wanda", "by_cost"), ("wanda", "uniform"))
 """Criterion and allocation of the cuts that are compared by default; the first where nothing can be held out."""
 
 
@@ -108,79 +96,27 @@ class Settings:
         return found
 
 
-def read_settings(
-    model: nn.Module,
-    example_inputs: ExampleInputs,
-    *,
-    budget: Budget | Mapping[str, str | float] | str | None,
-    batches: Iterable[Batch] | None,
-    loss: Loss | None,
-    reconstruct: Reconstruct,
-    criterion: Criteria | None,
-    allocation: Allocations | None,
-    exclude: Iterable[Selector],
-    limits: Mapping[Selector, tuple[float, float]] | None,
-    multiple_of: Multiples | None,
-    schedule: Schedule | str | None,
-    graph: UnitGraph | None,
-    prune_hidden_size: bool,
-    rules: Mapping[type[nn.Module], LayerRule] | None,
-    generator: torch.Generator | None,
-    progress: bool | None,
-) -> Settings:
-    """Check the arguments of `prune`, trace the model, read the batches and name the candidates."""
+def check_model(model: nn.Module, example_inputs: ExampleInputs) -> ModelInputs:
+    """Return the first call, or refuse a model or inputs that `prune` cannot take."""
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"expected a torch.nn.Module, got {model!r}; build the model first, and pass the instance")
     if hasattr(model, "unit_mask") and hasattr(model, "compact"):
         raise UnsupportedModelError(f"prune takes a plain model, got a {type(model).__name__}; pass masked.compact()")
     refuse_meta(model, "prune")
     refuse_inference(model)
-    call, *others = ModelInputs.several(example_inputs)
-    for inputs in (call, *others):
-        _check_devices(model, inputs)
-    if loss is not None and batches is None:
-        raise InvalidValueError("a loss needs batches; pass batches=, training data such as a loader")
-    if reconstruct not in (True, False, "layers", "batchnorm"):
-        raise InvalidValueError(f"reconstruct must be True, False, 'layers' or 'batchnorm', got {reconstruct!r}")
-    schedule = Schedule(schedule) if isinstance(schedule, str) else schedule or Schedule()
-    if not isinstance(schedule, Schedule):
-        raise InvalidValueError(f"schedule must be a name or sparsekit.allocation.Schedule(name, steps), got {schedule!r}")
-    if limits is not None and not isinstance(limits, Mapping):
-        raise InvalidValueError(
-            f"limits must map layers to (smallest, largest) share, as in {{'conv1': (0.5, 1.0)}}, got {limits!r}"
-        )
-    wanted = None if budget is None else Budget.of(budget)
-    if schedule.steps > 1 and wanted is None:
-        raise InvalidValueError(f"a schedule of {schedule.steps} steps needs a budget to go to")
-    multiples = PreferredMultiple() if multiple_of is None else multiple_of
-    check_multiples(multiples)
-    if graph is None:
-        with working("Tracing and verifying units", show=progress):
-            graph = trace_units(model, example_inputs, rules=rules, prune_hidden_size=prune_hidden_size)
-    shares = read_limits(
-        model, graph, list(exclude) if not isinstance(exclude, str | type | nn.Module) else exclude, limits or {}
-    )
-    calibration = None if batches is None else Calibration.read(model, batches, loss)
-    candidates = _candidates(criterion, allocation, calibration, progress=progress)
-    costs = measure_costs(model, call.args, call.kwargs, graph)
-    dense, dense_pass = costs.dense_costs(), None
-    if wanted is not None and wanted.latency_ms is not None:
-        with torch.no_grad(), evaluated(model):
-            dense_pass = prepare(model, wanted.runtime, call.args, call.kwargs)
-            dense["latency_ms"] = median_ms(dense_pass, device_of(model, call.args, call.kwargs))
-    if calibration is None:
-        notes = _notes_without_data(model, candidates[0].criterion)
-    else:
-        notes = calibration.notes(candidates[0].label, candidates[0].way) if len(candidates) > 1 else []
-    return Settings(
-        dense=model, call=call, graph=graph, costs=costs, dense_costs=dense, limits=shares, budget=wanted, schedule=schedule,
-        multiple_of=multiples, candidates=candidates, calibration=calibration, reconstruct=reconstruct, rules=rules,
-        generator=generator if generator is not None else torch_generator(np.random.default_rng(0)), progress=progress,
-        dense_pass=dense_pass, notes=notes if costs.note is None else [*notes, costs.note],
-    )  # fmt: skip
+    calls = ModelInputs.several(example_inputs)
+    own = {entry.device.type for entry in model.parameters()}
+    for call in calls:
+        given = {tensor.device.type for tensor in find_tensors([*call.args, *call.kwargs.values()])}
+        if len(own) == 1 and given - own:
+            raise InvalidValueError(
+                f"the model is on {own.pop()}, the example inputs are on {', '.join(sorted(given))};"
+                " move one of them with .to(device)"
+            )
+    return calls[0]
 
 
-def _candidates(
+def make_candidates(
     criterion: Criteria | None, allocation: Allocations | None, calibration: Calibration | None, *, progress: bool | None
 ) -> list[Candidate]:
     """Return the cuts to try: each named criterion with each named allocation, or the default ones."""
@@ -214,7 +150,7 @@ def _candidates(
 
 
 def _unique(items: Sequence[Any], name: Callable[[Any], str]) -> list[str]:
-    """Return a name for each of some objects: "Magnitude" for the first of its kind, "Magnitude 2" for the second."""
+    """Return a name for each object: "Magnitude" for the first of its kind, "Magnitude 2" for the second."""
     keys = [item if isinstance(item, str) else id(item) for item in items]
     names: dict[object, str] = {}
     counts: Counter[str] = Counter()
@@ -238,8 +174,8 @@ def _allocation(allocation: Allocation | str, criterion: Criterion) -> Allocatio
     return made
 
 
-def _notes_without_data(model: nn.Module, criterion: Criterion) -> list[str]:
-    """Return the consequences of pruning without batches, and warn if they cost a trained network its accuracy."""
+def notes_without_data(model: nn.Module, criterion: Criterion) -> list[str]:
+    """Return the consequences of pruning without batches; warn if they cost a trained network its accuracy."""
     notes = []
     norms = sum(
         isinstance(module, NormBase) and not isinstance(module, InstanceNorm) and module.running_mean is not None
@@ -259,13 +195,3 @@ def _notes_without_data(model: nn.Module, criterion: Criterion) -> list[str]:
     )
     warnings.warn(notes[-1], UncalibratedWarning, stacklevel=level_of_user())
     return notes
-
-
-def _check_devices(model: nn.Module, call: ModelInputs) -> None:
-    own = {entry.device.type for entry in model.parameters()}
-    given = {tensor.device.type for tensor in find_tensors([*call.args, *call.kwargs.values()])}
-    if len(own) == 1 and given - own:
-        raise InvalidValueError(
-            f"the model is on {own.pop()}, the example inputs are on {', '.join(sorted(given))};"
-            " move one of them with .to(device)"
-        )

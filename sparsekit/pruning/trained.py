@@ -18,9 +18,6 @@ def signs_of_training(model: nn.Module) -> str | None:
 
     The first sign is a batch norm that has seen batches. The second sign: in at least half of the larger matrices, the norms of
     rows differ three times as much as for independent numbers.
-
-    Args:
-        model: Not changed.
     """
     for name, module in model.named_modules():
         if isinstance(module, NormBase) and not isinstance(module, InstanceNorm):

@@ -79,15 +79,7 @@ def _refuse(model: str, *_args: Any, **_kwargs: Any) -> NoReturn:
 
 
 def compact_state(state: StateDict, graph: UnitGraph, mask: UnitMask) -> dict[str, Tensor]:
-    """Return the state of the compacted model, gathered from a dense state.
-
-    Args:
-        state: Dense; float (as in `graph.shapes`). Not changed.
-        graph: The units.
-        mask: Which stay.
-
-    Returns:
-        A new dict with the keys of `state`; nothing in it shares memory with `state`.
+    """Return the state of the compacted model, gathered from a dense state; nothing in it shares memory with `state`.
 
     Raises:
         ForeignMaskError: the mask or the state does not belong to the graph.

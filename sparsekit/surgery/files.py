@@ -21,11 +21,7 @@ _KEY, _FORMAT = "sparsekit", 3
 
 
 def write_file(path: Path, entries: StateDict, spec: Mapping[str, Any]) -> None:
-    """Write tensors, tied ones once, and JSON values, with format and version. On failure, an old file is unchanged.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write tensors, tied ones once, and JSON values, to which format and version are added; or leave an old file as it is."""
     description = {"format": _FORMAT, "sparsekit": __version__, **spec}
     header = {_KEY: json.dumps(description, separators=(",", ":"))}
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -50,7 +46,6 @@ def read_file(path: Path, *, tensors: bool = True) -> tuple[dict[str, Tensor], d
 
     Raises:
         CompactFileError: the file is damaged, of another format, or not ours.
-        OSError: it cannot be read.
     """
     try:
         with safe_open(path, framework="pt") as file:

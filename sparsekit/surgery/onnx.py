@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import ConvNd
 from sparsekit.errors import InvalidValueError, require
 
 if TYPE_CHECKING:
@@ -19,15 +18,6 @@ if TYPE_CHECKING:
     from torch.onnx import ONNXProgram
 
 _logger = logging.getLogger(__name__)
-
-_BLOCK = 4
-"""ONNX Runtime has its fast, blocked kernels for convolutions whose channels are multiples of this."""
-_SHARE = 0.25
-"""Share of the convolutions without these kernels from which a warning tells: an output layer alone is none of its matter."""
-
-
-class SlowWidthsWarning(UserWarning):
-    """Many convolutions of an exported model have widths for which ONNX Runtime has no fast kernels."""
 
 
 def export_program(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> ExportedProgram:
@@ -67,6 +57,8 @@ def export_program(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
 def export_onnx(model: nn.Module, args: Sequence[Any], path: Path | str, kwargs: Mapping[str, Any] | None = None) -> None:
     """Write a model as one ONNX file, for any number of examples where `export_program` allows it.
 
+    ONNX Runtime is slow with widths that are not a multiple of 4; the default of `prune(multiple_of=)` avoids these.
+
     Args:
         model: As in `export_program`, like the inputs.
         args: Positional example inputs.
@@ -76,32 +68,14 @@ def export_onnx(model: nn.Module, args: Sequence[Any], path: Path | str, kwargs:
     Raises:
         MissingDependencyError: onnx or onnxscript is not installed.
         InvalidValueError: the model cannot be exported.
-
-    Warns:
-        SlowWidthsWarning: a quarter of the convolutions or more have widths that are slow in ONNX Runtime. Such a model may be
-            slower than the dense one; the default of `multiple_of` avoids these widths.
     """
-    _need_onnx()
-    wide = [module for module in model.modules() if isinstance(module, ConvNd) and module.out_channels >= 4 * _BLOCK]
-    slow = [module.out_channels for module in wide if module.out_channels % _BLOCK]
-    if slow and len(slow) >= _SHARE * len(wide):
-        warnings.warn(
-            f"{len(slow)} of {len(wide)} convolutions have a number of channels, such as {slow[0]}, for which ONNX Runtime has"
-            f" no fast kernels; prune with the default of multiple_of, or with multiples of {_BLOCK}",
-            SlowWidthsWarning,
-            stacklevel=2,
-        )
     onnx_of(export_program(model, args, kwargs)).save(str(path), external_data=False)
 
 
 def onnx_of(program: ExportedProgram) -> ONNXProgram:
-    """Return the ONNX program of one of torch.export.
-
-    Raises:
-        MissingDependencyError: onnx or onnxscript is not installed.
-        InvalidValueError: it cannot be translated.
-    """
-    _need_onnx()
+    """Return the ONNX program of a program of torch.export."""
+    for package in ("onnx", "onnxscript"):
+        require(package)
     registry = logging.getLogger("torch.onnx._internal.exporter._registration")
     registry.addFilter(_is_about_the_model)
     try:
@@ -117,13 +91,8 @@ def onnx_of(program: ExportedProgram) -> ONNXProgram:
 
 
 def _is_about_the_model(record: logging.LogRecord) -> bool:
-    """Tell a message about the model from torch's list of operators of torchvision, which it prints for any model."""
+    """Drop the list of operators of torchvision, which torch prints for any model."""
     return not record.getMessage().startswith("torchvision is not installed")
-
-
-def _need_onnx() -> None:
-    for package in ("onnx", "onnxscript"):
-        require(package)
 
 
 def _first_line(error: BaseException) -> str:

@@ -35,7 +35,7 @@ class Stay(NamedTuple):
 
 
 def entries_that_stay(shape: torch.Size, before: Axes, after: Axes) -> Stay | None:
-    """Compare what two masks keep of a dense tensor of `shape`; None if it is the same.
+    """Compare the entries that two masks keep of a dense tensor of `shape`; None if they are the same.
 
     `before` and `after` are axis → int64 (kept,), ascending dense positions; absent axes are whole.
     """
@@ -50,7 +50,7 @@ def entries_that_stay(shape: torch.Size, before: Axes, after: Axes) -> Stay | No
 
 
 def first_value(owner: object, name: str, leaf: object) -> float:
-    """Return a torch optimizer's initial state of an entry of `leaf`: zero, with two exceptions."""
+    """Return the initial state of an entry of `leaf` in a torch optimizer: zero, with two exceptions."""
     if isinstance(owner, torch.optim.Adagrad) and name == "sum":
         return float(owner.defaults["initial_accumulator_value"])
     if isinstance(owner, torch.optim.Rprop) and name == "step_size":
@@ -66,12 +66,7 @@ def carried_state(owner: object, state: Mapping[str, Any], leaf: object, shape: 
     of torch's own classes, and tensors of the leaf's shape. Others may keep a second copy of the weights, which must not start
     at zero, or one scale for a block of entries.
 
-    Args:
-        owner: The optimizer, or another object with state.
-        state: Name → value; not changed.
-        leaf: The parameter of the optimizer that the state belongs to.
-        shape: Shape of the leaf before the change.
-        stay: The entries that are kept.
+    `shape` is the leaf's shape before the change. `state` is not changed.
     """
     foreign = isinstance(owner, Optimizer) and not type(owner).__module__.startswith("torch.optim.")
     if foreign or _FACTORED & state.keys():

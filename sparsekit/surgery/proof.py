@@ -28,9 +28,7 @@ _FACTOR, _MOST = 10.0, 0.3
 def make_proof(model: nn.Module, example_inputs: tuple[Any, ...] | Mapping[str, Any]) -> dict[str, Any] | None:
     """Run the model on drawn inputs, and describe them and the outputs as JSON data.
 
-    Args:
-        model: Not changed.
-        example_inputs: Tensors in tuples, lists and dicts; their shapes, dtypes and ranges are used, never their values.
+    Shapes, dtypes and ranges of the tensors in `example_inputs` are used, never their values.
 
     Returns:
         None if the inputs hold anything else, if the model fails on drawn ones, or if its outputs are not finite, depend on
@@ -51,11 +49,7 @@ def make_proof(model: nn.Module, example_inputs: tuple[Any, ...] | Mapping[str, 
 
 
 def check_proof(path: str | os.PathLike[str], model: nn.Module, proof: Mapping[str, Any]) -> None:
-    """Run a loaded model on the inputs of a proof, and compare. The model is not changed.
-
-    Raises:
-        CompactFileError: its outputs differ from the outputs of the saved model.
-    """
+    """Run a loaded model on the inputs of a proof, and raise CompactFileError if it computes something else."""
     try:
         found = _outputs(model, proof["inputs"], 0)
     except Exception as error:  # noqa: BLE001 - such as a type that this processor cannot multiply
@@ -92,11 +86,6 @@ class _Rounded(DispatchMode):
 def _outputs(
     model: nn.Module, inputs: Any, seed: int, mode: AbstractContextManager[Any] | None = None
 ) -> list[tuple[float, list[float]]]:
-    """Return norm and projections of every floating-point tensor that a copy in eval mode returns.
-
-    Raises:
-        ValueError: they are not finite.
-    """
     copied = copy_with(model, dict(model.named_parameters(remove_duplicate=False))).eval()
     device = next((entry.device for entry in named_entries(model).values()), torch.device("cpu"))
     drawn = _drawn(inputs, np.random.default_rng(_SEED), device)
@@ -141,8 +130,7 @@ def _described(value: Any) -> Any:
 
 
 def _drawn(inputs: Any, rng: np.random.Generator, device: torch.device) -> Any:
-    """Return inputs of a description: integers and floats between the two ends of its range; floats between -1 and 1 if these
-    are equal, as of zeros."""
+    """Return inputs of a description: numbers within its range; floats between -1 and 1 if the range is empty, as for zeros."""
     if "tensor" in inputs:
         shape, dtype, (low, high) = inputs["tensor"], getattr(torch, inputs["dtype"]), inputs["range"]
         if not dtype.is_floating_point:

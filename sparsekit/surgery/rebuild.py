@@ -45,11 +45,7 @@ def find_constants(model: nn.Module) -> dict[str, tuple[Constant, Tensor]]:
 
 
 def named_constants(model: nn.Module, graph: UnitGraph) -> dict[str, Tensor]:
-    """Return name → tensor, of the constants of a graph.
-
-    Raises:
-        ForeignMaskError: the model holds no tensor there.
-    """
+    """Return name → tensor, of the constants of a graph."""
     found = {}
     for name, constant in graph.constants.items():
         tensor = held_at(model.get_submodule(constant.module), constant.path)
@@ -62,7 +58,6 @@ def named_constants(model: nn.Module, graph: UnitGraph) -> dict[str, Tensor]:
 
 
 def put_constants(model: nn.Module, tensors: Mapping[str, Tensor], places: Iterable[Constant]) -> None:
-    """Replace the constants of modules that `tensors` has."""
     for constant in places:
         home = model.get_submodule(constant.module)
         if constant.name in tensors and held_at(home, constant.path) is not tensors[constant.name]:
@@ -70,18 +65,11 @@ def put_constants(model: nn.Module, tensors: Mapping[str, Tensor], places: Itera
 
 
 def copy_with(model: nn.Module, tensors: Mapping[str, Tensor], constants: Iterable[Constant] = ()) -> nn.Module:
-    """Return a deep copy of `model` with some state entries replaced.
+    """Return a deep copy of `model` with some state entries replaced, and `constants`, tensors outside the state.
 
     Replaced tensors are not copied, so that this is cheap where they are most of the model. Every reference to an entry (a
-    second, tied name, a list of flat weights) becomes a reference to its replacement.
-
-    Args:
-        model: Not changed.
-        tensors: State-dict key → new tensor; of tied names the first one counts.
-        constants: Tensors outside the state, which are replaced by tensors of the same names in `tensors`.
-
-    Returns:
-        The copy, with the `requires_grad` flags and training modes of the original.
+    second, tied name, a list of flat weights) becomes a reference to its replacement. Of tied names, the first one counts.
+    `requires_grad` flags and training modes stay.
     """
     memo: dict[int, object] = {}
     shared: dict[tuple[Any, ...], Tensor] = {}
@@ -169,10 +157,7 @@ def in_format(tensor: Tensor, wanted: torch.memory_format | None) -> Tensor:
 
 
 def narrow_state(
-    state: StateDict,
-    graph: UnitGraph,
-    keep: Mapping[str, Tensor],
-    indices: Mapping[str, Mapping[int, Tensor]] | None = None,
+    state: StateDict, graph: UnitGraph, keep: Mapping[str, Tensor], indices: Mapping[str, Mapping[int, Tensor]] | None = None
 ) -> dict[str, Tensor]:
     """Return the entries and constants that units touch, without the positions of dropped units; other keys are absent.
 
@@ -204,9 +189,6 @@ def narrow_module(
     """Return a copy of `model` without the dropped units, its size attributes set.
 
     `indices` are the positions kept of each entry along each axis, if their order is to differ from the model's.
-
-    Raises:
-        ForeignMaskError: an entry of the copy does not have the shape that the graph expects.
     """
     tensors = named_entries(model) | named_constants(model, graph)
     small = copy_with(model, narrow_state(tensors, graph, keep, indices), graph.constants.values())
@@ -219,11 +201,8 @@ def narrow_in_place(
 ) -> nn.Module:
     """Cut the model itself, one entry after the other.
 
-    Returns:
-        The same model. Besides it, at most one entry is in memory.
-
-    Raises:
-        ForeignMaskError: an entry does not have the shape that the graph expects; the model is then cut in part.
+    It takes up no more memory than before but for one entry. If an entry has another shape than the graph expects, the model is
+    then cut in part.
     """
     entries, done = named_entries(model), set()
     for name, axes in graph.kept_indices(keep).items():
@@ -265,12 +244,8 @@ def reshape_leaf(leaf: Tensor, value: Tensor) -> None:
 
 
 def _fit(
-    small: nn.Module,
-    graph: UnitGraph,
-    keep: Mapping[str, Tensor],
-    rules: Mapping[type[nn.Module], LayerRule] | None,
+    small: nn.Module, graph: UnitGraph, keep: Mapping[str, Tensor], rules: Mapping[type[nn.Module], LayerRule] | None
 ) -> None:
-    """Set all sizes of a module whose entries are narrow, and check its shapes."""
     for module in _grouped_convolutions(small, graph):
         module.in_channels = 0  # with one channel left in each group it would look like a depthwise one, whose groups go
     resize(small, rules)
@@ -290,20 +265,11 @@ def _grouped_convolutions(model: nn.Module, graph: UnitGraph) -> Iterator[ConvNd
 
 
 # As it is, parametrized, weight-normed (both ways), and by the older spectral norm or torch's own pruning.
-_WEIGHTS = (
-    "weight",
-    "weight_v",
-    "weight_orig",
-    *(f"parametrizations.weight.original{number}" for number in ("", "0", "1")),
-)
+_WEIGHTS = ("weight", "weight_v", "weight_orig", *(f"parametrizations.weight.original{number}" for number in ("", "0", "1")))
 
 
 def set_sizes(model: nn.Module, graph: UnitGraph, counts: Mapping[str, int]) -> None:
-    """Set the integers that follow the number of units: `counts` is group name → units kept.
-
-    Raises:
-        ForeignMaskError: a module or its integer is not there.
-    """
+    """Set the integers that follow the number of units: `counts` is group name → units kept."""
     for (name, path), value in graph.numbers(counts).items():
         try:
             module = model.get_submodule(name)

@@ -9,7 +9,7 @@ Nothing in the file can run: the classes come from the factory that the reader p
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,28 +33,13 @@ Factory: TypeAlias = nn.Module | Callable[[], nn.Module | tuple[nn.Module, Any]]
 """How the dense model is made: a module, a function that returns one (or it and its inputs), `"package.module:function"`."""
 
 
-@runtime_checkable
-class SparseModel(Protocol):
-    """A dense model with a unit mask that can be compacted, such as a `LearnableMask`."""
-
-    graph: UnitGraph
-
-    def unit_mask(self) -> UnitMask:
-        """Return the kept units."""
-        ...
-
-    def compact(self) -> nn.Module:
-        """Return the kept units as a plain, smaller module."""
-        ...
-
-
 _PLAIN = (bool, int, float, str, type(None))
 _OWN = frozenset(vars(nn.Module())) - {"training"}
 """What torch keeps on every module: tables and hooks."""
 
 
 def save_compact(
-    model: nn.Module | SparseModel,
+    model: nn.Module,
     path: str | os.PathLike[str],
     *,
     graph: UnitGraph | None = None,
@@ -64,8 +49,7 @@ def save_compact(
     """Write a compacted model to one safetensors file.
 
     Args:
-        model: What `compact` returned, trained on or not; or a `LearnableMask`, whose compact model and mask are saved. Any
-            object with `graph`, `unit_mask()` and `compact()` is saved in the same way.
+        model: What `compact` returned, trained on or not; or a `LearnableMask`, whose compact model and mask are saved.
         path: The file, by custom with the ending `.safetensors`. An old one is replaced at once or not at all.
         graph: The units of the dense model, so that the mask can be found again with `load_mask`; given with `mask`.
         mask: The units of the dense model that `model` keeps.
@@ -77,10 +61,11 @@ def save_compact(
         InvalidValueError: the model has state that is not a tensor; or only one of graph and mask was given.
         ForeignMaskError: graph and mask do not belong together, or `model` was not compacted with them.
     """
-    if isinstance(model, SparseModel):
+    masked: Any = model
+    if hasattr(masked, "unit_mask") and hasattr(masked, "compact"):
         if graph is not None or mask is not None:
             raise InvalidValueError(f"a {type(model).__name__} brings its own graph and mask; leave `graph` and `mask` out")
-        graph, mask, model = model.graph, model.unit_mask(), model.compact()
+        graph, mask, model = masked.graph, masked.unit_mask(), masked.compact()
     if (graph is None) != (mask is None):
         raise InvalidValueError("pass graph and mask together, or neither; the mask means nothing without its graph")
     model = _plain(model)
@@ -228,11 +213,7 @@ def _constants(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, list[tupl
 
 
 def _put(path: str | os.PathLike[str], model: nn.Module, name: str, at: NumberPath, tensor: Tensor) -> None:
-    """Let a module hold a tensor outside the state, also where the factory has none yet.
-
-    Raises:
-        CompactFileError: the module has no place for it.
-    """
+    """Let a module hold a tensor outside the state, also where the factory has none yet."""
     module = model.get_submodule(name)
     if set_held(module, at, tensor):
         return
@@ -273,11 +254,6 @@ def _numbers(model: nn.Module) -> list[tuple[list[str], str, list[tuple[NumberPa
 
 
 def _set_numbers(path: str | os.PathLike[str], model: nn.Module, saved: Sequence[Any]) -> None:
-    """Set the integers that differ.
-
-    Raises:
-        CompactFileError: the factory has nothing at that place.
-    """
     for names, _, numbers in saved:
         for name in names:
             module = model.get_submodule(name)
@@ -293,11 +269,7 @@ def _set_numbers(path: str | os.PathLike[str], model: nn.Module, saved: Sequence
 
 
 def _set_attributes(path: str | os.PathLike[str], name: str, module: nn.Module, attributes: Mapping[str, Any]) -> None:
-    """Set the attributes that differ. A private one may be new: passes and loaders make such attributes.
-
-    Raises:
-        CompactFileError: the module has no such public attribute, or it is not plain.
-    """
+    """Set the attributes that differ. A private one may be new: passes and loaders make such attributes."""
     for attribute, value in attributes.items():
         own = getattr(module, attribute, None if attribute.startswith("_") else module)  # a module is not plain
         if not _is_plain(own):

@@ -18,7 +18,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import StateDict
 from sparsekit.graph.mask import UnitMask
 from sparsekit.measure.budget import Budget
-from sparsekit.measure.cost import CostModel, measure_costs
+from sparsekit.measure.cost import CostModel, cost_model
 from sparsekit.pruning.result import Pruned, PrunePlan
 from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.training.checkpoint import Checkpoint
@@ -121,7 +121,7 @@ class LearnableMask(MovingMask):
         self._costs: CostModel | None = None
         if narrows and example_inputs is not None:
             call, *_ = ModelInputs.several(example_inputs)
-            self._costs = measure_costs(model, call.args, call.kwargs, graph)
+            self._costs = cost_model(model, call, graph)
         self._widths = 1.0 if narrows else ratio
         if graph.groups:
             used = used_magnitudes(model, graph, example_inputs)

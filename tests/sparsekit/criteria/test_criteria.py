@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsekit as sk
-from sparsekit.allocation.saliency import share_of_remaining
-from sparsekit.criteria import Criterion, Fisher, Learned, Magnitude, Ordered, Random, Scored, ScoringContext, Taylor, Wanda
+from sparsekit.allocation.by_cost import share_of_remaining
+from sparsekit.criteria import Criterion, Fisher, Magnitude, Ordered, Random, Scored, ScoringContext, Taylor, Wanda
 from sparsekit.criteria.base import score_units
 from sparsekit.errors import InvalidValueError, MissingImportanceError
 from sparsekit.testing import CriterionContract, example_context, example_graph
@@ -25,23 +25,20 @@ DATA = [
 @dataclass(frozen=True)
 class Neighbors:
     def scores(self, graph: sk.UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
-        return {
-            name: F.avg_pool1d((context.importance or {})[name].double()[None, None], 3, 1, 1)[0, 0] for name in graph.groups
-        }
+        own = Magnitude().scores(graph, context)
+        return {name: F.avg_pool1d(own[name].double()[None, None], 3, 1, 1)[0, 0] for name in graph.groups}
 
 
 ALL: list[Any] = [
     Neighbors(),
-    Learned(),
     Ordered(),
     Random(),
     Magnitude(),
     Magnitude(order=2),
-    Magnitude(order=2, coupled=True),
     Taylor(DATA, F.mse_loss),
     Fisher(DATA, F.mse_loss),
     Fisher(DATA, F.mse_loss, per_position=True),
-    Scored(example_context().importance or {}),
+    Scored(Magnitude().scores(example_graph(), example_context())),
 ]
 
 
@@ -103,8 +100,6 @@ def test_numbers_that_were_worked_out_by_hand() -> None:
     expected: dict[Criterion, list[float]] = {
         Magnitude(): [7, 1, 2],
         Magnitude(order=2): [5, 1, 2],
-        Magnitude(coupled=True): [7, 4, 6],
-        Magnitude(order=2, coupled=True): [25**0.5, 6**0.5, 12**0.5],
     }
     for criterion, numbers in expected.items():
         assert torch.allclose(of(criterion), torch.tensor(numbers, dtype=torch.float64)), criterion
@@ -130,14 +125,11 @@ def test_weights_are_multiplied_by_the_root_mean_square_of_what_they_read() -> N
             lambda: Wanda([torch.randn(2, 3)]).scores(example_graph(), example_context()),
             "the units of group 'first' are not the input of a linear layer",
         ),
-        (lambda: Learned().scores(example_graph(), ScoringContext()), r"pass ScoringContext\(importance="),
         (lambda: Random().scores(example_graph(), ScoringContext()), r"pass ScoringContext\(generator="),
         (lambda: Magnitude().scores(example_graph(), ScoringContext()), r"pass ScoringContext\(weights="),
         (
-            lambda: sk.make_mask(
-                Learned(), example_graph(), 0.5, ScoringContext(importance=_scores(0.1, float("nan"), 0, 0, 0, 0, 0))
-            ),
-            r"Learned scores of group 'first' hold NaN, for unit 1 first; .*learning rate",
+            lambda: sk.make_mask(Scored(_scores(0.1, float("nan"), 0, 0, 0, 0, 0)), example_graph(), 0.5, ScoringContext()),
+            r"Scored scores of group 'first' hold NaN, for unit 1 first; .*learning rate",
         ),
         (
             lambda: score_units(Scored({"first": torch.ones(7, 1)}), example_graph(), ScoringContext()),

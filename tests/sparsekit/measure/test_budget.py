@@ -14,7 +14,7 @@ import sparsekit as sk
 from sparsekit.errors import InvalidValueError
 from sparsekit.measure.clock import device_of, median_ms
 from sparsekit.measure.paired import prepare
-from sparsekit.pruning.latency import meet_latency
+from sparsekit.pruning.cutting import meet_latency
 
 
 def test_a_string_is_a_share_and_a_number_is_absolute() -> None:
@@ -85,7 +85,7 @@ def test_a_budget_of_milliseconds_is_measured_in_its_runtime(runtime: str, monke
         asked.append(args[:2])
         return prepare(*args)
 
-    for place in ("settings", "cutting"):
+    for place in ("prune", "cutting"):
         monkeypatch.setattr(f"sparsekit.pruning.{place}.prepare", noted)
     pruned = sk.prune(model, (X,), budget=sk.Budget(latency_ms="60%", runtime=runtime))
     assert {own for _, own in asked} == {runtime}

@@ -16,6 +16,7 @@ import sparsekit as sk
 from sparsekit.errors import InvalidValueError
 from sparsekit.measure.flops import UncountedFlopsWarning
 from sparsekit.measure.paired import measure_pair
+from sparsekit.tracing.inputs import ModelInputs
 
 
 def _mlp() -> nn.Module:
@@ -170,9 +171,9 @@ def test_what_hooks_of_a_recurrent_layer_multiply_is_counted() -> None:
 def test_a_large_model_costs_what_a_copy_of_it_would(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, args, kwargs, graph = zoo.traced(name)
     mask = random_mask(graph, 0.5, 0)
-    whole = sk.cost_model(model, *args, graph=graph, **kwargs).cost(mask)
+    whole = sk.cost_model(model, ModelInputs(args, kwargs), graph).cost(mask)
     monkeypatch.setattr("sparsekit.tracing.blocks.LARGE_NUMBERS", 0)
-    assert sk.cost_model(model, *args, graph=graph, **kwargs).cost(mask) == whole
+    assert sk.cost_model(model, ModelInputs(args, kwargs), graph).cost(mask) == whole
 
 
 class _Counting(nn.Module):

@@ -25,6 +25,7 @@ from sparsekit.allocation.limits import free_counts, step_of
 from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit.graph.edit import compact_graph
 from sparsekit.pruning.selection import read_limits, select_groups
+from sparsekit.tracing.inputs import ModelInputs
 
 
 def _net() -> nn.Module:
@@ -209,7 +210,7 @@ def test_a_warning_points_at_the_line_of_the_user() -> None:
 @functools.cache
 def _traced(name: str) -> tuple[Any, Any, Any, sk.UnitGraph, Any]:
     model, args, kwargs, graph = zoo.traced(name)
-    return model.eval(), args, kwargs, graph, sk.cost_model(model, *args, graph=graph, **kwargs)
+    return model.eval(), args, kwargs, graph, sk.cost_model(model, ModelInputs(args, kwargs), graph)
 
 
 NAMES = sorted(name for name, each in zoo.ZOO.items() if each.groups)

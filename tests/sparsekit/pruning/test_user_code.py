@@ -208,7 +208,7 @@ def test_what_was_compared_on_few_examples_failed_or_could_not_be_judged_is_a_pr
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_candidates_of_one_class_keep_their_scores_and_only_one_is_chosen(turned: bool) -> None:
-    criteria = [Magnitude(order=1), Magnitude(order=2, coupled=True)][:: -1 if turned else 1]
+    criteria = [Magnitude(order=1), Magnitude(order=2)][:: -1 if turned else 1]
     model = make_model().eval()
     pruned = _pruned(criterion=criteria, allocation=["uniform", "by_cost"])
     rows = pruned.report.candidates

@@ -75,7 +75,7 @@ def check_saved(name: str, norms: bool, model: nn.Module, args: Any, kwargs: Any
 
 def check_costs(model: nn.Module, args: Any, kwargs: Any, graph: sk.UnitGraph) -> None:
     """Whatever shrinks, the cost at any widths equals the compact model's, and so does its change by each step."""
-    costs = sk.cost_model(model.eval(), *args, graph=graph, **kwargs)
+    costs = sk.cost_model(model.eval(), ModelInputs(args, kwargs), graph)
     counts = {group: max(min(2, units.size), round(0.4 * units.size)) for group, units in graph.groups.items()}
     for tied in graph.ties:
         counts.update(dict.fromkeys(tied, min(counts[group] for group in tied)))

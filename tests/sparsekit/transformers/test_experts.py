@@ -13,7 +13,7 @@ from sparsekit.allocation.shares import ratio_counts
 from sparsekit.criteria import ScoringContext, Wanda
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.edit import only
-from sparsekit.measure.cost import measure_costs
+from sparsekit.measure.cost import cost_model
 from sparsekit.surgery.rebuild import named_entries
 
 transformers: Any = None  # importing it takes seconds, also where these tests are not run
@@ -120,13 +120,13 @@ def test_as_many_experts_stay_as_a_token_takes() -> None:
 def test_a_token_costs_the_same_however_many_experts_there_are(name: str, implementation: str) -> None:
     model = _model(name, implementation)
     graph, _ = trace(model, _ids())
-    costs = measure_costs(model, (_ids(),), {}, graph)
+    costs = cost_model(model, _ids(), graph)
     kept = random_mask(graph, 0.5, 0)
     mask = sk.UnitMask(
         {name: kept[name] if group.kind == "expert" else kept[name] | True for name, group in graph.groups.items()}
     )
     small = sk.compact(model, graph, mask)
-    assert costs.costs(mask.counts()) == measure_costs(small, (_ids(),), {}, None).dense_costs()
+    assert costs.costs(mask.counts()) == cost_model(small, _ids()).dense_costs()
     router = 2 * 8 * 3 * 16  # all that a token of eight saves: three of six rows of 16
     assert costs.dense_costs()["flops"] - costs.costs(mask.counts())["flops"] == router
 
