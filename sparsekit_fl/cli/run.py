@@ -98,7 +98,7 @@ def _show_reference(result: RunResult, experiment: Experiment, options: RunOptio
     whole = one * sum(epochs * sizes.get(client_id, 0) for record in result.rounds for client_id in record.ratios)
     if result.method != "fedavg" and whole:
         used = f"{result.cost.flops / whole:.0%}"
-        print_wrapped(f"The whole model, as fedavg trains it, costs {number_text('flops', whole)}FLOPs; this run used {used}.")
+        print_wrapped(f"The whole model, as fedavg trains it, costs {number_text('flops', whole)} FLOPs; this run used {used}.")
     if options.out is None:
         print_wrapped("Nothing was kept. With --out DIR you get result.json, rounds.jsonl, the models, and runs that resume.")
     else:
