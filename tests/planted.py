@@ -1,6 +1,7 @@
 """Unit graphs with planted index errors, and whether the verification finds them: what the fuzz of wrong graphs shares."""
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -101,13 +102,16 @@ def _perturbed(model: nn.Module) -> nn.Module:
     return model
 
 
-def is_caught(model: nn.Module, x: Tensor, name: str, wrong: UnitGraph, *, large: bool, modes: Sequence[str]) -> bool:
+PATHS = {"small": Verifier, "lean": functools.partial(Verifier, lean=True), "large": BlockVerifier}
+
+
+def is_caught(model: nn.Module, x: Tensor, name: str, wrong: UnitGraph, *, path: str, modes: Sequence[str]) -> bool:
     """Whether the verification leaves the group out, however many others it leaves out with it."""
     calls = [ModelInputs((x,), {}, ReadOnly(model))]
     training: list[Any] = [(0, False)] if "train" in modes else []
     with private_passes(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        verifier: Any = (BlockVerifier if large else Verifier)(model, calls, None, training)
+        verifier: Any = PATHS[path](model, calls, None, training)
         while name in wrong.groups:
             failures = verifier.failures(wrong)
             if not failures:

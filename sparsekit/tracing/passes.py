@@ -1,6 +1,5 @@
 """How copies of a model run: as written, without randomness in train mode, and without a trace on the original."""
 
-import copy
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -88,12 +87,17 @@ class InFloat64(DispatchMode):
         targets = {name: given[name] for name in written - _STATISTICS if name in given}
         wanted = next((t.dtype for t in tensors_of(targets.values()) if t.is_floating_point()), torch.float64)
 
+        def one(tensor: Tensor) -> Tensor:
+            return tensor.to(wanted) if tensor.is_floating_point() else tensor
+
         def convert(name: str, value: Any) -> Any:
             if name in targets:
                 return value
             if isinstance(value, torch.dtype) and value.is_floating_point:
                 return wanted
-            return tree_map_only(Tensor, lambda t: t.to(wanted) if t.is_floating_point() else t, value)
+            if isinstance(value, list | tuple):
+                return tree_map_only(Tensor, one, value)
+            return one(value) if isinstance(value, Tensor) else value
 
         args = tuple(convert(name, value) for name, value in zip(names, args, strict=False))
         return func(*args, **{name: convert(name, value) for name, value in kwargs.items()})
@@ -120,11 +124,13 @@ def keep_attributes(model: nn.Module) -> Callable[[], None]:
     """Return a function that restores all attributes of the modules: a pass may fill a cache of the width of its model."""
     held = [(vars(module), dict(vars(module))) for module in model.modules()]
     containers = [
-        (value, copy.copy(value)) for _, own in held for value in own.values() if type(value) in (dict, list, OrderedDict)
+        (value, value.copy()) for _, own in held for value in own.values() if type(value) in (dict, list, OrderedDict)
     ]
 
     def put_back() -> None:
         for now, before in (*held, *containers):
+            if not now and not before:
+                continue
             if isinstance(now, list):
                 now[:] = before
             elif now.keys() != before.keys() or any(now[key] is not value for key, value in before.items()):

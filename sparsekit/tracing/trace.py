@@ -29,6 +29,8 @@ from sparsekit.tracing.norms import NormRecorder
 from sparsekit.tracing.passes import ReadOnly, lent_copy, private_passes, train_without_dropout
 from sparsekit.tracing.verify import Verifier
 
+_LEAN_NUMBERS = 10_000_000  # from here on, converting entries operator by operator takes no more time than copies in float64
+
 _REMEDY = (
     "sizes must follow the tensors (x.shape[1], -1, an attribute of the module), and numbers that scale values must not"
     " depend on them"
@@ -72,9 +74,11 @@ def trace_units(
             them. One example is enough: where train mode needs two, as a batch norm may, it is doubled.
         rules: Module type → rule, for layers of your own; asked before the built-in ones.
         verify: Compare the outputs of a masked and a compacted copy, and mark every group as unprunable for which they differ
-            by more than rounding, relative to the change that the mask makes in each channel. Models of 50 million numbers and
-            more, and those on the meta device, are compared block by block, so that a trace takes little more memory than the
-            model; blocks on the meta device are filled with random values for it.
+            by more than rounding, relative to the change that the mask makes in each channel. Models of 10 million numbers and
+            more are not copied to float64 but converted operator by operator, so that a trace takes less than three times the
+            memory of the weights, activations aside. Models of 50 million numbers and more, and those on the meta device, are
+            compared block by block, so that a trace takes little more memory than the model; blocks on the meta device are
+            filled with random values for it.
         prune_hidden_size: Also find the units that a layer norm, an RMS norm or a plain mean averages over, such as the width
             of a transformer. A model under a mask then takes these statistics over the kept units, as the narrow model does. By
             default these units cannot be pruned, since removing some of them changes the statistics.
@@ -103,8 +107,7 @@ def trace_units(
         tracer.end()
         built = build(tracer, {name: entry.shape for name, entry in named_entries(model).items()})
         if verify and built.graph.groups:
-            verifier = BlockVerifier if is_large(model) else Verifier
-            built = _verified(verifier(model, calls, rules, training), tracer, built)
+            built = _verified(_verifier(model, calls, rules, training), tracer, built)
     if is_large(model):
         gc.collect()  # copies that lend the parameters would keep them alive after a cut in place
     _warn(built)
@@ -302,6 +305,18 @@ def _opaque(tracer: Tracer, rule: LayerRule, module: nn.Module, forward: Any, *a
             tracer.watching = before
 
     return rule.trace(tracer, module, run, args, kwargs)
+
+
+def _verifier(
+    model: nn.Module,
+    calls: Sequence[ModelInputs],
+    rules: Mapping[type[nn.Module], LayerRule] | None,
+    training: Sequence[tuple[int, bool]],
+) -> Verifier | BlockVerifier:
+    if is_large(model):
+        return BlockVerifier(model, calls, rules, training)
+    numbers = sum(tensor.numel() for tensor in set(named_entries(model).values()))
+    return Verifier(model, calls, rules, training, lean=numbers >= _LEAN_NUMBERS)
 
 
 def _verified(verifier: Verifier | BlockVerifier, tracer: Tracer, built: Built) -> Built:

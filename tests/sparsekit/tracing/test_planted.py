@@ -20,7 +20,7 @@ import torch
 from sparsekit.errors import NoUnitsError
 from sparsekit.tracing import blocks
 
-WAYS = [(large, dtype) for large in (False, True) for dtype in (torch.float32, torch.bfloat16)]
+WAYS = [(path, dtype) for path in planted.PATHS for dtype in (torch.float32, torch.bfloat16)]
 MODES = (("eval", "train"), ("eval",))
 
 
@@ -41,13 +41,13 @@ def check_seeds(seeds: Iterable[int]) -> tuple[Counter[Any], list[Any]]:
         if found is None:
             continue
         name, wrong = found
-        large, dtype = WAYS[(seed // len(planted.ERRORS)) % len(WAYS)]
+        path, dtype = WAYS[(seed // len(planted.ERRORS)) % len(WAYS)]
         modes = MODES[(seed // 16) % 2]
         given = x.to(dtype) if x.is_floating_point() else x
-        if planted.is_caught(model.to(dtype), given, name, wrong, large=large, modes=modes):
-            caught[error, large, dtype, modes] += 1
+        if planted.is_caught(model.to(dtype), given, name, wrong, path=path, modes=modes):
+            caught[error, path, dtype, modes] += 1
         elif not planted.is_harmless(fuzz.build(seed)[0], x, wrong):
-            missed.append((seed, error, name, large, dtype, modes))
+            missed.append((seed, error, name, path, dtype, modes))
     return caught, missed
 
 
@@ -57,7 +57,7 @@ def test_planted_index_errors_are_caught_in_every_mode_dtype_and_path() -> None:
     caught, missed = check_seeds(seeds)
     assert missed == []
     assert caught.total() >= 0.6 * len(seeds)
-    for place, values in enumerate((set(planted.ERRORS), {False, True}, {torch.float32, torch.bfloat16}, set(MODES))):
+    for place, values in enumerate((set(planted.ERRORS), set(planted.PATHS), {torch.float32, torch.bfloat16}, set(MODES))):
         assert {kind[place] for kind in caught} == values
 
 
