@@ -4,27 +4,20 @@ Every message and every reply is taken apart into the objects that Flower sends 
 shuffled; a fault can be planted in any of them.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from flwr.app import Context, Error, Message, RecordDict
-from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
-from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from sparsekit_fl.checkpoint import Memories
-from sparsekit_fl.engines import RunClients
 from sparsekit_fl.flower.app import Node, make_app
 from sparsekit_fl.flower.engine import GridEngine, read
 from sparsekit_fl.packed import unpack
-from sparsekit_fl.problem.data import Client
-from sparsekit_fl.spec import RunSpec
 
 __all__ = ["Fault", "InProcess", "LocalGrid", "StillClock", "gone", "over_the_wire", "planted", "task_of"]
 
@@ -34,7 +27,7 @@ Fault = Callable[[Message, Message], Message | None]
 ALL = range(10**6)
 
 
-def task_of(message: Message) -> dict[str, Any]:
+def task_of(message):
     """Task, client and round of the first request of a message."""
     _, parts = read(message)
     if not parts:
@@ -43,16 +36,16 @@ def task_of(message: Message) -> dict[str, Any]:
     return {"task": meta["how"]["task"], "client_id": meta["client"], "round": meta["round"]}
 
 
-def gone(message: Message, _: Message | None = None) -> Message:
+def gone(message, _=None):
     """What Flower answers in place of a node that is not there."""
     return Message(Error(code=5, reason="node unavailable"), reply_to=message)
 
 
-def planted(change: Fault, task: str = "train", *, clients: Container[int] = ALL, times: int = 10**6) -> Fault:
+def planted(change, task="train", *, clients=ALL, times=10**6):
     """A fault in the first `times` replies of these clients to a task."""
     left = [times]
 
-    def fault(message: Message, reply: Message) -> Message | None:
+    def fault(message, reply):
         asked = task_of(message)
         if not left[0] or asked["task"] != task or asked["client_id"] not in clients:
             return reply
@@ -62,7 +55,7 @@ def planted(change: Fault, task: str = "train", *, clients: Container[int] = ALL
     return fault
 
 
-def over_the_wire(message: Message) -> Message:
+def over_the_wire(message):
     """The message as its receiver gets it."""
     id = message.object_id
     contents = {name: found.deflate() for name, found in get_all_nested_objects(message).items()}
@@ -77,10 +70,10 @@ class StillClock:
 
     now = 0.0
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         return self.now
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         self.now += seconds
 
 
@@ -98,18 +91,7 @@ class LocalGrid(Grid):
         node_configs: Of each node; none by default.
     """
 
-    def __init__(
-        self,
-        app: ClientApp,
-        *,
-        nodes: int = 1,
-        seed: int = 0,
-        run_config: Mapping[str, Any] | None = None,
-        node_configs: Sequence[Mapping[str, Any]] = (),
-        fault: Fault | None = None,
-        twice: bool = False,
-        delay: Callable[[Message], int] | None = None,
-    ) -> None:
+    def __init__(self, app, *, nodes=1, seed=0, run_config=None, node_configs=(), fault=None, twice=False, delay=None):
         # Flower asks these of the process that makes a message; a run of its own would have set them.
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
         self._app = app
@@ -131,21 +113,21 @@ class LocalGrid(Grid):
         self._replies: dict[str, Message] = {}
         self._last: list[Message] = []
 
-    def set_run(self, run: Run) -> None: ...
+    def set_run(self, run): ...
 
     @property
-    def run(self) -> Run:
+    def run(self):
         raise AttributeError("a grid in this process belongs to no run")
 
-    def create_message(self, *_: Any, **__: Any) -> Message:
+    def create_message(self, *_, **__):
         raise AttributeError("use Message(...)")
 
-    def get_node_ids(self) -> Iterable[int]:
+    def get_node_ids(self):
         ids = list(self._contexts)
         self._rng.shuffle(ids)
         return ids
 
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+    def push_messages(self, messages):
         ids = []
         for sent in messages:
             message = over_the_wire(sent)
@@ -163,7 +145,7 @@ class LocalGrid(Grid):
             ids.append(message.metadata.message_id)
         return ids
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+    def pull_messages(self, message_ids):
         # In the order in which they were sent: ids of messages differ from run to run.
         wanted = set(message_ids)
         asked = [id for id in self._replies if id in wanted]
@@ -174,7 +156,7 @@ class LocalGrid(Grid):
         again, self._last = self._last, found
         return [*again, *found, *found] if self._twice else found
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+    def send_and_receive(self, messages, *, timeout=None):
         del timeout
         left = set(self.push_messages(messages))
         while left:
@@ -195,21 +177,13 @@ class InProcess:
         grid: For the grid: `fault`, `twice`, `delay`, `seed`.
     """
 
-    def __init__(
-        self,
-        *,
-        nodes: int | None = None,
-        devices: bool = False,
-        folder: Path | None = None,
-        timeout_seconds: float | None = None,
-        **grid: Any,
-    ) -> None:
+    def __init__(self, *, nodes=None, devices=False, folder=None, timeout_seconds=None, **grid):
         self._nodes, self._devices, self._folder = nodes, devices, folder
         self._timeout, self._grid = timeout_seconds, grid
         self.workers, self.keeps_models = 1, devices
 
     @contextmanager
-    def open(self, spec: RunSpec, clients: Mapping[int, Client], memories: Memories) -> Iterator[RunClients]:
+    def open(self, spec, clients, memories):
         count, ids = self._nodes or len(clients), sorted(clients)
         home = self._folder or memories.folder
         if self._devices:

@@ -5,6 +5,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -29,35 +31,13 @@ GRAPH = UnitGraph(
 STATE = {"w": torch.tensor([[1.0, 2.0, 3.0]]), "b": torch.tensor([10.0]), "out": torch.tensor([[5.0]])}
 
 
-def server_context(
-    *,
-    round=2,
-    rounds=10,
-    state=STATE,
-    memory=None,
-    client=None,
-    clients=2,
-    roster=None,
-    cohort=2,
-    rng=0,
-    graph=GRAPH,
-    costs=None,
-    parameters=(),
-):
+def server_context(*, clients=2, cohort=2, rng=0, parameters=(), **given):
     """A server's, on the model of three numbers; all draws are from one generator, seeded with `rng`."""
+    own = {"round": 2, "rounds": 10, "state": STATE, "memory": {}, "client": defaultdict(dict), "graph": GRAPH, "costs": None}
+    own["roster"] = dict.fromkeys(range(clients), ClientInfo(10, fl.Capability()))
+    rngs = dict.fromkeys(("sampling", "ratio", "mask"), np.random.default_rng(rng))
     return fl.ServerContext(
-        round=round,
-        rounds=rounds,
-        roster=roster or dict.fromkeys(range(clients), ClientInfo(10, fl.Capability())),
-        cohort_size=cohort,
-        rngs=dict.fromkeys(("sampling", "ratio", "mask"), np.random.default_rng(rng)),
-        memory={} if memory is None else memory,
-        client=defaultdict(dict) if client is None else client,
-        graph=graph,
-        state=state,
-        costs=costs,
-        parameters=frozenset(parameters),
-        capability_of="units",
+        **own | given, cohort_size=cohort, rngs=rngs, parameters=frozenset(parameters), capability_of="units"
     )
 
 
@@ -70,14 +50,21 @@ def update(client_id, w, *, keep=None, examples=1, b=0.0, out=0.0, extra=None, m
     )
 
 
-def deep_problem() -> fl.Problem:
+def deep_problem():
     """Three layers without batch norm, so that nothing but gradients moves the state."""
-    return fl.Problem(model=_deep, example_inputs=(torch.zeros(2, 6),))
+    return chain(6, 8, 8, 3, exits=("2",))
 
 
-def _deep() -> nn.Module:
-    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
-    model.exits_before = ("2",)
+def chain(*widths, frozen=(), exits=()):
+    """Linear layers of these widths, with ReLU between them; those at `frozen` places do not train."""
+    return fl.Problem(model=partial(_chain, widths, frozen, exits), example_inputs=(torch.zeros(2, 6),))
+
+
+def _chain(widths, frozen, exits):
+    model = nn.Sequential(*[layer for sizes in pairwise(widths) for layer in (nn.Linear(*sizes), nn.ReLU())][:-1])
+    for place in frozen:
+        model[place].requires_grad_(False)
+    model.exits_before = exits
     return model
 
 
@@ -152,13 +139,13 @@ def command(arguments, capsys):
 class Read:
     """A data set of its own kind, read example by example."""
 
-    def __init__(self, data: fl.TensorData) -> None:
+    def __init__(self, data):
         self.data = data
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.data)
 
-    def __getitem__(self, place: int) -> object:
+    def __getitem__(self, place):
         return self.data[place]
 
 
@@ -168,6 +155,6 @@ def write_lines(path, values):
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
-def equals(count: int = 20):
+def equals(count=20):
     """Clients with equally many examples, so that every weighting is one."""
     return tiny_clients(count)[::4]

@@ -33,15 +33,15 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def key_of(run: tuple[str, dict[str, Any]]) -> str:
+def key_of(run):
     return " ".join([run[0], *(f"{name}={value}" for name, value in run[1].items())])
 
 
-def small_run(name: str, given: dict[str, Any], **options: Any) -> fl.RunResult:
+def small_run(name, given, **options):
     return tiny_run(name, rounds=6, **given, **options)
 
 
-def observed(result: fl.RunResult) -> dict[str, object]:
+def observed(result):
     return {
         **{field: getattr(result.cost, field) for field in EXACT},
         "personal_accuracy": result.final.personal["accuracy"],
@@ -58,9 +58,7 @@ def observed(result: fl.RunResult) -> dict[str, object]:
         for place, run in enumerate(RUNS)
     ],
 )
-def test_a_run_gives_what_it_gave_on_two_workers_after_a_stop_and_over_flowers_wire(
-    name: str, given: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_run_gives_what_it_gave_on_two_workers_after_a_stop_and_over_flowers_wire(name, given, tmp_path):
     whole = small_run(name, given)
     golden, found = json.loads(FILE.read_text())[key_of((name, given))], observed(whole)
     assert {field: found[field] for field in EXACT} == {field: golden[field] for field in EXACT}

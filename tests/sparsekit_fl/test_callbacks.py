@@ -4,7 +4,6 @@ import io
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,23 +19,23 @@ from sparsekit_fl.testing import StopAfter, TinyNet, tiny_clients, tiny_config
 
 
 class Told(fl.Callback):
-    def __init__(self) -> None:
+    def __init__(self):
         self.seen: list[Any] = []
 
-    def on_run_start(self, run: fl.RunView) -> None:
+    def on_run_start(self, run):
         self.seen.append((run.round, run.method, list(run.metrics)))
 
-    def on_round_end(self, run: fl.RunView, record: fl.RoundRecord) -> None:
+    def on_round_end(self, run, record):
         self.seen.append(
             (run.round, run.records[-1] is record, sorted(run.model().state_dict()) == sorted(TinyNet().state_dict()))
         )
 
 
 class StopAfterRound(fl.Callback):
-    def __init__(self, round: int) -> None:
+    def __init__(self, round):
         self.round = round
 
-    def on_round_end(self, run: fl.RunView, record: fl.RoundRecord) -> None:
+    def on_round_end(self, run, record):
         if record.round == self.round:
             run.stop("enough")
             run.stop("a second reason, which does not count")
@@ -44,7 +43,7 @@ class StopAfterRound(fl.Callback):
 
 @pytest.mark.parametrize("round", [2, 3])  # a round that is scored, and one that is not
 @pytest.mark.same_bits
-def test_a_callback_stops_a_run_which_ends_as_one_of_fewer_rounds(round: int, tmp_path: Path) -> None:
+def test_a_callback_stops_a_run_which_ends_as_one_of_fewer_rounds(round, tmp_path):
     told = Told()
     stopped = tiny_run(callbacks=[told, StopAfterRound(round)], out=tmp_path)
     assert told.seen == [(0, "fedavg", ["accuracy"]), *((one, True, True) for one in range(1, round + 1))]
@@ -66,9 +65,7 @@ def test_a_callback_stops_a_run_which_ends_as_one_of_fewer_rounds(round: int, tm
         ("personal.accuracy", [math.nan, 0.1, 0.15, 0.25], 4),
     ],
 )
-def test_a_loss_is_better_when_it_is_lower_and_an_accuracy_when_it_is_higher(
-    monitor: str, values: list[float], best: int
-) -> None:
+def test_a_loss_is_better_when_it_is_lower_and_an_accuracy_when_it_is_higher(monitor, values, best):
     part, metric = monitor.split(".")
     scores = [RoundScores(**{"personal": {}, part: {metric: value}}) for value in values]
     records = [
@@ -82,7 +79,7 @@ def test_a_loss_is_better_when_it_is_lower_and_an_accuracy_when_it_is_higher(
 
 @pytest.mark.parametrize("monitor", ["global.loss", "personal.auc", "validation.accuracy", ""])
 @pytest.mark.parametrize("make", [fl.callbacks.EarlyStopping, fl.callbacks.BestCheckpoint])
-def test_a_number_that_the_run_never_has_is_refused_at_the_first_evaluation(make: Any, monitor: str, tmp_path: Path) -> None:
+def test_a_number_that_the_run_never_has_is_refused_at_the_first_evaluation(make, monitor, tmp_path):
     without = [replace(client, data=replace(client.data, val=None)) for client in tiny_clients()]
     with pytest.raises(InvalidValueError, match=r"which is not scored.*\['accuracy', 'loss'\]"):
         tiny_run(clients=without, out=tmp_path, callbacks=[make(monitor)])
@@ -101,7 +98,7 @@ FOLLOWING = {
 
 
 @pytest.mark.parametrize("made", FOLLOWING.values(), ids=FOLLOWING)
-def test_a_run_that_is_killed_after_any_round_and_resumed_equals_one_that_is_not(made: Any, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_after_any_round_and_resumed_equals_one_that_is_not(made, tmp_path):
     whole = tiny_run(callbacks=made(), config=STILL, out=tmp_path / "whole")
     assert whole.stopped
     assert len(whole.rounds) < STILL.rounds
@@ -119,7 +116,7 @@ def test_a_run_that_is_killed_after_any_round_and_resumed_equals_one_that_is_not
 
 @pytest.mark.parametrize("monitor", ["personal.loss", "global.accuracy"])
 @pytest.mark.same_bits
-def test_the_best_checkpoint_is_the_model_of_its_round(monitor: str, tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_the_model_of_its_round(monitor, tmp_path):
     best = fl.callbacks.BestCheckpoint(monitor)
     result = tiny_run(callbacks=[best], out=tmp_path, eval_every=1, eval_global_every=1)
     note = json.loads((tmp_path / "models/best.json").read_text())
@@ -132,7 +129,7 @@ def test_the_best_checkpoint_is_the_model_of_its_round(monitor: str, tmp_path: P
 
 
 @pytest.mark.parametrize(("terminal", "quiet"), [(True, False), (True, True), (False, False)])
-def test_a_terminal_shows_a_bar_and_a_log_a_line_per_evaluation_unless_told_not_to(terminal: bool, quiet: bool) -> None:
+def test_a_terminal_shows_a_bar_and_a_log_a_line_per_evaluation_unless_told_not_to(terminal, quiet):
     console = Console(file=io.StringIO(), force_terminal=terminal, width=160)
     with fl.callbacks.LiveProgress(quiet=quiet, label="1/2 [fedavg], seed 0", console=console) as progress:
         accuracy = tiny_run(callbacks=[progress]).final.metrics["accuracy"]
@@ -141,7 +138,7 @@ def test_a_terminal_shows_a_bar_and_a_log_a_line_per_evaluation_unless_told_not_
     assert shown == "" if quiet else all(part in shown for part in parts)
 
 
-def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+def scalars(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder))
@@ -149,7 +146,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def test_tensorboard_gets_every_number_and_a_resumed_run_goes_on_in_the_same_curves(tmp_path: Path) -> None:
+def test_tensorboard_gets_every_number_and_a_resumed_run_goes_on_in_the_same_curves(tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed; pip install '.[log]'")
     config = replace(tiny_config(), eval_global_every=2)
     with pytest.raises(fl.errors.RunInterrupted):
@@ -164,7 +161,7 @@ def test_tensorboard_gets_every_number_and_a_resumed_run_goes_on_in_the_same_cur
 
 
 @pytest.mark.same_bits
-def test_the_global_model_is_scored_along_the_way_with_a_curve_in_the_result() -> None:
+def test_the_global_model_is_scored_along_the_way_with_a_curve_in_the_result():
     result = tiny_run(rounds=6, eval_every=3, eval_global_every=2)
     curve = {record.round: record.evaluation.shared for record in result.rounds if record.evaluation is not None}
     assert {round: shared is not None for round, shared in curve.items()} == {2: True, 3: False, 4: True, 6: True}

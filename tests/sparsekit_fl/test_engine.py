@@ -81,20 +81,20 @@ def test_what_the_servers_mask_drops_arrives_as_zero_also_where_nothing_travels(
 
 
 @pytest.mark.parametrize("device", ["cuda:7", "gpu"])
-def test_a_device_that_is_not_there_is_refused_before_anything_starts(device: str) -> None:
+def test_a_device_that_is_not_there_is_refused_before_anything_starts(device):
     with pytest.raises(InvalidValueError, match=f"device '{device}' cannot be used: .*leave it out to run on the CPU"):
         tiny_run(device=device, engine=Processes(2))
 
 
 @pytest.mark.slow
 @pytest.mark.same_bits
-def test_a_spawned_worker_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spawned_worker_gives_the_same_bits(monkeypatch):
     monkeypatch.setattr(engines, "start_method", lambda device: "spawn")
     spawned = tiny_run(rounds=2, engine=Processes(2))
     assert spawned.final.state_sha256 == tiny_run(rounds=2).final.state_sha256
 
 
-def test_what_cannot_be_sent_to_a_worker_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_sent_to_a_worker_is_refused_with_the_way_out(monkeypatch):
     monkeypatch.setattr(engines, "start_method", lambda device: "spawn")
     problem = Problem(model=lambda: TinyNet(), example_inputs=(torch.zeros(2, 6),))
     with pytest.raises(InvalidValueError, match=r"cannot be sent to a worker process: .*lambda.*workers=1"):
@@ -119,14 +119,14 @@ def test_a_step_while_training_takes_denormal_numbers_for_zero_and_one_before_an
     assert all(value > 0 for value in step_of_denormals())
 
 
-def test_workers_take_the_devices_in_turn() -> None:
+def test_workers_take_the_devices_in_turn():
     assert devices("cuda:0, cuda:1") == ["cuda:0", "cuda:1"]
     assert [device_of("cuda:0,cuda:1", worker) for worker in range(4)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
     assert device_of("cpu", 3) == "cpu"
 
 
 @pytest.mark.same_bits
-def test_exact_arithmetic_is_on_in_the_block_only_and_in_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_arithmetic_is_on_in_the_block_only_and_in_the_result(monkeypatch):
     # Either would take seconds, since torch imports its compiler then.
     monkeypatch.delattr(torch, "use_deterministic_algorithms")
     monkeypatch.setitem(sys.modules, "torch._inductor.config", None)

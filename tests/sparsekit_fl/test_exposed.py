@@ -6,7 +6,6 @@ run in flower/test_faults_replies.py.
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,10 +25,10 @@ LIAR = 1
 ONCE: dict[str, Any] = {"rounds": 1, "capability_levels": None, "redraw_capability": False}
 
 
-def stating(cost: dict[str, Any] | None = None, **metrics: float) -> Change:
+def stating(cost=None, **metrics):
     """One client sends honest weights, and other costs and metrics of its training."""
 
-    def change(request: fl.Request, reply: fl.Reply) -> fl.Reply:
+    def change(request, reply):
         if reply.update is None or request.client_id != LIAR:
             return reply
         told = {**reply.update.metrics, **metrics}
@@ -38,10 +37,10 @@ def stating(cost: dict[str, Any] | None = None, **metrics: float) -> Change:
     return change
 
 
-def sending(delta: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+def sending(delta):
     """One client sends other changes of its weights."""
 
-    def change(request: fl.Request, reply: fl.Reply) -> fl.Reply:
+    def change(request, reply):
         if reply.update is None or request.client_id != LIAR:
             return reply
         made = {name: delta(one) if one.is_floating_point() else one for name, one in reply.update.delta.items()}
@@ -50,7 +49,7 @@ def sending(delta: Callable[[torch.Tensor], torch.Tensor]) -> Change:
     return change
 
 
-def with_data(change: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> list[fl.Client]:
+def with_data(change):
     """The clients; one trains on other examples."""
     clients = tiny_clients()
     own = clients[LIAR].data
@@ -59,7 +58,7 @@ def with_data(change: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor,
     return clients
 
 
-def test_the_server_can_compute_a_training_example_from_an_update() -> None:
+def test_the_server_can_compute_a_training_example_from_an_update():
     clients = [replace(one, data=replace(one.data, train=one.data.train.take([0]))) for one in tiny_clients()]
     problem = fl.Problem(model=lambda: nn.Linear(6, 3), example_inputs=(torch.zeros(1, 6),))
     _, updates = watched(problem=problem, clients=clients, config=ONE_STEP, rounds=1)
@@ -69,7 +68,7 @@ def test_the_server_can_compute_a_training_example_from_an_update() -> None:
         torch.testing.assert_close(found, secret, rtol=1e-3, atol=1e-3)
 
 
-def test_a_mask_depends_on_the_data_and_comes_with_ratio_costs_and_scores() -> None:
+def test_a_mask_depends_on_the_data_and_comes_with_ratio_costs_and_scores():
     torch.manual_seed(3)
     trained = TinyNet().state_dict()
     both = [with_data(lambda x, y: (x, y)), with_data(lambda x, y: (x * torch.tensor([9.0, 0, 0, 0, 0, 0]), y))]
@@ -83,7 +82,7 @@ def test_a_mask_depends_on_the_data_and_comes_with_ratio_costs_and_scores() -> N
     assert honest.cost.flops > 0
 
 
-def test_flops_losses_and_accuracies_that_a_client_states_are_believed_and_its_clock_decides_nothing() -> None:
+def test_flops_losses_and_accuracies_that_a_client_states_are_believed_and_its_clock_decides_nothing():
     honest = tiny_run(cohort=8, rounds=2)
     told, _ = watched(change=stating({"flops": 10**6}, loss=-500.0), cohort=8, rounds=2)
     assert told.final == honest.final
@@ -107,7 +106,7 @@ def test_flops_losses_and_accuracies_that_a_client_states_are_believed_and_its_c
         pytest.param("p-ucbv-dyn", stating(accuracy=0.0), marks=pytest.mark.slow),
     ],
 )
-def test_what_a_client_states_moves_the_sampling_or_the_ratios(method: str, lie: Change) -> None:
+def test_what_a_client_states_moves_the_sampling_or_the_ratios(method, lie):
     seen = []
     for change in (stating(), lie):
         result, _ = watched(method, change=change, rounds=5, cohort=5)
@@ -116,21 +115,21 @@ def test_what_a_client_states_moves_the_sampling_or_the_ratios(method: str, lie:
     assert seen[0] != seen[1]
 
 
-def test_scores_that_a_client_states_are_believed() -> None:
-    def perfect(request: fl.Request, reply: fl.Reply) -> fl.Reply:
+def test_scores_that_a_client_states_are_believed():
+    def perfect(request, reply):
         told = {"accuracy": (12.0, 12.0), "loss": (0.0, 12.0)}
         return reply if reply.evaluation is None else replace(reply, evaluation=replace(reply.evaluation, personal=told))
 
     assert watched(change=perfect, rounds=1)[0].final.metrics == {"accuracy": 1.0, "loss": 0.0}
 
 
-def test_one_client_destroys_the_model_with_finite_numbers() -> None:
+def test_one_client_destroys_the_model_with_finite_numbers():
     result, _ = watched(change=sending(lambda one: torch.full_like(one, 1e30)), cohort=8, rounds=1)
     assert not result.rounds[0].dropped
     assert min(float(one.abs().max()) for one in result.state.values() if one.is_floating_point()) > 1e27
 
 
-def test_a_run_adds_no_noise_and_one_example_moves_the_model() -> None:
+def test_a_run_adds_no_noise_and_one_example_moves_the_model():
     runs = [with_data(lambda x, y: (x, y)), with_data(lambda x, y: (x, y)), with_data(lambda x, y: (x[:-1], y[:-1]))]
     same, again, without = (tiny_run(clients=clients, cohort=8, rounds=1).final.state_sha256 for clients in runs)
     assert same == again != without
@@ -145,12 +144,12 @@ def test_a_run_adds_no_noise_and_one_example_moves_the_model() -> None:
     ],
     ids=["a free rider", "poisoned labels", "a backdoor"],
 )
-def test_nobody_notices(clients: list[fl.Client], change: Change) -> None:
+def test_nobody_notices(clients, change):
     result, _ = watched(clients=clients, change=change, cohort=8, rounds=2)
     assert all(LIAR in record.ratios and not record.dropped and not record.notes for record in result.rounds)
 
 
-def test_a_message_shows_the_model_and_can_be_changed_on_its_way() -> None:
+def test_a_message_shows_the_model_and_can_be_changed_on_its_way():
     pytest.importorskip("flwr", reason="flwr is not installed; pip install '.[flower]'")
     from flwr.app import Message
     from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
@@ -160,7 +159,7 @@ def test_a_message_shows_the_model_and_can_be_changed_on_its_way() -> None:
 
     shown = list[bytes]()
 
-    def doubled(message: Message, reply: Message) -> Message:
+    def doubled(message, reply):
         shown.extend(one.deflate() for one in get_all_nested_objects(message).values())
         tensors, meta = unpack(read(reply)[1][0])
         changed = {name: 2 * one if name.startswith("delta:") else one for name, one in tensors.items()}
@@ -175,7 +174,7 @@ def test_a_message_shows_the_model_and_can_be_changed_on_its_way() -> None:
     assert any(initial["first.weight"].numpy().tobytes() in one for one in shown)
 
 
-def test_models_and_memories_lie_open_in_the_folder_of_a_node(tmp_path: Path) -> None:
+def test_models_and_memories_lie_open_in_the_folder_of_a_node(tmp_path):
     tiny_run(OwnModels(), out=tmp_path)
     model = load_file(tmp_path / "models" / "client-0.safetensors")
     memory = next((tmp_path / "clients").glob("0-*.state")).read_bytes()

@@ -3,15 +3,10 @@
 import contextlib
 import itertools
 import json
-import pickle
 import shlex
 import tomllib
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import pandas as pd  # noqa: F401 - imported before classes of pickle are replaced
 import pytest
 import torch
 from personal import SMALL, tiny_run
@@ -25,25 +20,9 @@ from sparsekit_fl.testing import StopAfter, TinyNet
 EVIL = "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n\ndef net(*args, **more):\n    raise SystemExit\n"
 
 
-@pytest.fixture
-def no_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: Any, **__: Any) -> None:
-        raise AssertionError("something was unpickled")
-
-    found = {
-        pickle: ("load", "loads", "Unpickler", "_Unpickler"),
-        torch: ("load",),
-        torch.serialization: ("load",),
-        np: ("load",),
-    }
-    for module, names in found.items():
-        for name in names:
-            monkeypatch.setattr(module, name, never)
-
-
 @pytest.mark.usefixtures("no_pickle")
 @pytest.mark.parametrize("method", ["fedlps", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fedspa", "refl"))])
-def test_a_run_its_resume_and_every_load_unpickle_nothing(method: str, tmp_path: Path) -> None:
+def test_a_run_its_resume_and_every_load_unpickle_nothing(method, tmp_path):
     out, best = tmp_path / "run", fl.callbacks.BestCheckpoint()
     with pytest.raises(fl.errors.RunInterrupted):
         tiny_run(method, out=out, callbacks=[best, StopAfter(2)])
@@ -56,7 +35,7 @@ def test_a_run_its_resume_and_every_load_unpickle_nothing(method: str, tmp_path:
 
 
 @pytest.mark.usefixtures("no_pickle")
-def test_a_run_on_devices_and_the_models_that_stay_there_unpickle_nothing(tmp_path: Path) -> None:
+def test_a_run_on_devices_and_the_models_that_stay_there_unpickle_nothing(tmp_path):
     pytest.importorskip("flwr", reason="flwr is not installed; pip install '.[flower]'")
     from local_grid import InProcess
 
@@ -66,9 +45,9 @@ def test_a_run_on_devices_and_the_models_that_stay_there_unpickle_nothing(tmp_pa
     assert len(tiny_run("fedlps", out=tmp_path / "run", engine=engine, resume=True).rounds) == 4
 
 
-def test_code_in_a_file_of_weights_that_the_user_names_does_not_run(tmp_path: Path) -> None:
+def test_code_in_a_file_of_weights_that_the_user_names_does_not_run(tmp_path):
     class Evil:
-        def __reduce__(self) -> tuple[Any, ...]:
+        def __reduce__(self):
             return Path.touch, (tmp_path / "ran",)
 
     torch.save({"first.weight": torch.ones(8, 6), "evil": Evil()}, tmp_path / "weights.pt")
@@ -78,14 +57,14 @@ def test_code_in_a_file_of_weights_that_the_user_names_does_not_run(tmp_path: Pa
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("folders") / "run"
     assert execute(["run", "fedavg", "--rounds", "1", *SMALL[2:], "--quiet", "--out", str(out)]) == 0
     (out / "evil.py").write_text(EVIL)
     return out
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def places(value, path=()):
     """Yield the path of every place of a JSON value; of a list, the first one stands for all."""
     for key in list(value) if isinstance(value, dict) else range(min(1, len(value))):
         yield (*path, key)
@@ -94,7 +73,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize(("name", "load"), [("models/model.json", fl.load_model), ("result.json", fl.load_result)])
-def test_no_place_of_a_json_file_names_code_that_is_run(name: str, load: Callable[[Path], Any], folder: Path) -> None:
+def test_no_place_of_a_json_file_names_code_that_is_run(name, load, folder):
     text = (folder / name).read_text()
     code = {"factory": "os:system", "args": [f"touch {folder / 'ran'}"], "keywords": {}}
     for (*way, key), value in itertools.product(places(json.loads(text)), (f"{folder}/evil.py:net", code)):
@@ -111,7 +90,7 @@ def test_no_place_of_a_json_file_names_code_that_is_run(name: str, load: Callabl
 
 
 @pytest.mark.parametrize("path", ["method", *sorted(paths())])
-def test_no_option_in_the_folder_of_a_run_names_code_that_is_run(path: str, folder: Path) -> None:
+def test_no_option_in_the_folder_of_a_run_names_code_that_is_run(path, folder):
     options = tomllib.loads((folder / "run.toml").read_text())
     code = f"{folder}/evil.py:net"
     kept = (folder / "run.toml").read_text()
@@ -123,7 +102,7 @@ def test_no_option_in_the_folder_of_a_run_names_code_that_is_run(path: str, fold
     assert not (folder / "ran").exists()
 
 
-def test_the_error_about_code_in_a_folder_has_the_line_that_runs_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_about_code_in_a_folder_has_the_line_that_runs_it(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(
         "from torch import nn\n\ndef net(classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, classes))\n"
     )

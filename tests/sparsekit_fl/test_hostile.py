@@ -151,16 +151,6 @@ MASKED = sent(honest(0))
 BY_ENTRY = sent(honest(0, WeightMask({"last.weight": torch.arange(24).view(3, 8) % 3 == 0})))
 
 
-@pytest.fixture
-def no_pickle(monkeypatch):
-    def never(*_, **__):
-        raise AssertionError("something was unpickled")
-
-    for module, names in ((pickle, ("load", "loads", "Unpickler", "_Unpickler")), (torch, ("load",)), (np, ("load",))):
-        for name in names:
-            monkeypatch.setattr(module, name, never)
-
-
 @pytest.mark.usefixtures("no_pickle")
 @pytest.mark.parametrize(
     "original",

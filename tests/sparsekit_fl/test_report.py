@@ -3,8 +3,6 @@
 import json
 import re
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 from saved_results import FLOPS, SECONDS, compared, result, save
@@ -16,11 +14,11 @@ from sparsekit_fl.report import curves_of, means_of, write_report
 from sparsekit_fl.stored import number_text
 
 
-def page(folder: Path) -> str:
+def page(folder):
     return (folder / "report.html").read_text(encoding="utf-8")
 
 
-def test_it_prints_the_tables_and_says_where_the_page_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_the_tables_and_says_where_the_page_is(tmp_path, capsys):
     made = result("fedavg", note="A note.")
     made["environment"] = {"sparsekit": "0.2.0", "finished": "2026-11-22T10:00:00+00:00"}
     save(tmp_path, made, result("local"), *(result(f"m{number}") for number in range(7)))  # more than there are colors
@@ -41,9 +39,7 @@ def test_it_prints_the_tables_and_says_where_the_page_is(tmp_path: Path, capsys:
     assert page(tmp_path) == first, "equal results make equal bytes"
 
 
-def test_several_folders_need_a_folder_for_the_page_and_json_is_a_list_of_comparisons(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_folders_need_a_folder_for_the_page_and_json_is_a_list_of_comparisons(tmp_path, capsys):
     first = str(save(tmp_path / "a", result("fedlps"), result("fedavg")))
     second = str(save(tmp_path / "b", result("fedlps"), result("fedavg", 1, dataset="digits")))
     assert execute(["report", first, second]) == 2
@@ -56,7 +52,7 @@ def test_several_folders_need_a_folder_for_the_page_and_json_is_a_list_of_compar
     assert [page(tmp_path / "out").count(f"<h2>cnn on {data}") for data in ("mnist", "digits")] == [1, 1]
 
 
-def test_the_page_asks_nothing_of_a_network_and_escapes_text_of_others(tmp_path: Path) -> None:
+def test_the_page_asks_nothing_of_a_network_and_escapes_text_of_others(tmp_path):
     save(tmp_path, *(result(name, seed, note="Saves <b>bytes</b>.") for name in ("fedavg", "fedlps") for seed in (0, 1)))
     (tmp_path / "own").mkdir()
     (tmp_path / "own/result.json").write_text(json.dumps(result("own<b>&\"'method", accuracies={50: 0.3, 100: 0.5})))
@@ -72,12 +68,12 @@ def test_the_page_asks_nothing_of_a_network_and_escapes_text_of_others(tmp_path:
     assert "own&lt;b&gt;&amp;" in text
 
 
-def points(comparison: Any, method: str, axis: str, metric: str = "accuracy") -> list[tuple[Any, ...]]:
+def points(comparison, method, axis, metric="accuracy"):
     means = means_of(comparison, metric)
     return [tuple(pair) for pair in means[means["series"] == method][[axis, "y"]].to_numpy().tolist()]
 
 
-def test_curves_are_means_over_the_rounds_in_which_all_seeds_were_scored() -> None:
+def test_curves_are_means_over_the_rounds_in_which_all_seeds_were_scored():
     made = compared(
         result("a", accuracies={20: 0.1, 50: 0.5, 100: 0.75}), result("a", 1, accuracies={50: 0.7, 100: 0.85}), result("b"),
         result("once", accuracies={100: 0.5}),
@@ -91,7 +87,7 @@ def test_curves_are_means_over_the_rounds_in_which_all_seeds_were_scored() -> No
     assert "".join(curves_of(compared(result("a", accuracies={100: 0.5})))) == ""
 
 
-def test_problems_without_accuracy_show_their_own_metric(tmp_path: Path) -> None:
+def test_problems_without_accuracy_show_their_own_metric(tmp_path):
     made = result("a")
     made["final"]["personal"] = {"loss": 0.9, "rmse": 0.3}
     for record in filter(lambda one: one["evaluation"], made["rounds"]):
@@ -100,7 +96,7 @@ def test_problems_without_accuracy_show_their_own_metric(tmp_path: Path) -> None
     assert "Mean personal rmse" in "".join(curves_of(compared(made)))
 
 
-def test_the_page_has_paired_differences_equal_costs_ratios_clients_and_failures(tmp_path: Path) -> None:
+def test_the_page_has_paired_differences_equal_costs_ratios_clients_and_failures(tmp_path):
     runs = [result("fedavg", seed, accuracies={50: 0.5, 100: 0.6 + 0.1 * seed}) for seed in range(3)]
     runs += [result("fedlps", seed, accuracies={25: 0.4, 100: 0.61 + 0.11 * seed}) for seed in range(3)]
     for one in runs[3:]:
@@ -123,7 +119,7 @@ def test_the_page_has_paired_differences_equal_costs_ratios_clients_and_failures
 
 @pytest.mark.parametrize("span", [1e-9, 0.3, 1.0, 7.0, 123.0, 9.9e12])
 @pytest.mark.parametrize("unit", ["number", "flops", "seconds", "share"])
-def test_labels_of_an_axis_do_not_overlap_and_differ(span: float, unit: str) -> None:
+def test_labels_of_an_axis_do_not_overlap_and_differ(span, unit):
     drawn = chart({"a": [(0.0, 0.0, 0.0), (span, 1.0, 0.1)]}, x="x", y="y", x_text=lambda value: number_text(unit, value))
     labels = [
         (float(at), text) for at, text in re.findall(r'<text x="([\d.]+)" y="242" text-anchor="middle">(.*?)</text>', drawn)

@@ -3,8 +3,6 @@
 import json
 import math
 from dataclasses import fields, replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from own_models import OwnModels
@@ -18,12 +16,12 @@ from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
 @pytest.fixture(scope="module")
-def finished() -> fl.RunResult:
+def finished():
     config = replace(tiny_config(), eval_global_every=2)
     return run(OwnModels(), tiny_problem(), tiny_clients(), config)
 
 
-def test_a_mean_is_over_the_clients_that_have_the_metric_each_counted_alike() -> None:
+def test_a_mean_is_over_the_clients_that_have_the_metric_each_counted_alike():
     sent = [{"accuracy": (1.0, 10.0), "loss": (1.0, 10.0)}, {"accuracy": (80.0, 80.0), "loss": (8.0, 80.0)},
             {"loss": (8.0, 10.0), "accuracy": (math.nan, 0.0)}, {"accuracy": (0.0, 0.0)}]  # fmt: skip
     evaluations = [fl.Evaluation(client_id=id, examples=9, personal=scores) for id, scores in enumerate(sent)]
@@ -33,7 +31,7 @@ def test_a_mean_is_over_the_clients_that_have_the_metric_each_counted_alike() ->
     assert scores.worst_decile == {"personal": pytest.approx({"accuracy": 0.1, "loss": 0.8})}
 
 
-def test_the_worst_tenth_is_rounded_up_and_what_is_not_a_number_is_worst() -> None:
+def test_the_worst_tenth_is_rounded_up_and_what_is_not_a_number_is_worst():
     clients = [ClientScores(id=at, examples=1, personal={"accuracy": at / 20, "loss": at}) for at in range(11)]
     worst = RoundScores.of(clients, lower={"loss"}).worst_decile["personal"]
     assert worst == pytest.approx({"accuracy": 0.5 / 20, "loss": 9.5})
@@ -42,19 +40,17 @@ def test_the_worst_tenth_is_rounded_up_and_what_is_not_a_number_is_worst() -> No
     assert [math.isnan(worst[name]) for name in ("accuracy", "loss")] == [True, True]
 
 
-def test_a_metric_says_itself_whether_lower_is_better() -> None:
-    def distance(outputs: Any, targets: Any) -> Any:
+def test_a_metric_says_itself_whether_lower_is_better():
+    def distance(outputs, targets):
         return accuracy(outputs, targets)
 
     assert not lower_is_better("distance", distance)
-    distance.lower_is_better = True  # type: ignore[attr-defined]
+    distance.lower_is_better = True
     assert lower_is_better("distance", distance)
     assert [lower_is_better(name) for name in ("loss", "log_loss", "mean_error", "perplexity", "f1")] == [True] * 4 + [False]
 
 
-def test_a_result_is_read_as_it_was_and_one_of_another_version_or_a_damaged_one_is_refused(
-    finished: fl.RunResult, tmp_path: Path
-) -> None:
+def test_a_result_is_read_as_it_was_and_one_of_another_version_or_a_damaged_one_is_refused(finished, tmp_path):
     raw = finished.to_dict()
     one, first = raw["final"]["per_client"][0], finished.final.per_client[0]
     assert raw["final"]["primary_metric"] == "accuracy"
@@ -85,7 +81,7 @@ def test_a_result_is_read_as_it_was_and_one_of_another_version_or_a_damaged_one_
         fl.load_result(tmp_path / "nowhere")
 
 
-def test_the_frame_of_rounds_has_every_mean_of_every_metric(finished: fl.RunResult) -> None:
+def test_the_frame_of_rounds_has_every_mean_of_every_metric(finished):
     pytest.importorskip("pandas", reason="pandas is not installed; pip install '.[report]'")
     frame = finished.to_frame()
     assert list(frame.index) == [1, 2, 3, 4]

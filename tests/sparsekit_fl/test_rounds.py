@@ -24,20 +24,8 @@ from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config, tiny_prob
 def test_result_json_has_what_scripts_rely_on(tmp_path):
     result = tiny_run(out=tmp_path, experiment={"dataset": "tiny"})
     raw = json.loads((tmp_path / "result.json").read_text())
-    named = {
-        "method",
-        "method_options",
-        "clients",
-        "config",
-        "seed",
-        "final",
-        "cost",
-        "rounds",
-        "environment",
-        "failed_clients",
-        "note",
-    }
-    assert set(raw) == {"schema", "stopped", *named}
+    named = {"method", "method_options", "clients", "config", "seed", "final", "cost", "rounds", "environment"}
+    assert set(raw) == {"schema", "stopped", "failed_clients", "note", *named}
     assert raw["method"] == "fedavg"
     assert raw["config"]["training"]["lr"] == 0.1
     assert raw["config"]["experiment"] == {"dataset": "tiny"}
@@ -112,9 +100,7 @@ def test_a_changed_option_and_other_data_are_refused_on_resume_and_named(tmp_pat
     ("bad", "lazy", "split"),
     [(math.nan, False, "train"), (math.inf, True, "train"), (math.nan, True, "val"), (math.inf, False, "test")],
 )
-def test_inputs_that_are_no_numbers_are_found_in_any_data_set(
-    bad: float, lazy: bool, split: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_inputs_that_are_no_numbers_are_found_in_any_data_set(bad, lazy, split, caplog):
     first, other = tiny_clients(2)
     getattr(first.data, split).inputs[0][5, 3] = bad
     if lazy:
@@ -128,9 +114,9 @@ def test_inputs_that_are_no_numbers_are_found_in_any_data_set(
 
 
 @pytest.mark.parametrize("given", ["fedavg", fl.methods.fedavg])
-def test_a_method_that_was_not_called_is_told_how_to_call_it(given: object) -> None:
+def test_a_method_that_was_not_called_is_told_how_to_call_it(given):
     with pytest.raises(InvalidValueError, match=r"method must be a Method, got .*(?i:fedavg).*as in fl\.methods\.fedlps\(\)"):
-        fl.run(given, tiny_problem(), [], fl.RunConfig(rounds=1, cohort=1))  # type: ignore[arg-type]
+        fl.run(given, tiny_problem(), [], fl.RunConfig(rounds=1, cohort=1))
 
 
 class Calls(fl.Callback):

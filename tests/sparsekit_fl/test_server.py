@@ -9,14 +9,7 @@ from personal import watched
 
 import sparsekit_fl as fl
 from sparsekit.graph.mask import UnitMask, WeightMask
-from sparsekit_fl.client.messages import (
-    decode_reply,
-    decode_request,
-    encode_reply,
-    encode_request,
-    request_bytes,
-    update_bytes,
-)
+from sparsekit_fl.client.messages import decode_reply, decode_request, encode_reply, encode_request, request_bytes, update_bytes
 from sparsekit_fl.client.packing import Kept, digest
 from sparsekit_fl.methods import registry
 from sparsekit_fl.server import Server
@@ -191,22 +184,9 @@ def test_bytes_up_are_counted_as_sent_and_the_changes_take_half(method):
 def test_a_method_that_goes_by_capability_says_so_where_every_device_is_a_full_one(method, warns, caplog):
     equal = [replace(client, capability=fl.Capability()) for client in tiny_clients()]
     config = replace(tiny_config(), capability_levels=None)
-    for clients, given, expected in (
-        (equal, config, warns),
-        (tiny_clients(), config, False),
-        (equal, tiny_config(), False),
-    ):
+    for clients, given, expected in ((equal, config, warns), (tiny_clients(), config, False), (equal, tiny_config(), False)):
         caplog.clear()
         made = Server(RunSpec.build(registry[method](), tiny_problem(), given), by_id(clients))
         made.requests(made.context(1))
         assert ("Draw them from levels" in caplog.text) == expected
         assert made.note.startswith("Every client has the full capability") == expected
-
-
-def test_bytes_and_seconds_are_the_servers_own_whatever_a_client_says(server):
-    first, *_ = server.requests(server.context(1))
-    lies = fl.Cost(uplink_bytes=1, downlink_bytes=2, simulated_seconds=1e9, simulated_seconds_scoring=3.0)
-    honest, lying = (server.priced(first, reply(good(server, first, cost=cost))).update.cost for cost in (fl.Cost(), lies))
-    assert honest == lying
-    assert (honest.uplink_bytes, honest.downlink_bytes) == (sum(tensor.nbytes for tensor in first.state.values()),) * 2
-    assert honest.simulated_seconds > 0, "also of a client that says that it did nothing"

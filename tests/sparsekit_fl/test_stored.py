@@ -1,12 +1,10 @@
 """Results as one table, which reads back as the same comparison."""
 
-from pathlib import Path
-
 from saved_results import compared, result
 from stored_tables import read_comparisons, read_results, write_table
 
 
-def test_a_stored_table_makes_the_comparison_of_its_results(tmp_path: Path) -> None:
+def test_a_stored_table_makes_the_comparison_of_its_results(tmp_path):
     made = {
         "first": result("fedavg", 0, accuracies={50: 0.5, 100: 0.75}),
         "second": result("fedavg", 1, accuracies={50: 0.25, 100: 0.875}, note="17, or a remark"),

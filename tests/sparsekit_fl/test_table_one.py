@@ -24,7 +24,7 @@ SHAPES = {
 
 
 @cache
-def costed(name: str):
+def costed(name):
     """(preset, example-passes per run, cost model) of a row of Table I."""
     preset = PRESETS[name]
     shape, classes, examples = SHAPES[name]
@@ -47,7 +47,7 @@ def costed(name: str):
         ("cifar10", 0.5, 412_900_788_600_000),
     ],
 )
-def test_the_flops_of_fedavg_and_of_half_of_its_units_are_those_of_tables_one_and_two(name, ratio, flops) -> None:
+def test_the_flops_of_fedavg_and_of_half_of_its_units_are_those_of_tables_one_and_two(name, ratio, flops):
     passes, graph, costs, _, _ = costed(name)
     assert (
         3 * passes * rowmask_flops(costs, None if ratio == 1.0 else make_mask(Ordered(), graph, ratio, ScoringContext()))
@@ -62,7 +62,7 @@ def test_the_flops_of_fedavg_and_of_half_of_its_units_are_those_of_tables_one_an
         ("cifar100", (1, 0.5004, 0.2506, 0.1257, 0.0632), (1, 0.2520, 0.0640, 0.0165, 0.0044), 1_914.357447e12),
     ],
 )
-def test_a_width_costs_its_share_by_rows_and_its_square_when_compact(name, rows, compacted, flops) -> None:
+def test_a_width_costs_its_share_by_rows_and_its_square_when_compact(name, rows, compacted, flops):
     """Of every method that trains as many units as a client's capability says: eFD, HeteroFL, FedRolex, RCR."""
     passes, graph, costs, _, _ = costed(name)
     masks = [make_mask(Ordered(), graph, level, ScoringContext()) for level in (1, 1 / 2, 1 / 4, 1 / 8, 1 / 16)]
@@ -81,7 +81,7 @@ def test_a_width_costs_its_share_by_rows_and_its_square_when_compact(name, rows,
         pytest.param("tiny-imagenet", 13_686_185.1e9, marks=pytest.mark.slow),
     ],
 )
-def test_one_dense_round_and_half_of_the_weights_in_the_others_cost_what_the_table_says_of_cs(name, flops) -> None:
+def test_one_dense_round_and_half_of_the_weights_in_the_others_cost_what_the_table_says_of_cs(name, flops):
     passes, graph, costs, model, x = costed(name)
     names = layer_weights(trace_layers(model, x), graph.shapes)
     mask = largest_weights(model.state_dict(), names, 0.5)

@@ -3,10 +3,7 @@
 import re
 import resource
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,13 +20,13 @@ from sparsekit_fl.testing import StopAfter, tiny_config
 class Forgets(OwnModels):
     """A client drops its personal model in its second participation."""
 
-    def train(self, client: fl.ClientContext, task: fl.Task) -> fl.Result:
+    def train(self, client, task):
         result, seen = super().train(client, task), client.memory.pop("seen", False)
         client.memory.clear() if seen else client.memory.update(seen=True)
         return result
 
 
-def test_memory_that_was_emptied_stays_empty(tmp_path: Path) -> None:
+def test_memory_that_was_emptied_stays_empty(tmp_path):
     result = tiny_run(Forgets(), out=tmp_path)
     asked = Counter(client_id for record in result.rounds for client_id in record.cohort)
     memories = Memories(tmp_path / "clients", durable=False)
@@ -43,13 +40,13 @@ def test_memory_that_was_emptied_stays_empty(tmp_path: Path) -> None:
 class Counts(fl.Method):
     """A client counts its participations; what even clients send in round 2 is refused."""
 
-    def train(self, client: fl.ClientContext, task: fl.Task) -> fl.Result:
+    def train(self, client, task):
         client.memory["seen"] = client.memory.get("seen", 0) + 1
         bad = client.round == 2 and client.client.id % 2 == 0
         return replace(super().train(client, task), metrics={"loss": float("nan")} if bad else {})
 
 
-def test_the_memory_of_a_client_whose_update_was_refused_does_not_count(tmp_path: Path) -> None:
+def test_the_memory_of_a_client_whose_update_was_refused_does_not_count(tmp_path):
     result = tiny_run(Counts(), out=tmp_path, config=replace(tiny_config(rounds=6), min_replies=1))
     refused = {client_id for client_id, _ in result.rounds[1].dropped}
     assert refused
@@ -64,7 +61,7 @@ def test_the_memory_of_a_client_whose_update_was_refused_does_not_count(tmp_path
 
 
 @pytest.mark.parametrize("name", ["clients/notes.safetensors", "rounds.jsonl", "data.csv"])
-def test_a_fresh_run_deletes_and_replaces_nothing_that_was_there(name: str, tmp_path: Path) -> None:
+def test_a_fresh_run_deletes_and_replaces_nothing_that_was_there(name, tmp_path):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_text("mine")
@@ -76,13 +73,11 @@ def test_a_fresh_run_deletes_and_replaces_nothing_that_was_there(name: str, tmp_
     assert path.read_text() == "mine"
 
 
-def stop(*_: Any) -> fl.Task:
+def stop(*_):
     raise KeyboardInterrupt
 
 
-def test_ctrl_c_while_a_round_is_scored_names_the_round_that_the_disk_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_while_a_round_is_scored_names_the_round_that_the_disk_holds(tmp_path, monkeypatch):
     monkeypatch.setattr(fl.Method, "deploy", stop)
     with pytest.raises(fl.errors.RunInterrupted, match="round 1 of 4 was the last to be finished"):
         tiny_run(out=tmp_path)
@@ -94,7 +89,7 @@ def test_ctrl_c_while_a_round_is_scored_names_the_round_that_the_disk_holds(
 WRITE = Memories.write
 
 
-def full(self: Memories, client_id: int, round: int, memory: Any) -> None:
+def full(self, client_id, round, memory):
     if round == 2:
         raise OSError(28, "No space left on device")
     WRITE(self, client_id, round, memory)
@@ -102,7 +97,7 @@ def full(self: Memories, client_id: int, round: int, memory: Any) -> None:
 
 @pytest.mark.parametrize("engine", ["one worker", "two workers", "a grid"])
 @pytest.mark.same_bits
-def test_a_full_disk_has_one_outcome_with_every_engine(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_has_one_outcome_with_every_engine(engine, tmp_path, monkeypatch):
     if engine == "a grid":
         pytest.importorskip("flwr", reason="flwr is not installed; pip install '.[flower]'")
         from local_grid import InProcess
@@ -119,17 +114,17 @@ def test_a_full_disk_has_one_outcome_with_every_engine(engine: str, tmp_path: Pa
 class LimitFiles(fl.Callback):
     """No file may be as large as the checkpoint any more after the second round."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
 
-    def on_round_end(self, run: fl.RunView, record: Any) -> None:
+    def on_round_end(self, run, record):
         if record.round == 2:
             size = (self.folder / "checkpoint.state").stat().st_size
             resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, resource.RLIM_INFINITY))
 
 
 @pytest.mark.same_bits
-def test_a_run_without_room_for_its_checkpoint_stops_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_run_without_room_for_its_checkpoint_stops_and_resumes_to_the_same_bits(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         with pytest.raises(fl.errors.StorageError, match=r"File too large.*make room.*round 2 of 4 was the last.*--resume"):
@@ -140,7 +135,7 @@ def test_a_run_without_room_for_its_checkpoint_stops_and_resumes_to_the_same_bit
     assert tiny_run(out=tmp_path, resume=True).final == tiny_run().final
 
 
-def flipped(path: Path) -> Iterator[int]:
+def flipped(path):
     """Flip one bit of a file at a time: at its beginning, before its last byte, which ends a line, and between."""
     whole, rng = path.read_bytes(), np.random.default_rng(0)
     for place in [0, len(whole) - 2, *rng.integers(0, len(whole), 20)]:
@@ -152,7 +147,7 @@ def flipped(path: Path) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("name", ["checkpoint.state", "rounds.jsonl"])
-def test_a_flipped_bit_anywhere_in_a_file_of_a_run_is_found_and_said_by_name(name: str, tmp_path: Path) -> None:
+def test_a_flipped_bit_anywhere_in_a_file_of_a_run_is_found_and_said_by_name(name, tmp_path):
     with pytest.raises(fl.errors.RunInterrupted):
         tiny_run(out=tmp_path, callbacks=[StopAfter(2)])
     for _ in flipped(tmp_path / name):
@@ -161,7 +156,7 @@ def test_a_flipped_bit_anywhere_in_a_file_of_a_run_is_found_and_said_by_name(nam
     assert len(tiny_run(out=tmp_path, resume=True).rounds) == 4
 
 
-def test_a_flipped_bit_anywhere_in_the_memory_of_a_client_is_found_and_said_by_name(tmp_path: Path) -> None:
+def test_a_flipped_bit_anywhere_in_the_memory_of_a_client_is_found_and_said_by_name(tmp_path):
     with pytest.raises(fl.errors.RunInterrupted):
         tiny_run(OwnModels(), out=tmp_path, callbacks=[StopAfter(3)])
     memories = sorted((tmp_path / "clients").glob("*.state"))

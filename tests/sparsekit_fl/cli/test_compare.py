@@ -4,7 +4,6 @@ import json
 import re
 import signal
 import statistics
-from pathlib import Path
 
 import pytest
 from commands import ended
@@ -16,11 +15,11 @@ pytestmark = pytest.mark.slow
 TINY = ["--rounds", "2", "--clients", "4", "--cohort", "2", "--epochs", "1", "--workers", "1"]
 
 
-def _numbers(out: Path) -> dict[str, int]:
+def _numbers(out):
     return {str(path.relative_to(out)): path.stat().st_mtime_ns for path in out.rglob("result.json")}
 
 
-def test_methods_times_seeds_with_mean_and_deviation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_methods_times_seeds_with_mean_and_deviation(tmp_path, capsys):
     command = ["compare", "fedavg", "local", "--seeds", "2", "--seed", "5", *TINY, "--out", str(tmp_path)]
     assert execute(command) == 0
     out = capsys.readouterr().out
@@ -65,7 +64,7 @@ broken = Broken
 
 
 @pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def mine(tmp_path, monkeypatch):
     name = f"methods_{abs(hash(str(tmp_path)))}"
     (tmp_path / f"{name}.py").write_text(METHODS)
     monkeypatch.syspath_prepend(tmp_path)
@@ -73,9 +72,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-def test_a_failed_trial_loses_no_other_and_is_tried_again(
-    mine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_trial_loses_no_other_and_is_tried_again(mine, tmp_path, capsys):
     command = ["compare", f"{mine}:broken", "fedavg", "--seeds", "1", *TINY, "--out", str(tmp_path / "out")]
     assert execute(command) == 2
     captured = capsys.readouterr()
@@ -93,9 +90,7 @@ def test_a_failed_trial_loses_no_other_and_is_tried_again(
     assert "broken: It breaks." in captured.out
 
 
-def test_each_level_is_a_comparison_and_the_report_shows_all_of_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_level_is_a_comparison_and_the_report_shows_all_of_them(tmp_path, capsys):
     for level in ("low", "high"):
         command = ["compare", "fedavg", "local", "--seeds", "1", *TINY, "--heterogeneity", level, "--out", str(tmp_path)]
         assert execute([*command, "--set", "partition.lack_classes=8", "--json"]) == 0
@@ -106,7 +101,7 @@ def test_each_level_is_a_comparison_and_the_report_shows_all_of_them(
     assert titles == ["heterogeneity high", "heterogeneity low"]
 
 
-def test_ctrl_c_keeps_what_is_done_and_says_how_to_continue(tmp_path: Path) -> None:
+def test_ctrl_c_keeps_what_is_done_and_says_how_to_continue(tmp_path):
     command = ["compare", "fedavg", "local", *TINY, "--seeds", "1", "--rounds", "400", "--out", str(tmp_path)]
     code, out, err = ended(command, signal.SIGINT, (tmp_path / "fedavg-seed0/rounds.jsonl").exists)
     assert (code, out) == (130, ""), err

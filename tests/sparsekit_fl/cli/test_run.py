@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import signal
-from pathlib import Path
 
 import pytest
 from commands import ended
@@ -15,7 +14,7 @@ from sparsekit.cli.main import execute
 TINY = ["--rounds", "2", *SMALL[2:]]
 
 
-def test_a_run_prints_a_table_and_says_how_to_keep_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_prints_a_table_and_says_how_to_keep_it(capsys):
     assert execute(["run", "fedavg", *TINY]) == 0
     captured = capsys.readouterr()
     assert "fedavg · cnn on digits · 2 rounds · seed 0" in captured.out
@@ -43,7 +42,7 @@ def test_a_run_prints_a_table_and_says_how_to_keep_it(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == ""
 
 
-def test_json_is_the_result_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_the_result_and_nothing_else(capsys):
     settings = ["--set", "lr_decay=0.9", "--set", "upload=bfloat16"]
     settings += ["--set", "eval_clients=2", "--heterogeneity", "median", "--set", "partition.lack_classes=6"]
     given = ["--seed", "3", "--lr", "0.05", "--batch-size", "8", *settings]
@@ -63,7 +62,7 @@ def test_json_is_the_result_and_nothing_else(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.same_bits
-def test_a_run_resumes_by_its_folder_alone_and_refuses_all_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_resumes_by_its_folder_alone_and_refuses_all_else(tmp_path, capsys):
     out = ["--out", str(tmp_path / "run")]
     run = ["run", "fedprox", *TINY, "--set", "mu=0.5", "--lr", "0.05", "--seed", "3", *out]
     first = command(run, capsys)
@@ -100,9 +99,7 @@ def data(seed):
 """
 
 
-def test_clients_that_cannot_train_are_named_in_the_summary_and_the_exit_code_is_3(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_clients_that_cannot_train_are_named_in_the_summary_and_the_exit_code_is_3(tmp_path, monkeypatch, capsys):
     name = f"unfit_{abs(hash(str(tmp_path)))}"
     (tmp_path / f"{name}.py").write_text(FACTORIES)
     monkeypatch.syspath_prepend(tmp_path)
@@ -156,7 +153,7 @@ def test_clients_that_cannot_train_are_named_in_the_summary_and_the_exit_code_is
         ("fedlps --engine flower --set ray_address=a:1", "ray_address needs --out DIR, a folder that all machines"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_sentence_with_code_2(line: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_is_said_in_one_sentence_with_code_2(line, says, capsys):
     assert execute(shlex.split(line)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -164,9 +161,7 @@ def test_what_is_wrong_is_said_in_one_sentence_with_code_2(line: str, says: str,
     assert "Traceback" not in captured.err
 
 
-def test_an_engine_whose_package_is_absent_says_what_to_install(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_whose_package_is_absent_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setattr("sparsekit_fl.cli.simulate.find_spec", lambda name: None)
     assert execute(["run", "fedavg", "--engine", "flower"]) == 2
     assert '".[flower]"' in capsys.readouterr().err
@@ -174,7 +169,7 @@ def test_an_engine_whose_package_is_absent_says_what_to_install(
 
 @pytest.mark.slow
 @pytest.mark.same_bits
-def test_ctrl_c_ends_cleanly_and_the_run_resumes_to_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_ends_cleanly_and_the_run_resumes_to_the_same_bits(tmp_path, capsys):
     options = ["run", "fedavg", "--rounds", "40", *SMALL[2:], "--workers", "2", "--eval-every", "40"]
     whole = command(options, capsys)
     out = tmp_path / "run"

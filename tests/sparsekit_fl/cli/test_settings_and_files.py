@@ -124,7 +124,7 @@ def test_a_wrong_file_is_refused(text, message, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_name_has_a_line_about_it(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_name_has_a_line_about_it(kind, capsys):
     assert execute(["list", kind, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert len(found) >= 1
@@ -135,16 +135,14 @@ def test_every_name_has_a_line_about_it(kind: str, capsys: pytest.CaptureFixture
     assert max(map(len, lines)) <= 80
 
 
-def test_a_method_is_described_with_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_method_is_described_with_its_options(capsys):
     assert execute(["describe", "fedprox"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "1812.06127 --set mu=VALUE" in out
     assert "Default: 0.01." in out
 
 
-def test_a_broken_plug_in_says_so_and_spoils_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_plug_in_says_so_and_spoils_nothing(monkeypatch, capsys):
     monkeypatch.setitem(registry._table, "broken", "nowhere_at_all:method")
     assert execute(["list", "methods", "--json"]) == 0
     about = {item["name"]: item["about"] for item in json.loads(capsys.readouterr().out)}

@@ -89,11 +89,7 @@ def test_evaluation_sums_loss_and_metrics_over_examples():
 def test_feature_maps_are_laid_out_channels_last_where_the_problem_asks_for_it(channels):
     images, rows = torch.randn(6, channels, 4, 5), torch.randn(6, 7)
     for asked in (True, False):
-        problem = fl.Problem(
-            model=lambda: nn.Linear(1, 1),
-            example_inputs=(images, rows),
-            channels_last=asked,
-        )
+        problem = fl.Problem(model=lambda: nn.Linear(1, 1), example_inputs=(images, rows), channels_last=asked)
         examples = Examples(problem, fl.TensorData((images, rows), torch.arange(6)), device="cpu")
         for order in (None, torch.tensor([5, 4, 3, 2, 1, 0])):
             for batch in examples.batches(order, [(0, 4), (4, 6)]):
@@ -126,7 +122,7 @@ def test_random_transforms_give_the_same_bits_for_any_number_of_workers(method):
     assert [record.loss for record in runs[0].rounds] == [record.loss for record in runs[1].rounds]
 
 
-def test_generators_are_those_that_numpy_spawns_in_whatever_order_they_are_asked_for() -> None:
+def test_generators_are_those_that_numpy_spawns_in_whatever_order_they_are_asked_for():
     purposes = get_args(Purpose)
     spawned = dict(zip(purposes, np.random.default_rng(5).spawn(len(purposes)), strict=True))
     lazy = Rngs(np.random.default_rng(5))
@@ -134,8 +130,8 @@ def test_generators_are_those_that_numpy_spawns_in_whatever_order_they_are_asked
     assert lazy["local"] is lazy["local"]
 
 
-def test_every_part_of_a_run_draws_from_a_generator_of_its_own_and_always_the_same() -> None:
-    def draws(seed: int) -> list[float]:
+def test_every_part_of_a_run_draws_from_a_generator_of_its_own_and_always_the_same():
+    def draws(seed):
         streams = Streams(seed)
         generators = [streams.model(), streams.data()]
         for round in (1, 2):

@@ -115,14 +115,14 @@ def test_any_mask_survives_packing_in_at_most_its_bits(keep):
     assert bits["mask"].numel() <= (len(keep) + 7) // 8
 
 
-def test_the_digest_sees_another_name_value_shape_or_dtype_and_what_lacks() -> None:
+def test_the_digest_sees_another_name_value_shape_or_dtype_and_what_lacks():
     a, n = torch.tensor([1.0, 2.0]), torch.tensor(3)
     others = [{"b": a, "n": n}, {"a": a + 1e-6, "n": n}, {"a": a[None], "n": n}, {"a": a.double(), "n": n}, {"a": a}]
     assert len({digest(state) for state in ({"a": a, "n": n}, *others)}) == 6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64])
-def test_finite_is_what_holds_neither_nan_nor_infinity_even_where_the_sum_overflows(dtype: torch.dtype) -> None:
+def test_finite_is_what_holds_neither_nan_nor_infinity_even_where_the_sum_overflows(dtype):
     part = torch.finfo(dtype)
     values = torch.ones(1000, dtype=dtype)
     assert is_finite(values)

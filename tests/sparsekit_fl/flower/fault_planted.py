@@ -6,14 +6,12 @@ wait until that file is gone. It writes `began-3-2`, and `done-3-2` with the num
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from own_models import OwnModels
 
-import sparsekit_fl as fl
 from sparsekit_fl.cli.simulate import QUIET
 
 _HERE = Path(__file__).resolve().parent
@@ -25,7 +23,7 @@ class Planted(OwnModels):
 
     keep: Literal["last", "best", "loss"] = "best"
 
-    def train(self, client: fl.ClientContext, task: fl.Task) -> fl.Result:
+    def train(self, client, task):
         """Raise, wait, or train."""
         events, spot = Path(os.environ["SPARSEKIT_FAULTS"]), f"{client.client.id}-{client.round}"
         client.memory["count"] = client.memory.get("count", 0) + 1
@@ -39,7 +37,7 @@ class Planted(OwnModels):
         return result
 
 
-def environment(events: Path) -> dict[str, str]:
+def environment(events):
     """The environment of processes that import this file, and do as the files in a folder, made here, tell them."""
     events.mkdir()
     paths = [*map(str, (_HERE, *_HERE.parents[1:3])), os.environ.get("PYTHONPATH", "")]
@@ -47,7 +45,7 @@ def environment(events: Path) -> dict[str, str]:
     return {**os.environ, **QUIET, **more}
 
 
-def until(condition: Callable[[], object], what: str, *, seconds: float = 600.0) -> None:
+def until(condition, what, *, seconds=600.0):
     """Wait until a condition is true; the limit is only there so that a test that hangs ends some day."""
     end = time.monotonic() + seconds
     while not condition():

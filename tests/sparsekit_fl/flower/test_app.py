@@ -6,7 +6,6 @@ import tomllib
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ from sparsekit_fl.spec import RunSpec, by_id
 from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
 
 
-def test_options_survive_flowers_run_configuration() -> None:
+def test_options_survive_flowers_run_configuration():
     given = {"rounds": 3, "lr": 0.5, "out": Path("my run"), "clip": None, "set": ("mu=0.5", "partition.alpha=0.3")}
     assert parsed({"run": run_text("fedprox", given), "resume": True}) == ("fedprox", RunOptions(**given, resume=True))
     assert parsed(DEFAULTS) == ("fedlps", RunOptions(resume=False))
@@ -42,7 +41,7 @@ def test_options_survive_flowers_run_configuration() -> None:
         parsed({**DEFAULTS, "run": "fedavg training.no_such=1"})
 
 
-def test_a_node_gets_only_the_clients_it_was_given_with_their_capabilities_and_the_server_no_data() -> None:
+def test_a_node_gets_only_the_clients_it_was_given_with_their_capabilities_and_the_server_no_data():
     own = RunOptions(dataset="sparsekit_fl.testing:tiny_data")
     assert [client.id for client in Experiment.of(RunOptions(), ids=[2, 5]).clients] == [2, 5]
     server = Experiment.of(own, ids=())
@@ -55,11 +54,11 @@ def test_a_node_gets_only_the_clients_it_was_given_with_their_capabilities_and_t
             Experiment.of(options, ids=[99])
 
 
-def test_a_node_keeps_the_memory_that_the_server_counts_on_and_its_newest_whatever_replies_were_lost(tmp_path: Path) -> None:
+def test_a_node_keeps_the_memory_that_the_server_counts_on_and_its_newest_whatever_replies_were_lost(tmp_path):
     spec, clients = RunSpec.build(OwnModels(), tiny_problem(), tiny_config(rounds=9)), by_id(tiny_clients())
     node = Node(spec, clients, Memories(tmp_path, durable=True), device=True)
 
-    def train(round: int, memory_round: int | None) -> list[str]:
+    def train(round, memory_round):
         request = fl.Request(round=round, client_id=3, state=spec.initial, memory_round=memory_round)
         reply = node.answer(request)
         assert reply.stored
@@ -73,7 +72,7 @@ def test_a_node_keeps_the_memory_that_the_server_counts_on_and_its_newest_whatev
 
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # Flower's
-def test_the_app_folder_is_complete_never_written_over_and_what_runs_leave_in_it_is_never_sent(tmp_path: Path) -> None:
+def test_the_app_folder_is_complete_never_written_over_and_what_runs_leave_in_it_is_never_sent(tmp_path):
     from flwr.cli.build import build_fab_from_disk
 
     folder = tmp_path / "my app"
@@ -96,12 +95,12 @@ def test_the_app_folder_is_complete_never_written_over_and_what_runs_leave_in_it
 RUN = "0123456789abcdef"
 
 
-def _node(run: str = RUN, *, options: str = "fedlps", **node_config: Any) -> Node:
+def _node(run=RUN, *, options="fedlps", **node_config):
     config = {**DEFAULTS, "run": options}
-    return app._node(SimpleNamespace(run_config=config, node_config={"state-dir": "state", **node_config}), run)  # type: ignore[arg-type]
+    return app._node(SimpleNamespace(run_config=config, node_config={"state-dir": "state", **node_config}), run)
 
 
-def test_a_node_has_the_device_and_the_clients_that_it_names_or_the_one_that_flower_calls_its_partition(tmp_path: Path) -> None:
+def test_a_node_has_the_device_and_the_clients_that_it_names_or_the_one_that_flower_calls_its_partition(tmp_path):
     assert (sorted(_node(clients="0-1").clients), _node(clients="0-1").spec.config.device) == ([0, 1], "cpu")
     assert _node(clients="0-1", device="meta").spec.config.device == "meta"
     assert sorted(_node(**{"partition-id": 3, "num-partitions": 8}).clients) == [3]
@@ -121,14 +120,14 @@ def test_a_node_has_the_device_and_the_clients_that_it_names_or_the_one_that_flo
 TINY = "dataset=sparsekit_fl.testing:tiny_data training.local_epochs=1 training.batch_size=8 seed=3 rounds=2"
 
 
-def _serve(config: dict[str, Any], nodes: list[dict[str, str]]) -> None:
+def _serve(config, nodes):
     """Run an app on some nodes."""
     grid = LocalGrid(app.client, nodes=len(nodes), run_config=config, node_configs=nodes)
     serve(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=config))
 
 
 @pytest.mark.same_bits
-def test_a_device_predicts_with_the_models_of_its_own_clients_and_they_are_nowhere_else(tmp_path: Path) -> None:
+def test_a_device_predicts_with_the_models_of_its_own_clients_and_they_are_nowhere_else(tmp_path):
     config = {**DEFAULTS, "run": f"fedlps {TINY} cohort=4 mu=0.9 out={tmp_path / 'server'}"}
     _serve(config, [{"clients": ids, "state-dir": str(tmp_path / name)} for ids, name in (("0-3", "a"), ("4-7", "b"))])
     experiment = Experiment.of(parsed(config)[1])
@@ -153,7 +152,7 @@ def test_a_device_predicts_with_the_models_of_its_own_clients_and_they_are_nowhe
     assert not list((tmp_path / "server" / "models").glob("client-*"))
 
 
-def test_the_error_that_ends_a_run_is_written_for_the_command_that_started_it(tmp_path: Path) -> None:
+def test_the_error_that_ends_a_run_is_written_for_the_command_that_started_it(tmp_path):
     more = {"nodes": 1, "error-file": str(tmp_path / "error.json")}
     with pytest.raises(InvalidValueError, match="cohort"):
         _serve({**DEFAULTS, "run": f"fedavg {TINY} engine=flower cohort=99", **more}, [{}])
@@ -166,8 +165,8 @@ def test_the_error_that_ends_a_run_is_written_for_the_command_that_started_it(tm
     ("options", "gpus", "visible"), [({"workers": 4}, "0.0", None), ({"device": "cuda:1,cuda:3", "workers": 4}, "0.5", "1,3")]
 )
 def test_processes_of_the_simulation_get_the_gpus_that_were_named_under_numbers_of_their_own(
-    options: dict[str, Any], gpus: str, visible: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    options, gpus, visible, tmp_path, monkeypatch
+):
     """Ray shows each process the GPUs that it may use as cuda:0, cuda:1, …, whichever they are."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     given = RunOptions(**options, ray_address="HEAD:6379")

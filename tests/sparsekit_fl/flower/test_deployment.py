@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -37,9 +36,7 @@ flower_supernode()"""
 @pytest.mark.slow
 @pytest.mark.flower
 @pytest.mark.same_bits
-def test_a_supernode_that_was_killed_is_missed_and_comes_back_and_the_model_has_the_bits_of_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_supernode_that_was_killed_is_missed_and_comes_back_and_the_model_has_the_bits_of_one_process(tmp_path, monkeypatch):
     app, events, out, log, port = tmp_path / "app", tmp_path / "events", tmp_path / "run", tmp_path / "log", free_port()
     config, failed = {**DEFAULTS, "run": f"{RUN} out={out}"}, tmp_path / "error.json"
     write_app(app, {**config, "error-file": str(failed)}, port=port)
@@ -47,7 +44,7 @@ def test_a_supernode_that_was_killed_is_missed_and_comes_back_and_the_model_has_
     subprocess.run(["sh", "make_certificates.sh", "localhost", "2"], cwd=app, check=True)
     keys = app / "keys"
 
-    def event(name: str) -> str:
+    def event(name):
         until(lambda: (events / name).exists() or failed.exists(), name)
         return (events / name).read_text()
 
@@ -55,21 +52,14 @@ def test_a_supernode_that_was_killed_is_missed_and_comes_back_and_the_model_has_
         start = stack.enter_context(programs(log, env))
         stack.callback(lambda: sys.stderr.write(log.read_text(errors="replace")[-8000:]))
 
-        def node(name: str, clients: str, *key: str) -> subprocess.Popen[bytes]:
+        def node(name, clients, *key):
             config = f'clients="{clients}" state-dir="{tmp_path / name}"'
             where = ("--superlink", f"127.0.0.1:{port}", "--port", str(free_port()), "--node-config", config)
             return start("python", "-c", NODE, "--root-certificates", str(keys / "ca.crt"), *key, *where)
 
         tls = ("--ssl-ca-certfile", "ca.crt", "--ssl-certfile", "server.pem", "--ssl-keyfile", "server.key")
         secure = [str(keys / word) if "." in word else word for word in tls]
-        where = (
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-            "--enable-supernode-auth",
-            "--disable-runtime-dependency-installation",
-        )
+        where = f"--host 127.0.0.1 --port {port} --enable-supernode-auth --disable-runtime-dependency-installation".split()
         await_port(port, start("flower-superlink", *secure, *where), log)
         (events / "hold-3-2").touch()
         (events / "hold-0-3").touch()

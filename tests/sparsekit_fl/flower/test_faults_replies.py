@@ -4,7 +4,6 @@ import errno
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,18 +30,18 @@ class Flaky(OwnModels):
     keep: Any = "best"
     broken: Any = ()
 
-    def train(self, client: fl.ClientContext, task: fl.Task) -> fl.Result:
+    def train(self, client, task):
         asked.append((client.client.id, client.round))
         if asked[-1] in self.broken:
             raise ArithmeticError("not today")
         return super().train(client, task)
 
 
-def _run(engine: fl.Engine | None = None, broken: Any = (), **options: Any) -> fl.RunResult:
+def _run(engine=None, broken=(), **options):
     return tiny_run(Flaky(broken=tuple(broken)), config=tiny_config(), engine=engine, **options)
 
 
-def test_half_of_the_cohort_rounded_up_is_needed_unless_said_otherwise() -> None:
+def test_half_of_the_cohort_rounded_up_is_needed_unless_said_otherwise():
     config = tiny_config()
     assert [config.needed_replies(cohort) for cohort in (1, 2, 3, 4, 5)] == [1, 1, 2, 2, 3]
     assert [replace(config, min_replies=3).needed_replies(cohort) for cohort in (2, 4)] == [2, 3]
@@ -54,8 +53,8 @@ def test_half_of_the_cohort_rounded_up_is_needed_unless_said_otherwise() -> None
 @pytest.mark.parametrize("engine", sorted(ENGINES))
 @pytest.mark.same_bits
 def test_a_round_with_just_enough_replies_counts_and_one_with_too_few_ends_the_run_and_is_repeated_on_resume(
-    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    engine, tmp_path, monkeypatch
+):
     cohorts = [record.cohort for record in _run().rounds]
     enough = [(client_id, 2) for client_id in cohorts[1][:2]]
     whole, few = _run(broken=enough), [(client_id, 3) for client_id in cohorts[2][1:]]
@@ -72,7 +71,7 @@ def test_a_round_with_just_enough_replies_counts_and_one_with_too_few_ends_the_r
 
 
 @pytest.mark.same_bits
-def test_a_client_that_does_not_answer_when_it_is_scored_is_left_out_and_the_record_says_so() -> None:
+def test_a_client_that_does_not_answer_when_it_is_scored_is_left_out_and_the_record_says_so():
     whole = _run()
     result = _run(InProcess(devices=True, fault=planted(gone, "score", clients=[5], times=1)))
     assert result.final == whole.final
@@ -81,16 +80,16 @@ def test_a_client_that_does_not_answer_when_it_is_scored_is_left_out_and_the_rec
     assert all(record.notes == () for record in result.rounds if record.round != 2)
 
 
-def test_a_run_in_which_no_client_can_be_scored_stops() -> None:
+def test_a_run_in_which_no_client_can_be_scored_stops():
     says = "no client could be scored after round 2: client 0 was not scored: node unavailable.*and 3 more clients"
     with pytest.raises(fl.errors.ClientError, match=says):
         _run(InProcess(devices=True, fault=planted(gone, "score")))
 
 
-def test_a_client_whose_memory_cannot_be_kept_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_whose_memory_cannot_be_kept_is_dropped(monkeypatch):
     victim, write = _run().rounds[0].cohort[0], Memories.write
 
-    def full(self: Memories, client_id: int, round: int, memory: Any) -> None:
+    def full(self, client_id, round, memory):
         if (client_id, round) == (victim, 1):
             raise OSError(errno.ENOSPC, "No space left on device")
         write(self, client_id, round, memory)
@@ -104,17 +103,17 @@ def test_a_client_whose_memory_cannot_be_kept_is_dropped(monkeypatch: pytest.Mon
 class Lose(fl.Callback):
     """Devices lose their memories after the second round."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
 
-    def on_round_end(self, run: Any, record: Any) -> None:
+    def on_round_end(self, run, record):
         if record.round == 2:
             for path in self.folder.glob("device-*/clients"):
                 shutil.rmtree(path)
                 path.mkdir()
 
 
-def test_clients_whose_memory_was_lost_start_afresh_and_the_record_says_so(tmp_path: Path) -> None:
+def test_clients_whose_memory_was_lost_start_afresh_and_the_record_says_so(tmp_path):
     result = _run(InProcess(devices=True, folder=tmp_path), callbacks=[Lose(tmp_path)])
     knew, told = {client_id for record in result.rounds[:2] for client_id in record.ratios}, set()
     for record in result.rounds[2:]:

@@ -5,9 +5,7 @@ import importlib.util
 import json
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +29,7 @@ FOLDER = Path(__file__).parents[3] / "examples/flower_first"
 EXAMPLE = torch.zeros(1, 6)
 
 
-def module(name: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def module(name, path, monkeypatch):
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -42,7 +40,7 @@ def module(name: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("app", ["dense", "heterofl", "fedlps"])
-def test_the_example_learns(app: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_learns(app, monkeypatch, capsys):
     module("task", FOLDER / "task.py", monkeypatch)
     client = module("client_app", FOLDER / app / "client_app.py", monkeypatch)
     server = module("server_app", FOLDER / app / "server_app.py", monkeypatch)
@@ -57,7 +55,7 @@ def test_the_example_learns(app: str, monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 @pytest.mark.parametrize("app", ["heterofl", "fedlps"])
-def test_the_example_changes_at_most_40_lines_of_the_app(app: str) -> None:
+def test_the_example_changes_at_most_40_lines_of_the_app(app):
     changed = 0
     for name in ("client_app.py", "server_app.py"):
         before, after = ((FOLDER / kind / name).read_text().splitlines() for kind in ("dense", app))
@@ -65,12 +63,12 @@ def test_the_example_changes_at_most_40_lines_of_the_app(app: str) -> None:
     assert 0 < changed <= 40
 
 
-def app_of(change: Callable[[Message, int], None] = lambda *_: None) -> ClientApp:
+def app_of(change=lambda *_: None):
     """An app whose nodes add their number to every entry that they train, and change their reply."""
     app = ClientApp()
 
     @app.train()
-    def train(message: Message, context: Context) -> Message:
+    def train(message, context):
         number = context.node_id - 1000
         with train_submodel(message, context, TinyNet(), EXAMPLE) as submodel, torch.no_grad():
             for parameter in submodel.model.parameters():
@@ -82,7 +80,7 @@ def app_of(change: Callable[[Message, int], None] = lambda *_: None) -> ClientAp
     return app
 
 
-def one_round(strategy: SubmodelStrategy, app: ClientApp, state: dict[str, Any], nodes: int = 3, **options: Any) -> Any:
+def one_round(strategy, app, state, nodes=3, **options):
     """The state after one round, the metrics, and the replies as (number, mask, entries)."""
     grid = LocalGrid(app, nodes=nodes, **options)
     replies = list(grid.send_and_receive(strategy.configure_train(1, ArrayRecord(state), ConfigRecord(), grid)))
@@ -95,12 +93,12 @@ def one_round(strategy: SubmodelStrategy, app: ClientApp, state: dict[str, Any],
     return arrays.to_torch_state_dict(), metrics, sent
 
 
-def fedavg() -> FedAvg:
+def fedavg():
     return FedAvg(fraction_train=1.0, min_train_nodes=1, min_available_nodes=1)
 
 
 @pytest.mark.parametrize("learned", [False, True])
-def test_an_entry_is_the_mean_over_its_holders_or_over_all_and_stays_where_nobody_trained_it(learned: bool) -> None:
+def test_an_entry_is_the_mean_over_its_holders_or_over_all_and_stays_where_nobody_trained_it(learned):
     state, graph, ratios = TinyNet().state_dict(), traced(TinyNet(), EXAMPLE), {1000: 0.25, 1001: 0.5, 1002: 0.5}
     strategy = SubmodelStrategy(fedavg(), TinyNet(), EXAMPLE, ratio=ratios.__getitem__, learned=learned)
     merged, metrics, sent = one_round(strategy, app_of(), state)
@@ -120,8 +118,8 @@ def test_an_entry_is_the_mean_over_its_holders_or_over_all_and_stays_where_nobod
     assert all(sum(tensor.numel() for tensor in part.values()) < whole for *_, part in sent), "what is trained is sent alone"
 
 
-def bad(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Message, int], None]:
-    def changed(reply: Message, number: int) -> None:
+def bad(change):
+    def changed(reply, number):
         if number == 2:
             state = unpack(reply.content["arrays"]["body"].data)[0]
             name = next(iter(state))
@@ -130,31 +128,31 @@ def bad(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Message, in
     return changed
 
 
-def as_numpy(reply: Message, number: int) -> None:
+def as_numpy(reply, number):
     if number == 2:
         reply.content["arrays"] = ArrayRecord(unpack(reply.content["arrays"]["body"].data)[0])
 
 
-def without_mask(reply: Message, number: int) -> None:
+def without_mask(reply, number):
     if number == 2:
         reply.content[KEY] = ConfigRecord({"seconds": 1.0})
 
 
-def another_mask(reply: Message, number: int) -> None:
+def another_mask(reply, number):
     if number == 2:
         mask = read_mask(reply.content[KEY], traced(TinyNet(), EXAMPLE))
         reply.content[KEY] = mask_record(sk.UnitMask({name: keep.flip(0) for name, keep in mask.items()}), seconds=1.0)
 
 
-def metrics(**values: Any) -> Callable[[Message, int], None]:
-    def change(reply: Message, number: int) -> None:
+def metrics(**values):
+    def change(reply, number):
         if number == 2:
             reply.content["metrics"] = MetricRecord({"num-examples": 30, "train_acc": 0.5} | values)
 
     return change
 
 
-def two_records(reply: Message, number: int) -> None:
+def two_records(reply, number):
     if number == 2:
         reply.content["more"] = MetricRecord({"num-examples": 30})
 
@@ -179,7 +177,7 @@ BAD = {
 @pytest.mark.parametrize(
     ("name", "learned"), [(name, False) for name in BAD] + [(name, True) for name in BAD if name != "another mask"]
 )
-def test_a_bad_reply_changes_nothing(name: str, learned: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bad_reply_changes_nothing(name, learned, caplog):
     state = TinyNet().state_dict()
     made = {nodes: one_round(SubmodelStrategy(fedavg(), TinyNet(), EXAMPLE, learned=learned), app_of(how), state, nodes)[0]
             for nodes, how in ((3, BAD[name]), (2, lambda *_: None))}  # fmt: skip
@@ -187,18 +185,18 @@ def test_a_bad_reply_changes_nothing(name: str, learned: bool, caplog: pytest.Lo
     assert "continues without the reply of node 1002" in caplog.text
 
 
-def test_a_reply_twice_counts_once_and_the_order_of_replies_changes_no_bit() -> None:
+def test_a_reply_twice_counts_once_and_the_order_of_replies_changes_no_bit():
     state = TinyNet().state_dict()
     made = [one_round(SubmodelStrategy(fedavg(), TinyNet(), EXAMPLE), app_of(), state, seed=seed, twice=twice)[0]
             for seed, twice in ((0, False), (1, False), (2, True))]  # fmt: skip
     assert all(torch.equal(one[name], made[0][name]) for one in made for name in state)
 
 
-def test_a_client_goes_on_from_the_importance_that_it_learned() -> None:
+def test_a_client_goes_on_from_the_importance_that_it_learned():
     app, seen = ClientApp(), []
 
     @app.train()
-    def train(message: Message, context: Context) -> Message:
+    def train(message, context):
         with train_submodel(message, context, TinyNet(), EXAMPLE) as submodel:
             seen.append({name: one.clone() for name, one in submodel.model.importance().items()})
             submodel.model.load_importance({name: one + torch.arange(len(one)) for name, one in seen[-1].items()})
@@ -211,7 +209,7 @@ def test_a_client_goes_on_from_the_importance_that_it_learned() -> None:
         assert torch.equal(seen[1][name], first + torch.arange(len(first)))
 
 
-def test_a_strategy_that_steps_towards_the_mean_still_does() -> None:
+def test_a_strategy_that_steps_towards_the_mean_still_does():
     state = TinyNet().state_dict()
     inner = FedAdam(fraction_train=1.0, min_train_nodes=1, min_available_nodes=1, eta=0.5)
     inner.current_arrays = {name: Array(tensor.numpy()) for name, tensor in state.items()}
@@ -220,7 +218,7 @@ def test_a_strategy_that_steps_towards_the_mean_still_does() -> None:
     assert any(not torch.allclose(merged[name].float(), plain[name].float()) for name in state)
 
 
-def test_a_client_without_the_strategy_and_a_wrong_ratio_are_refused() -> None:
+def test_a_client_without_the_strategy_and_a_wrong_ratio_are_refused():
     message = Message(RecordDict({"arrays": ArrayRecord(TinyNet().state_dict())}), 1000, "train")
     context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})
     with pytest.raises(InvalidValueError, match="SubmodelStrategy"), train_submodel(message, context, TinyNet(), EXAMPLE):
@@ -229,13 +227,13 @@ def test_a_client_without_the_strategy_and_a_wrong_ratio_are_refused() -> None:
         one_round(SubmodelStrategy(fedavg(), TinyNet(), EXAMPLE, ratio=1.5), app_of(), TinyNet().state_dict())
 
 
-def test_the_ratios_of_a_node_do_not_depend_on_when_others_appear() -> None:
+def test_the_ratios_of_a_node_do_not_depend_on_when_others_appear():
     first, second = BanditRatios(10), BanditRatios(10)
     assert {node: first(node) for node in (3, 8, 5)} == {node: second(node) for node in (5, 3, 8)}
 
 
-def test_bandits_that_were_saved_as_json_ask_for_the_same_ratios_as_those_that_went_on() -> None:
-    def rounds(bandits: BanditRatios, first: int, last: int) -> list[float]:
+def test_bandits_that_were_saved_as_json_ask_for_the_same_ratios_as_those_that_went_on():
+    def rounds(bandits, first, last):
         found = []
         for round in range(first, last):
             found += [bandits(node) for node in (2**63, 5)]

@@ -39,25 +39,25 @@ BOMBS = [
 ]
 
 
-def strategy(**options: Any) -> SubmodelStrategy:
+def strategy(**options):
     return SubmodelStrategy(FedAvg(fraction_train=1.0, min_available_nodes=1), TinyNet(), EXAMPLE, **options)
 
 
-def honest(asked: SubmodelStrategy, node: int) -> RecordDict:
+def honest(asked, node):
     mask = asked._sent[node].mask or sk.make_mask(sk.criteria.Ordered(), GRAPH, 0.5, sk.ScoringContext(weights=STATE))
     part = sk.compact(TinyNet(), GRAPH, mask).state_dict()
     metrics = MetricRecord({"num-examples": 10, "train_acc": 0.5})
     return RecordDict({"arrays": packed(part), "metrics": metrics, KEY: mask_record(mask, seconds=1.0)})
 
 
-def reply(node: int, content: RecordDict) -> Any:
+def reply(node, content):
     return SimpleNamespace(metadata=SimpleNamespace(src_node_id=node), content=content, has_error=lambda: False)
 
 
 STATE = TinyNet().state_dict()
 
 
-def mutated(data: bytes, rng: np.random.Generator) -> bytes:
+def mutated(data, rng):
     """Other bytes than `data`: flipped, cut, longer, a header that says something else, or a file of another kind."""
     kind, size = int(rng.integers(6)), 8 + int.from_bytes(data[:8], "little")
     if kind == 0:
@@ -82,7 +82,7 @@ def mutated(data: bytes, rng: np.random.Generator) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("learned", [False, True])
-def test_no_array_of_a_node_ends_a_round_or_harms_the_model(learned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_array_of_a_node_ends_a_round_or_harms_the_model(learned, monkeypatch):
     logging.getLogger("sparsekit_fl").setLevel(logging.ERROR)
     rng, counted, asked = np.random.default_rng(0), 0, strategy(ratio=0.5, learned=learned)
     list(asked.configure_train(1, ArrayRecord(STATE), ConfigRecord(), LocalGrid(ClientApp(), nodes=NODES)))
@@ -108,7 +108,7 @@ def test_no_array_of_a_node_ends_a_round_or_harms_the_model(learned: bool, monke
 
 
 @pytest.mark.parametrize("bomb", range(len(BOMBS)))
-def test_what_numpy_would_open_costs_the_reply_of_its_node_alone(bomb: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_numpy_would_open_costs_the_reply_of_its_node_alone(bomb, caplog):
     asked = strategy(ratio=BanditRatios(10))
     list(asked.configure_train(1, ArrayRecord(STATE), ConfigRecord(), LocalGrid(ClientApp(), nodes=NODES)))
     content = honest(asked, FIRST + 1)
@@ -118,7 +118,7 @@ def test_what_numpy_would_open_costs_the_reply_of_its_node_alone(bomb: int, capl
     assert "continues without the reply of node 1001: DataError" in caplog.text
 
 
-def test_scores_with_names_of_their_own_cost_the_reply_of_their_node_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_scores_with_names_of_their_own_cost_the_reply_of_their_node_alone(caplog):
     said = [{"num-examples": 10, "eval_acc": 0.5}] * 2 + [{"num-examples": 10}, {"eval_acc": [0.5], "num-examples": 1}]
     replies = [reply(node, RecordDict({"metrics": MetricRecord(one)})) for node, one in enumerate(said)]
     replies += [reply(7, RecordDict({})), reply(0, RecordDict({"metrics": MetricRecord(said[0])}))]

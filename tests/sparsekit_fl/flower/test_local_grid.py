@@ -2,11 +2,8 @@
 
 import functools
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 pytest.importorskip("flwr", reason="flwr is not installed; pip install '.[flower]'")
 
@@ -17,7 +14,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from hypothesis import given
 from hypothesis import strategies as st
 from local_grid import Fault, InProcess, StillClock, gone, over_the_wire, planted, task_of
-from personal import tiny_run
+from personal import chain, tiny_run
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError
@@ -31,24 +28,24 @@ from sparsekit_fl.testing import tiny_clients, tiny_config
 
 class TestInProcess(EngineContract):
     @pytest.fixture
-    def engine(self) -> fl.Engine:
+    def engine(self):
         return InProcess()
 
 
 class TestDevices(EngineContract):
     @pytest.fixture
-    def engine(self) -> fl.Engine:
+    def engine(self):
         return InProcess(nodes=3, devices=True, twice=True)
 
 
-def _run(engine: fl.Engine | None = None, method: fl.Method | None = None, rounds: int = 2) -> fl.RunResult:
+def _run(engine=None, method=None, rounds=2):
     return tiny_run(method or fl.Method(), rounds=rounds, engine=engine)
 
 
-def _changed(**changes: Any) -> Fault:
+def _changed(**changes):
     """A fault that changes what the first reply of an answer says of itself."""
 
-    def fault(message: Message, answer: Message) -> Message:
+    def fault(message, answer):
         _, (payload, *others) = read(answer)
         tensors, meta = unpack(payload)
         return Message(content(pack(tensors, {**meta, **changes}), *others), reply_to=message)
@@ -56,11 +53,11 @@ def _changed(**changes: Any) -> Fault:
     return fault
 
 
-def _answered(*parts: bytes) -> Fault:
+def _answered(*parts):
     return lambda message, answer: Message(content(*parts), reply_to=message)
 
 
-def _failed(message: Message, reason: str) -> Message:
+def _failed(message, reason):
     return Message(Error(code=2, reason=reason), reply_to=message)
 
 
@@ -79,7 +76,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 
 
 @functools.cache
-def _without_its_victim() -> tuple[int, fl.RunResult]:
+def _without_its_victim():
     """A client of the first round, and the run where it fails by itself."""
     victim = _run().rounds[0].cohort[0]
     return victim, _run(method=Failing(clients=(victim,)))
@@ -87,9 +84,7 @@ def _without_its_victim() -> tuple[int, fl.RunResult]:
 
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.same_bits
-def test_a_faulty_reply_is_dropped_with_its_reason_and_the_round_goes_on_as_if_it_had_failed(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_faulty_reply_is_dropped_with_its_reason_and_the_round_goes_on_as_if_it_had_failed(name, monkeypatch):
     monkeypatch.setattr("sparsekit_fl.flower.engine.time", StillClock())
     change, reason = FAULTS[name]
     victim, others = _without_its_victim()
@@ -106,13 +101,11 @@ def test_a_faulty_reply_is_dropped_with_its_reason_and_the_round_goes_on_as_if_i
 
 @pytest.mark.parametrize(("looks", "late"), [(40, False), (60, True)])
 @pytest.mark.same_bits
-def test_a_reply_counts_if_it_is_there_before_the_deadline_and_one_after_it_does_not(
-    looks: int, late: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reply_counts_if_it_is_there_before_the_deadline_and_one_after_it_does_not(looks, late, monkeypatch):
     monkeypatch.setattr("sparsekit_fl.flower.engine.time", StillClock())
     victim, others = _without_its_victim()
 
-    def delay(message: Message) -> int:
+    def delay(message):
         task = task_of(message)
         return looks if (task["task"], task["client_id"]) == ("train", victim) else 0
 
@@ -125,8 +118,8 @@ def test_a_reply_counts_if_it_is_there_before_the_deadline_and_one_after_it_does
 KEEPS = Local()
 
 
-def test_scores_that_say_they_are_of_another_client_are_not_believed() -> None:
-    def borrowed(message: Message, answer: Message) -> Message:
+def test_scores_that_say_they_are_of_another_client_are_not_believed():
+    def borrowed(message, answer):
         tensors, meta = unpack(read(answer)[1][0])
         meta["reply"]["evaluation"]["client_id"] = 2
         return Message(content(pack(tensors, meta)), reply_to=message)
@@ -136,8 +129,8 @@ def test_scores_that_say_they_are_of_another_client_are_not_believed() -> None:
     assert "client 1 was not scored: its answer cannot be used: it sent the scores of client 2" in result.rounds[-1].notes
 
 
-def test_a_memory_that_is_not_in_the_folder_of_the_run_ends_it() -> None:
-    def elsewhere(message: Message, answer: Message) -> Message:
+def test_a_memory_that_is_not_in_the_folder_of_the_run_ends_it():
+    def elsewhere(message, answer):
         folder, asked = Path(read(message)[0]), task_of(message)
         (folder / f"{asked['client_id']}-{asked['round']}.state").unlink()
         return answer
@@ -146,20 +139,20 @@ def test_a_memory_that_is_not_in_the_folder_of_the_run_ends_it() -> None:
         _run(InProcess(fault=planted(elsewhere)), method=KEEPS)
 
 
-def test_a_process_of_the_simulation_that_died_ends_the_run() -> None:
-    def killed(message: Message, _: Message) -> Message:
+def test_a_process_of_the_simulation_that_died_ends_the_run():
+    def killed(message, _):
         return Message(Error(code=0, reason="ray.exceptions.ActorDiedError: The actor died"), reply_to=message)
 
     with pytest.raises(fl.errors.WorkerDiedError, match=r"a process that trains clients failed.*round 0 of 2 was the last"):
         _run(InProcess(fault=planted(killed, times=1)))
 
 
-def message(record: RecordDict) -> Message:
+def message(record):
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
     return Message(record, 7, "train")
 
 
-def raw(sizes: Any) -> RecordDict:
+def raw(sizes):
     array = Array(dtype="uint8", shape=(3,), stype="sparsekit.raw", data=b"abc")
     return RecordDict({"about": ConfigRecord({"sizes": sizes, "run": ""}), "body": ArrayRecord({"body": array})})
 
@@ -176,38 +169,33 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_what_is_not_a_message_of_ours_is_refused(name: str) -> None:
+def test_what_is_not_a_message_of_ours_is_refused(name):
     with pytest.raises(DataError, match="not a message of this package"):
         read(over_the_wire(message(FOREIGN[name])))
 
 
 @given(st.lists(st.binary(max_size=20), max_size=5), st.text(alphabet="0123456789abcdef", max_size=16))
-def test_payloads_come_back_as_they_were(parts: list[bytes], run: str) -> None:
+def test_payloads_come_back_as_they_were(parts, run):
     assert read(over_the_wire(message(content(*parts, run=run)))) == (run, parts)
 
 
-def _serialized(message: Message) -> int:
+def _serialized(message):
     """The length of all objects that Flower makes of a message, each as it is sent."""
     return sum(len(found.deflate()) for found in get_all_nested_objects(message).values())
 
 
-def _wide() -> nn.Module:
-    """A hundred thousand parameters, so that headers do not count."""
-    return nn.Sequential(nn.Linear(6, 400), nn.ReLU(), nn.Linear(400, 240), nn.ReLU(), nn.Linear(240, 3))
-
-
 # Units, single entries, and layers with what goes beside them; the others send one of these, or whole models.
 @pytest.mark.parametrize("name", ["fedlps", "cs", "fedp3"])
-def test_a_methods_reported_bytes_are_those_on_flowers_wire(name: str) -> None:
+def test_a_methods_reported_bytes_are_those_on_flowers_wire(name):
     down, up = [], []
 
-    def watch(message: Message, reply: Message) -> Message:
+    def watch(message, reply):
         if message.metadata.message_type == "train":  # a run's scoring is not part of its reported bytes
             down.append(_serialized(message))
             up.append(_serialized(reply))
         return reply
 
-    problem = fl.Problem(model=_wide, example_inputs=(torch.zeros(2, 6),))
+    problem = chain(6, 400, 240, 3)  # so large that headers do not count
     # Of devices, whose memories do not travel.
     engine = InProcess(devices=True, fault=watch)
     result = fl.run(registry[name](), problem, tiny_clients(), tiny_config(rounds=2), engine=engine)

@@ -23,7 +23,7 @@ DATA = "--dataset sparsekit_fl.testing:tiny_data --cohort 4 --seed 3 --epochs 1 
 LINE = f"run fault_planted:Planted {DATA} --set upload=bfloat16 --set eval_clients=3"
 
 
-def marked(mark: str) -> list[int]:
+def marked(mark):
     """The processes in whose environment a text was when they started; a zombie has none."""
     found = []
     for entry in Path("/proc").iterdir():
@@ -39,9 +39,7 @@ def marked(mark: str) -> list[int]:
 @pytest.mark.flower
 @pytest.mark.same_bits
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds its processes in /proc")
-def test_a_simulation_has_the_results_of_one_process_and_leaves_no_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_simulation_has_the_results_of_one_process_and_leaves_no_process(tmp_path, monkeypatch, capsys):
     for name, value in environment(tmp_path / "events").items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PATH", os.defpath)  # of a shell whose environment is not activated
@@ -61,9 +59,7 @@ LINK = "import socket, sys\nlistening = socket.create_server(('127.0.0.1', int(s
 SUBMIT = "import os, signal\nos.kill(os.getppid(), signal.SIGTERM)"
 
 
-def test_sigterm_stops_a_run_as_ctrl_c_does_and_ends_the_programs_of_flower(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sigterm_stops_a_run_as_ctrl_c_does_and_ends_the_programs_of_flower(tmp_path, monkeypatch):
     """Two programs that wait replace the real ones; the second sends the signal."""
     for name, code in {"flower-superlink": LINK, "flwr": SUBMIT}.items():
         (tmp_path / name).write_text(

@@ -4,11 +4,11 @@ import dataclasses
 import inspect
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
-from personal import tiny_run
+from personal import chain, tiny_run
 from torch import nn
 
 import sparsekit_fl as fl
@@ -47,7 +47,7 @@ class Recorded(fl.Method):
 
     calls: ClassVar[list[str]] = []
 
-    def __getattribute__(self, name: str) -> Any:
+    def __getattribute__(self, name):
         if name in HOOKS:
             Recorded.calls.append(name)
         return super().__getattribute__(name)
@@ -84,20 +84,13 @@ def test_what_is_wrong_is_said(text, error, message):
         make_method(text)
 
 
-def _tied_without_bias() -> nn.Module:
+def _tied_without_bias():
     model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.ReLU(), nn.Linear(6, 6, bias=False))
     model[2].weight = model[0].weight
     return model
 
 
-def _frozen() -> nn.Module:
-    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-    model[0].requires_grad_(False)
-    return model
-
-
-FROZEN = fl.Problem(model=_frozen, example_inputs=(torch.zeros(2, 6),))
-FLAT = fl.Problem(model=lambda: nn.Linear(6, 3), example_inputs=(torch.zeros(2, 6),))
+FROZEN, FLAT = chain(6, 8, 3, frozen=(0,)), chain(6, 3)
 TIED = fl.Problem(model=_tied_without_bias, example_inputs=(torch.zeros(2, 6),))
 BLIND = dataclasses.replace(tiny_problem(), metrics={"f1": accuracy})
 
@@ -117,7 +110,7 @@ BLIND = dataclasses.replace(tiny_problem(), metrics={"f1": accuracy})
         ),
     ],
 )
-def test_a_problem_that_cannot_work_is_refused_before_the_run(method: str, problem: fl.Problem, message: str) -> None:
+def test_a_problem_that_cannot_work_is_refused_before_the_run(method, problem, message):
     with pytest.raises(InvalidValueError, match=message):
         RunSpec.build(make_method(method), problem, tiny_config())
 
@@ -129,7 +122,7 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("method", sorted({*registry} - WHOLE))
-def test_a_model_without_units_is_refused_before_the_run(method: str) -> None:
+def test_a_model_without_units_is_refused_before_the_run(method):
     name = type(registry[method]()).__name__
     with pytest.raises(NoUnitsError, match=f"the model has no units, so {name} has nothing to choose"):
         RunSpec.build(make_method(method), FLAT, tiny_config())

@@ -29,7 +29,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.same_bits
-def test_places_and_outputs(name) -> None:
+def test_places_and_outputs(name):
     build, inputs, places, shape = CASES[name]
     model = with_exits(build, inputs)
     assert model._places == places
@@ -43,7 +43,7 @@ def test_places_and_outputs(name) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_nothing_behind_an_exit_is_run_or_differentiated(depth) -> None:
+def test_nothing_behind_an_exit_is_run_or_differentiated(depth):
     model = with_exits(Cnn, (torch.zeros(2, 1, 28, 28),))
     called = []
     for layer in ("conv1", "conv2", "fc1", "fc2"):
@@ -64,20 +64,20 @@ def test_nothing_behind_an_exit_is_run_or_differentiated(depth) -> None:
         (nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), torch.zeros(2, 6), ("1", "9")),  # no such module
     ],
 )
-def test_places_that_cannot_have_an_exit_are_refused(model, inputs, places) -> None:
+def test_places_that_cannot_have_an_exit_are_refused(model, inputs, places):
     model.exits_before = places
     with pytest.raises(InvalidValueError, match=r"exits need a model .* names \('.* and calls \["):
         with_exits(lambda: model, (inputs,))
 
 
-def _long() -> nn.Module:
+def _long():
     """Seven layers of equal size, so that five outputs come after parts of the work that can be counted by hand."""
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(6)), nn.Linear(6, 3))
     model.exits_before = ("1", "2", "4", "5")
     return model
 
 
-def test_depth_follows_capability() -> None:
+def test_depth_follows_capability():
     spec = RunSpec.build(depthfl(), Problem(model=_long, example_inputs=(torch.zeros(2, 6),)), tiny_config())
     entries = depth_entries(spec.graph)
     assert len(entries) == 5
@@ -95,7 +95,7 @@ def drifting():
     return server_context(clients=10, parameters=("w", "b", "out"))
 
 
-def test_entries_become_the_mean_over_their_holders_minus_the_servers_drift() -> None:
+def test_entries_become_the_mean_over_their_holders_minus_the_servers_drift():
     ctx = drifting()
     first, second = update(0, [3.0, 3.0, 3.0], b=4.0), update(1, [], keep=[False, False, False], b=2.0)
     found = depthfl().aggregate(ctx, [first, second])
@@ -109,7 +109,7 @@ def test_entries_become_the_mean_over_their_holders_minus_the_servers_drift() ->
     assert depthfl().aggregate(drifting(), [second])["w"].tolist() == [[1.0, 2.0, 3.0]]
 
 
-def test_distillation_by_hand() -> None:
+def test_distillation_by_hand():
     first, second = torch.tensor([[0.0, 1.0], [2.0, 0.0]]), torch.tensor([[1.0, 0.0], [0.5, 0.5]])
     p, q = first.softmax(-1), second.softmax(-1)
     expected = ((q * (q / p).log()).sum(-1) + (p * (p / q).log()).sum(-1)).mean()
@@ -131,7 +131,7 @@ def test_distillation_by_hand() -> None:
     assert torch.allclose(distillation_loss([first, second], targets), alone)
 
 
-def test_one_step_by_hand() -> None:
+def test_one_step_by_hand():
     """Cross-entropies, weighted distillation and both terms of FedDyn."""
     drift = 0.05
     config = dataclasses.replace(ONE_STEP, rounds=10)

@@ -7,8 +7,7 @@ from functools import cache, partial
 
 import pytest
 import torch
-from personal import deep_problem, equals, tiny_clients, tiny_config, tiny_problem, tiny_run, watched
-from torch import nn
+from personal import chain, deep_problem, equals, tiny_clients, tiny_config, tiny_problem, tiny_run, watched
 from zoo import ZOO
 
 import sparsekit_fl as fl
@@ -26,14 +25,6 @@ METHODS = {name: registry[name] for name in registry if name not in ABLATIONS} |
 BY_ENTRY = {"cs", "fedspa", "lotteryfl", "prunefl", "prunefl-often"}
 
 
-def _frozen() -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 3))
-    model[2].requires_grad_(False)
-    model.exits_before = ("4",)
-    return model
-
-
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_a_method_runs_under_all_that_a_run_may_ask_at_once(name):
     """A layer that does not train, clients without validation data, AdamW and bfloat16."""
@@ -41,7 +32,7 @@ def test_a_method_runs_under_all_that_a_run_may_ask_at_once(name):
     base = tiny_config(rounds=6)
     training = replace(base.training, optimizer="adamw", lr=0.01, amp="bfloat16")
     config = replace(base, cohort=2, eval_every=6, training=training)
-    problem = fl.Problem(model=_frozen, example_inputs=(torch.zeros(2, 6),))
+    problem = chain(6, 8, 7, 6, 3, frozen=(2,), exits=("4",))
     result, updates = watched(METHODS[name](), problem=problem, clients=clients, config=config)
     assert len(result.rounds) == 6
     for record in result.rounds:
@@ -156,7 +147,7 @@ MODELS = {
         *((name, "lstm") for name in ("fedlps", "fedmp", "heterofl")),
     ],
 )
-def test_runs_to_the_end(name, model) -> None:
+def test_runs_to_the_end(name, model):
     make, draw = MODELS[model]
     torch.manual_seed(0)
 
@@ -201,7 +192,7 @@ ANOTHER = {"fedp3 layers=9 kept=1.0": "fedper"}
 
 
 @cache
-def _run(method: str, *, norm: bool, samples_itself: bool) -> fl.RunResult:
+def _run(method, *, norm, samples_itself):
     # Equally many examples and full capabilities, so that every weighting is one.
     base = tiny_config(rounds=1 if samples_itself else 3)
     training = replace(base.training, momentum=0.5)
@@ -211,7 +202,7 @@ def _run(method: str, *, norm: bool, samples_itself: bool) -> fl.RunResult:
 
 @pytest.mark.parametrize("method", [*EQUAL, *ANOTHER])
 @pytest.mark.same_bits
-def test_without_what_is_its_own_a_method_is_fedavg_bit_for_bit(method: str, monkeypatch) -> None:
+def test_without_what_is_its_own_a_method_is_fedavg_bit_for_bit(method, monkeypatch):
     # REFL waits for everybody, and everybody is there.
     monkeypatch.setattr(fl.methods.refl, "_presence", lambda self, server, count: ([True] * count,) * 2)
     name = method.partition(" ")[0]

@@ -8,8 +8,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from personal import ONE_STEP, STATE, client_context, deep_problem, server_context, tiny_clients, tiny_run, training, watched
-from torch import nn
+from personal import (
+    ONE_STEP,
+    STATE,
+    chain,
+    client_context,
+    deep_problem,
+    server_context,
+    tiny_clients,
+    tiny_run,
+    training,
+    watched,
+)
 
 import sparsekit_fl as fl
 from sparsekit_fl.client.packing import Kept
@@ -19,19 +29,19 @@ from sparsekit_fl.methods.server import ClientInfo
 from sparsekit_fl.testing import tiny_config
 
 
-def server(round: int, capability: float, memory: dict) -> fl.ServerContext:
+def server(round, capability, memory):
     roster = {7: ClientInfo(examples=10, capability=fl.Capability(ratio=capability))}
     return server_context(round=round, rounds=100, roster=roster, cohort=10, rng=[0, round], client=memory)
 
 
-def answer(ratio: float, accuracy: float, **metrics: float) -> fl.Update:
+def answer(ratio, accuracy, **metrics):
     return fl.Update(
         round=1, client_id=7, examples=10, delta={name: torch.zeros_like(one) for name, one in STATE.items()}, ratio=ratio,
         metrics={"accuracy": accuracy, **metrics}, cost=fl.Cost(simulated_seconds=2.0),
     )  # fmt: skip
 
 
-def test_proposals_never_exceed_the_capability_of_the_round_and_what_ran_is_credited() -> None:
+def test_proposals_never_exceed_the_capability_of_the_round_and_what_ran_is_credited():
     method, memory = fedlps(ratios="bandit"), defaultdict(dict)
     executed = []
     for round in range(1, 60):
@@ -46,7 +56,7 @@ def test_proposals_never_exceed_the_capability_of_the_round_and_what_ran_is_cred
     assert [pull.value for pull, _ in method._bandit(ctx, memory[7], seed=0).told] == executed
 
 
-def test_a_proposal_that_was_never_answered_is_made_again() -> None:
+def test_a_proposal_that_was_never_answered_is_made_again():
     memory: dict = defaultdict(dict)
     method = fedlps(ratios="bandit")
     first = method.assign(server(1, 1.0, memory), 7).ratio
@@ -54,14 +64,14 @@ def test_a_proposal_that_was_never_answered_is_made_again() -> None:
 
 
 @pytest.mark.parametrize("name", ["fedlps", "fedlps ratios=random", "fedmp", "p-ucbv-dyn", "rcr-dyn"])
-def test_a_client_that_fails_is_offered_less_a_lost_message_changes_nothing_and_success_brings_it_back(name) -> None:
+def test_a_client_that_fails_is_offered_less_a_lost_message_changes_nothing_and_success_brings_it_back(name):
     method, memory, last = make_method(name), defaultdict(dict), []
 
-    def ratio(round: int, capability: float = 1.0) -> float:
+    def ratio(round, capability=1.0):
         last.append(method.assign(server(round, capability, memory), 7).ratio)
         return last[-1]
 
-    def fail(round: int) -> None:
+    def fail(round):
         ctx = server(round, 1.0, memory)
         ctx.failed[7] = last[-1]
         method.aggregate(ctx, [replace(answer(0.5, 0.5, loss=1.0), client_id=8)])
@@ -82,7 +92,7 @@ def test_a_client_that_fails_is_offered_less_a_lost_message_changes_nothing_and_
     assert "limit" not in memory[7]
 
 
-def test_what_a_client_sends_has_none_of_its_refit_and_what_it_deploys_has_all_of_it() -> None:
+def test_what_a_client_sends_has_none_of_its_refit_and_what_it_deploys_has_all_of_it():
     """At a learning rate of 0, nothing but the refit changes a weight."""
     config = training(tiny_config(), lr=0.0)
     torch.manual_seed(0)
@@ -112,32 +122,28 @@ def test_what_a_client_sends_has_none_of_its_refit_and_what_it_deploys_has_all_o
         torch.testing.assert_close(later.memory["kept"]["state"][name], value)
 
 
-def test_an_untrained_network_gets_half_of_what_a_device_affords_and_twice_the_epochs_in_equal_time() -> None:
-    problem = fl.Problem(model=_wide, example_inputs=(torch.zeros(2, 6),))
+def test_an_untrained_network_gets_half_of_what_a_device_affords_and_twice_the_epochs_in_equal_time():
+    problem = chain(6, 64, 64, 3)
     config = replace(tiny_config(rounds=2), capability_levels=(1.0, 0.5))
     half, whole = (watched(fedlps(ratios=ratios), problem=problem, config=config) for ratios in ("auto", "capability"))
     assert [one.ratio for one in half[1]] == [one.ratio / 2 for one in whole[1]]
     for one, other in zip(half[1], whole[1], strict=True):
         assert 0.8 < one.cost.flops_training / other.cost.flops_training < 1.2
     assert watched(fedlps(fill=False), problem=problem, config=config)[0].cost.flops < 0.6 * half[0].cost.flops
-    init = _wide().state_dict()
+    init = problem.model().state_dict()
     assert tiny_run(fedlps(), problem=problem, config=config, init=init).rounds[0].ratios == whole[0].rounds[0].ratios
 
 
-def _wide() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
-
-
 @pytest.mark.parametrize("name", ["fedlps", "fedp3", "fjord", "flst", "rcr-fix"])
-def test_a_client_that_was_never_asked_deploys_what_its_device_affords(name) -> None:
+def test_a_client_that_was_never_asked_deploys_what_its_device_affords(name):
     config = replace(tiny_config(rounds=1), cohort=1, capability_levels=(0.25,))
-    problem = fl.Problem(model=_wide, example_inputs=(torch.zeros(2, 6),))
+    problem = chain(6, 64, 64, 3)
     result = tiny_run(name, problem=problem, config=config)
     assert all((one.ratio is not None and one.ratio <= 0.25) or name == "flst" for one in result.final.per_client)
 
 
 @pytest.mark.parametrize(("method", "seconds"), [(fedlps(ratios="bandit"), 2.0), (fedlps_paper(), 1.0)], ids=["ours", "paper"])
-def test_a_bandit_learns_the_utility_gained_per_second_which_in_the_paper_leaves_out_the_download(method, seconds) -> None:
+def test_a_bandit_learns_the_utility_gained_per_second_which_in_the_paper_leaves_out_the_download(method, seconds):
     memory: dict = defaultdict(dict)
     rate = fl.Capability().downlink_bytes_per_second
     for round, accuracy in ((1, 0.6), (2, 0.5)):
@@ -154,7 +160,7 @@ def test_a_bandit_learns_the_utility_gained_per_second_which_in_the_paper_leaves
     [(rcr_fix(mu=0.5), 1.0 / 99), (fedlps(mu=0.5), 1.0 / 99), (fedlps_paper(mu=0.5), 1.0)],
     ids=["learned", "ours", "paper"],
 )
-def test_the_pull_is_the_gradient_of_a_mean_of_squares_and_in_the_paper_of_a_sum(method, pull, monkeypatch) -> None:
+def test_the_pull_is_the_gradient_of_a_mean_of_squares_and_in_the_paper_of_a_sum(method, pull, monkeypatch):
     """μ‖θ − ω‖² has the gradient 2μ (θ − ω); the tiny model has 99 entries."""
     module, heard = sys.modules[FedLPS.__module__], []
     for name in ("sgd", "descend"):
@@ -166,7 +172,7 @@ def test_the_pull_is_the_gradient_of_a_mean_of_squares_and_in_the_paper_of_a_sum
     assert heard == [pytest.approx(pull)]
 
 
-def test_utility_is_the_papers_function() -> None:
+def test_utility_is_the_papers_function():
     for x in (0.0, 0.3, 1.0, 15.0):
         assert utility(x) == pytest.approx(10 - 20 / (1 + math.exp(0.35 * x)))
 
@@ -178,7 +184,7 @@ CHANGED = {
 }  # fmt: skip
 
 
-def test_only_the_named_part_differs_from_the_papers_method() -> None:
+def test_only_the_named_part_differs_from_the_papers_method():
     assert {*CHANGED, "fedlps", "fedlps-paper"} == {name for name in registry if isinstance(registry[name](), fedlps)}
     for name, changed in CHANGED.items():
         ours, whole = registry[name].options(), fedlps_paper.options()
@@ -191,7 +197,7 @@ def test_only_the_named_part_differs_from_the_papers_method() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "fixed"), [("rcr-fix", True), ("rcr-dyn", False)])
-def test_a_clients_capability_is_drawn_once_or_in_every_round(name, fixed) -> None:
+def test_a_clients_capability_is_drawn_once_or_in_every_round(name, fixed):
     # The run says the opposite of the method, which has the last word.
     config = replace(tiny_config(rounds=8), redraw_capability=fixed)
     result, updates = watched(name, config=config)

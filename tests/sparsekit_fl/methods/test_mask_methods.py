@@ -70,7 +70,7 @@ def test_densities_add_up_and_never_exceed_one(sizes, density):
     assert kept >= density * total - 1e-6
 
 
-def test_the_first_round_is_a_mean_then_complements_are_added_at_the_rate_and_the_sum_is_pruned() -> None:
+def test_the_first_round_is_a_mean_then_complements_are_added_at_the_rate_and_the_sum_is_pruned():
     found = cs(ratio=1 / 3).aggregate(server_context(), [update(0, [1.0, 0.0, 4.0]), update(1, [5.0, 4.0, 0.0])])
     assert found["w"].tolist() == [[0.0, 0.0, 5.0]]
     # The server sent 3 and kept it; both clients fill the other two places, weights 1 and 3.
@@ -85,7 +85,7 @@ def test_the_first_round_is_a_mean_then_complements_are_added_at_the_rate_and_th
     assert found["out"].tolist() == [[5.0]]
 
 
-def test_a_move_by_hand() -> None:
+def test_a_move_by_hand():
     mask = WeightMask({"w": torch.tensor([True, True, True, True, False, False])})
     weights = {"w": torch.tensor([0.1, -0.4, 0.3, -0.2, 0.0, 0.0])}
     gradients = {"w": torch.tensor([0.0, 9.0, 9.0, 1.0, 3.0, -2.0])}
@@ -97,7 +97,7 @@ def test_a_move_by_hand() -> None:
     assert move_mask(mask, weights, gradients, 0.0) == mask
 
 
-def test_masks_keep_their_size_per_layer_and_move_less_and_less() -> None:
+def test_masks_keep_their_size_per_layer_and_move_less_and_less():
     config = tiny_config(rounds=12)
     _, updates = watched(fedspa(), problem=deep_problem(), config=config)
     sizes = {name: int(keep.sum()) for name, keep in updates[0].mask.items()}
@@ -120,7 +120,7 @@ def test_masks_keep_their_size_per_layer_and_move_less_and_less() -> None:
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_the_received_model_decides_on_validation_data_whether_a_client_prunes_and_rewinds(right) -> None:
+def test_the_received_model_decides_on_validation_data_whether_a_client_prunes_and_rewinds(right):
     spec, client, ctx = client_context(lotteryfl(threshold=0.4), config=training(tiny_config(), lr=1e-9))
     label = int(client.data.val.targets.mode().values)
     label = label if right else (label + 1) % 3
@@ -135,7 +135,7 @@ def test_the_received_model_decides_on_validation_data_whether_a_client_prunes_a
 
 
 @pytest.mark.parametrize(("method", "entry", "count"), [("lotteryfl", "first.weight", 48), ("hermes", "first", 8)])
-def test_tickets_and_subnetworks_only_shrink_and_stop_at_the_target(method, entry, count) -> None:
+def test_tickets_and_subnetworks_only_shrink_and_stop_at_the_target(method, entry, count):
     _, updates = watched(f"{method} threshold=0.0", rounds=20, capability_of="units")
     assert min(item.ratio for item in updates) == pytest.approx(0.9**7)
     for client_id in range(8):
@@ -158,7 +158,7 @@ NETWORKS = {
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("ratio", [1.0, 0.5])
-def test_the_lassos_gradient_is_autograds(name, ratio) -> None:
+def test_the_lassos_gradient_is_autograds(name, ratio):
     model, inputs = NETWORKS[name]
     spec, _, ctx = client_context(hermes(), Problem(model=model, example_inputs=(inputs,)))
     mask = make_mask(Ordered(), spec.graph, ratio, ScoringContext())
@@ -184,7 +184,7 @@ def test_the_lassos_gradient_is_autograds(name, ratio) -> None:
     assert any(theirs is not None for theirs in wanted)
 
 
-def test_a_search_by_hand() -> None:
+def test_a_search_by_hand():
     mask = WeightMask({"a": torch.tensor([True, True, True, False]), "b": torch.tensor([True, True])})
     weights = {"a": torch.tensor([3.0, 1.0, 2.0, 0.0]), "b": torch.tensor([1.0, -2.0])}
     squares = {"a": torch.tensor([4.0, 1.0, 4.0, 9.0]), "b": torch.tensor([0.0, 10.0])}
@@ -200,7 +200,7 @@ def test_a_search_by_hand() -> None:
 
 @settings(max_examples=40)
 @given(st.lists(st.floats(0.0, 10.0), min_size=3, max_size=7), st.floats(0.0, 3.0), st.integers(0, 50))
-def test_no_choice_of_candidates_has_more_gradient_per_second(values, overhead, seed) -> None:
+def test_no_choice_of_candidates_has_more_gradient_per_second(values, overhead, seed):
     generator = torch.Generator().manual_seed(seed)
     size = len(values)
     keep = torch.rand(size, generator=generator) > 0.5
@@ -220,7 +220,7 @@ def test_no_choice_of_candidates_has_more_gradient_per_second(values, overhead, 
     assert rate(found.nonzero().flatten().tolist()) == pytest.approx(best, abs=1e-6)
 
 
-def test_seconds_per_weight_are_those_of_computing_and_sending_it() -> None:
+def test_seconds_per_weight_are_those_of_computing_and_sending_it():
     spec = RunSpec.build(prunefl(), tiny_problem(), tiny_config())
     seconds = weight_seconds(spec.costs, WeightMask({"first.weight": torch.ones(8, 6, dtype=torch.bool)}), examples=100.0)
     device = Capability()
@@ -228,7 +228,7 @@ def test_seconds_per_weight_are_those_of_computing_and_sending_it() -> None:
     assert seconds["first.weight"] == pytest.approx(3 * 2 * 100 / 727e9 + wire)
 
 
-def test_the_gradients_are_squared_sums_of_dense_ones_times_examples() -> None:
+def test_the_gradients_are_squared_sums_of_dense_ones_times_examples():
     """One batch and one epoch: the sum is the gradient at the start, dropped entries included."""
     spec, client, ctx = client_context(prunefl(every=2), deep_problem(), ONE_STEP, round=2)
     mask = WeightMask({"0.weight": torch.arange(48).view(8, 6) % 2 == 0})
@@ -245,7 +245,7 @@ def test_the_gradients_are_squared_sums_of_dense_ones_times_examples() -> None:
     assert result.ratio == 0.5
 
 
-def test_the_share_that_may_be_dropped_halves_over_the_run(monkeypatch) -> None:
+def test_the_share_that_may_be_dropped_halves_over_the_run(monkeypatch):
     module, shares = sys.modules["sparsekit_fl.methods.weight_masks"], []
     search = module.search_weights
 

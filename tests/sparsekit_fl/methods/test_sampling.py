@@ -19,17 +19,17 @@ from sparsekit_fl.testing import tiny_clients, tiny_config
 sampling = sys.modules[Oort.__module__]
 
 
-def crowd(round: int, memory: dict, *, clients: int = 30) -> fl.ServerContext:
+def crowd(round, memory, *, clients=30):
     roster = dict.fromkeys(range(clients), ClientInfo(examples=100, capability=fl.Capability(flops_per_second=1e9)))
     return server_context(round=round, rounds=1000, roster=roster, cohort=6, memory=memory, rng=[7, round])
 
 
-def answer(client_id: int) -> fl.Update:
+def answer(client_id):
     metrics, cost = {"mean_squared_loss": 1.0}, fl.Cost(simulated_seconds=1.0)
     return fl.Update(round=1, client_id=client_id, examples=100, delta={}, metrics=metrics, cost=cost)
 
 
-def played(rounds: int):
+def played(rounds):
     memory, counts = {}, np.zeros(30, dtype=int)
     for round in range(1, rounds + 1):
         ctx = crowd(round, memory)
@@ -40,14 +40,14 @@ def played(rounds: int):
     return memory, counts
 
 
-def test_equal_losses_and_times_are_chosen_equally_often_in_the_limit() -> None:
+def test_equal_losses_and_times_are_chosen_equally_often_in_the_limit():
     _, counts = played(1500)
     # 300 each; uniform sampling has a standard deviation of about 15.
     assert counts.min() > 240
     assert counts.max() < 360
 
 
-def test_scores_are_those_of_the_paper() -> None:
+def test_scores_are_those_of_the_paper():
     tried = {
         "0": {"utility": 10.0, "seconds": 1.0, "pace": 1.0, "round": 2},
         "1": {"utility": 20.0, "seconds": 4.0, "pace": 1.0, "round": 1},
@@ -56,7 +56,7 @@ def test_scores_are_those_of_the_paper() -> None:
     found = sampling._scores(5, tried, preferred=2.0)
     low = 10.0 * 0.999
 
-    def score(utility: float, last: int) -> float:
+    def score(utility, last):
         return (utility - low) / (20.0 - low) + math.sqrt(0.1 * math.log(5) / last)
 
     assert found[0] == pytest.approx(score(10.0, 2))
@@ -64,14 +64,14 @@ def test_scores_are_those_of_the_paper() -> None:
     assert found[2] == pytest.approx(score(15.0, 4))
 
 
-def test_the_pacer_relaxes_the_preferred_time_once_utility_stands_still(monkeypatch) -> None:
+def test_the_pacer_relaxes_the_preferred_time_once_utility_stands_still(monkeypatch):
     monkeypatch.setattr(sampling, "_PACE_ROUNDS", 10)
     memory, _ = played(41)
     # In the first window hardly anybody is exploited yet; after rounds 30 and 40 nothing has changed.
     assert memory["percentile"] == 30 + 2 * 5
 
 
-def test_exploration_decays_to_its_least_value(monkeypatch) -> None:
+def test_exploration_decays_to_its_least_value(monkeypatch):
     memory: dict = {}
     monkeypatch.setattr(sampling, "_DECAY", 0.5)
     shares = []
@@ -82,7 +82,7 @@ def test_exploration_decays_to_its_least_value(monkeypatch) -> None:
     assert shares == pytest.approx([0.45, 0.225, 0.2, 0.2])
 
 
-def test_the_statistical_utility_uses_single_examples_of_the_first_epoch() -> None:
+def test_the_statistical_utility_uses_single_examples_of_the_first_epoch():
     spec, client, ctx = client_context(Oort(), deep_problem(), training(tiny_config(), local_epochs=2, batch_size=64))
     result = spec.method.train(ctx, fl.Task(state=spec.initial))
     model = spec.problem.model()
@@ -103,7 +103,7 @@ def everybody(monkeypatch):
 
 
 @pytest.mark.usefixtures("everybody")
-def test_not_waiting_for_the_slowest_shortens_the_rounds() -> None:
+def test_not_waiting_for_the_slowest_shortens_the_rounds():
     # Devices on which computing, not sending, takes the time.
     clients = [replace(client, capability=fl.Capability(flops_per_second=1e6)) for client in tiny_clients()]
     slow, fast = (tiny_run(f"refl target={target} cool_down=0", clients=clients, rounds=8) for target in (1.0, 0.5))
@@ -125,7 +125,7 @@ def ids(arrived):
 
 
 @pytest.mark.usefixtures("everybody")
-def test_late_updates_arrive_in_the_round_in_which_they_are_ready() -> None:
+def test_late_updates_arrive_in_the_round_in_which_they_are_ready():
     method, memory = REFL(target=0.5, cool_down=0), {}
     first = context(1, memory)
     method.sample(first)
@@ -148,7 +148,7 @@ def test_late_updates_arrive_in_the_round_in_which_they_are_ready() -> None:
 
 
 @pytest.mark.usefixtures("everybody")
-def test_the_average_round_is_a_moving_one() -> None:
+def test_the_average_round_is_a_moving_one():
     method, memory = REFL(target=1.0, cool_down=0), {}
     for round, seconds in ((1, 4.0), (2, 8.0)):
         ctx = context(round, memory)
@@ -157,7 +157,7 @@ def test_the_average_round_is_a_moving_one() -> None:
     assert memory["window"] == pytest.approx(0.25 * 4.0 + 0.75 * 8.0)
 
 
-def test_those_who_are_expected_to_leave_are_asked_first(monkeypatch) -> None:
+def test_those_who_are_expected_to_leave_are_asked_first(monkeypatch):
     here = [True] * 8 + [False] * 2
     likely = [True] * 5 + [False] * 5
     monkeypatch.setattr(REFL, "_presence", lambda self, server, count: (here, likely))
@@ -168,14 +168,14 @@ def test_those_who_are_expected_to_leave_are_asked_first(monkeypatch) -> None:
 
 
 @pytest.mark.usefixtures("everybody")
-def test_who_has_just_been_asked_rests_while_others_can_be_asked() -> None:
+def test_who_has_just_been_asked_rests_while_others_can_be_asked():
     method, memory = REFL(cool_down=2), {}
     first, second = method.sample(context(1, memory)), method.sample(context(2, memory))
     assert not set(first) & set(second)
     assert len(method.sample(context(3, memory))) == 4
 
 
-def test_clients_stay_as_they_are_with_their_own_probability(monkeypatch) -> None:
+def test_clients_stay_as_they_are_with_their_own_probability(monkeypatch):
     monkeypatch.setattr(sampling, "_STAYS", (0.7, 0.9))
     memory, changes, right, before = {}, np.zeros(200), 0.0, None
     method, ctx = REFL(), context(1, memory)
@@ -199,7 +199,7 @@ def combine(method, late, fresh):
 FRESH = [update(0, [1.0, 0.0, 0.0], round=5), update(1, [3.0, 0.0, 0.0], round=5)]
 
 
-def test_late_updates_weigh_by_age_and_by_how_much_they_would_move_the_mean() -> None:
+def test_late_updates_weigh_by_age_and_by_how_much_they_would_move_the_mean():
     late = [update(2, [2.0, 6.0, 0.0], round=4), update(3, [2.0, 0.0, 3.0], round=3)]
     # ū = (2, 0, 0); gaps 36 and 9 over (n + 1)² · ‖ū‖² = 36: Λ = 1 and 1/4.
     first = 0.65 / 2 + 0.35 * (1 - math.exp(-1.0))

@@ -48,7 +48,7 @@ DIVERGED = [(0.9, math.nan, 0.1), (0.9, 0.3, 0.2), (0.9, math.nan, 0.1)]
         (DIVERGED, "log_loss", "best", 1),
     ],
 )
-def test_the_last_or_the_best_stays(rows, metric, select, number, monkeypatch) -> None:
+def test_the_last_or_the_best_stays(rows, metric, select, number, monkeypatch):
     _, _, ctx = client_context(fedavg(), config=replace(tiny_config(), deploy=select))
     for at, (accuracy, validation, learned) in enumerate(rows):
         scores = {
@@ -60,11 +60,11 @@ def test_the_last_or_the_best_stays(rows, metric, select, number, monkeypatch) -
     assert int(ctx.memory["kept"]["state"]["number"]) == number
 
 
-def test_the_training_examples_that_decide_are_few_drawn_once_and_then_stay_the_same(monkeypatch) -> None:
+def test_the_training_examples_that_decide_are_few_drawn_once_and_then_stay_the_same(monkeypatch):
     asked: dict[int, list[Any]] = {}
     score = fl.ClientContext.score
 
-    def heard(ctx: fl.ClientContext, split: Any, **options: Any) -> Any:
+    def heard(ctx, split, **options):
         if split == "train":
             asked.setdefault(ctx.client.id, []).append(options["positions"].tolist())
         return score(ctx, split, **options)
@@ -78,7 +78,7 @@ def test_the_training_examples_that_decide_are_few_drawn_once_and_then_stay_the_
     assert len({tuple(samples[0]) for samples in asked.values()}) > 1, "by the client's own generator"
 
 
-def test_a_client_without_validation_data_decides_by_training_data_however_little_it_trains() -> None:
+def test_a_client_without_validation_data_decides_by_training_data_however_little_it_trains():
     for examples, count in ((1, 1), (10**6, 24)):
         _, client, ctx = client_context(fedavg())
         assert len(client.data.train) == 24
@@ -89,7 +89,7 @@ def test_a_client_without_validation_data_decides_by_training_data_however_littl
 class Line(nn.Module):
     """Two inputs, two hidden units that pass them on, three logits; no bias anywhere."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(2, 2, bias=False)
         self.last = nn.Linear(2, 3, bias=False)
@@ -97,7 +97,7 @@ class Line(nn.Module):
             self.first.weight.copy_(torch.eye(2))
             self.last.weight.copy_(torch.ones(3, 2))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.last(torch.relu(self.first(x)))
 
 
@@ -121,7 +121,7 @@ def trained(method, labels, *, ratio=0.5):
 
 
 @pytest.mark.parametrize(("method", "scale"), [(heterofl(clip=None), 2.0), (PLAIN, 1.0), (efd(clip=None), 1.0)])
-def test_heterofls_scaler_alone_divides_what_hidden_layers_give_while_training(method, scale) -> None:
+def test_heterofls_scaler_alone_divides_what_hidden_layers_give_while_training(method, scale):
     # Unit 0 alone is kept: it gives 1, the scaler makes it 2, and all logits are equal. The gradient of each logit is
     # 1/3 − [class], times the scaled activation.
     result, ctx = trained(method, [0, 0])
@@ -131,7 +131,7 @@ def test_heterofls_scaler_alone_divides_what_hidden_layers_give_while_training(m
     assert torch.allclose(hidden, result.state["first.weight"] @ torch.tensor([1.0, 2.0]))
 
 
-def test_the_best_model_of_a_client_runs_as_it_was_trained_with_the_scaler_in_its_weights() -> None:
+def test_the_best_model_of_a_client_runs_as_it_was_trained_with_the_scaler_in_its_weights():
     client, problem, config = one_client([0, 0])
     mask, method = UnitMask({"first": torch.tensor([True, False])}), heterofl(clip=None)
     spec, _, ctx = client_context(method, problem, replace(config, deploy="best", capability_of="units"), client=client)
@@ -141,16 +141,16 @@ def test_the_best_model_of_a_client_runs_as_it_was_trained_with_the_scaler_in_it
 
 
 class Normed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(2)
         self.last = nn.Linear(2, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.last(self.norm(x))
 
 
-def test_statistics_are_those_of_the_clients_own_training_data() -> None:
+def test_statistics_are_those_of_the_clients_own_training_data():
     x = torch.tensor([[1.0, 10.0], [3.0, 10.0], [5.0, 40.0], [7.0, 40.0]])
     client, problem, config = one_client([0, 1, 2, 0], model=Normed, inputs=x)
     spec, _, ctx = client_context(fedavg(), problem, config, client=client, purpose="personal")
@@ -169,27 +169,27 @@ class Recalibrated(fl.Method):
 
 
 @pytest.mark.same_bits
-def test_statistics_reach_both_scores_and_not_the_state() -> None:
+def test_statistics_reach_both_scores_and_not_the_state():
     plain = tiny_run("fedavg", rounds=2)
     own = tiny_run(Recalibrated(), rounds=2)
     assert own.final.state_sha256 == plain.final.state_sha256
     assert own.final.personal == own.final.shared != plain.final.personal
 
 
-def test_the_best_model_of_a_client_has_the_statistics_of_its_own_training_data(tmp_path) -> None:
+def test_the_best_model_of_a_client_has_the_statistics_of_its_own_training_data(tmp_path):
     result = tiny_run("fedavg", rounds=1, deploy="best", out=tmp_path)
     for client_id in result.rounds[0].cohort:
         module, x = load_model(tmp_path, client_id, model=TinyNet), tiny_clients()[client_id].data.train.inputs[0]
         torch.testing.assert_close(module.norm.running_mean, module.first(x).mean(0).detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_the_global_model_gets_own_statistics_whichever_model_a_client_deploys() -> None:
+def test_the_global_model_gets_own_statistics_whichever_model_a_client_deploys():
     last, best = (tiny_run("heterofl", rounds=1, deploy=deploy).final.shared for deploy in ("last", "best"))
     assert best["loss"] == pytest.approx(last["loss"], rel=1e-4)
 
 
 @pytest.mark.parametrize("method", ["heterofl", "fjord", "hermes", "fedspa", "ditto"])
-def test_a_client_s_saved_model_is_the_one_that_was_scored(method, tmp_path) -> None:
+def test_a_client_s_saved_model_is_the_one_that_was_scored(method, tmp_path):
     result, clients, problem = tiny_run(method, rounds=2, out=tmp_path), tiny_clients(), tiny_problem()
     for score in result.final.per_client:
         module, data = load_model(tmp_path, score.id, model=problem.model), clients[score.id].data.test
@@ -198,7 +198,7 @@ def test_a_client_s_saved_model_is_the_one_that_was_scored(method, tmp_path) -> 
         assert float(loss) == pytest.approx(score.personal["loss"], rel=1e-5)
 
 
-def test_steps_are_clipped_at_the_smaller_of_both_norms() -> None:
+def test_steps_are_clipped_at_the_smaller_of_both_norms():
     start = Line().state_dict()
     free, _ = trained(PLAIN, [0, 0])
     before = {name: value[:, :1] if name == "last.weight" else value[:1] for name, value in start.items()}
@@ -211,7 +211,7 @@ def test_steps_are_clipped_at_the_smaller_of_both_norms() -> None:
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.5, 0.3, 1 / 16])
-def test_fedrolexs_window_begins_at_the_round_and_trains_every_unit_equally_often(ratio) -> None:
+def test_fedrolexs_window_begins_at_the_round_and_trains_every_unit_equally_often(ratio):
     graph = trace_units(TinyNet(), torch.zeros(2, 6))
     roster = {0: ClientInfo(examples=10, capability=fl.Capability(ratio=ratio))}
     counts = torch.zeros(8, dtype=torch.int64)
@@ -222,7 +222,7 @@ def test_fedrolexs_window_begins_at_the_round_and_trains_every_unit_equally_ofte
     assert counts.tolist() == [keep_count(ratio, 8)] * 8
 
 
-def test_efd_draws_other_units_for_every_client_and_round() -> None:
+def test_efd_draws_other_units_for_every_client_and_round():
     config = dataclasses.replace(tiny_config(rounds=4), capability_levels=(0.5,))
     _, updates = watched(efd(), config=config)
     drawn = {tuple(update.mask["first"].tolist()) for update in updates}
@@ -231,7 +231,7 @@ def test_efd_draws_other_units_for_every_client_and_round() -> None:
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_fjord_equals_masked_training_written_by_hand(momentum) -> None:
+def test_fjord_equals_masked_training_written_by_hand(momentum):
     """Narrow modules on parts of the leaves against a dense model whose units are silenced, step for step and pass for pass."""
     config = dataclasses.replace(training(tiny_config(rounds=1), momentum=momentum), capability_levels=(0.5, 0.25))
     method = fjord()
@@ -265,7 +265,7 @@ def test_fjord_equals_masked_training_written_by_hand(momentum) -> None:
     assert ours.work.flops == flops
 
 
-def answer(client_id: int, loss: float, seconds: float) -> fl.Update:
+def answer(client_id, loss, seconds):
     cost = fl.Cost(simulated_seconds=seconds)
     delta = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
     return fl.Update(round=1, client_id=client_id, examples=10, delta=delta, metrics={"loss": loss}, cost=cost)
@@ -280,7 +280,7 @@ def answer(client_id: int, loss: float, seconds: float) -> fl.Update:
         ([(2.0,), (1.0,)], (1.0,), [1.0 / 0.1]),
     ],
 )
-def test_the_reward_is_the_loss_decrease_over_the_gap_to_the_mean_time(losses, seconds, rewards) -> None:
+def test_the_reward_is_the_loss_decrease_over_the_gap_to_the_mean_time(losses, seconds, rewards):
     memory: dict = defaultdict(dict)
     for round, now in enumerate(losses, 1):
         ctx = server_context(round=round, rounds=100, rng=[5, round], client=memory)
@@ -290,7 +290,7 @@ def test_the_reward_is_the_loss_decrease_over_the_gap_to_the_mean_time(losses, s
     assert [memory[k]["rewards"] for k in range(len(rewards))] == [[pytest.approx(each)] for each in rewards]
 
 
-def test_the_indices_of_a_trace_of_e_ucb(monkeypatch) -> None:
+def test_the_indices_of_a_trace_of_e_ucb(monkeypatch):
     monkeypatch.setattr(sys.modules[FedMP.__module__], "_DISCOUNT", 0.5)
     bandit = EUCB({}, 0.0001, seed=0)
     assert bandit.indices() == [math.inf]
@@ -305,7 +305,7 @@ def test_the_indices_of_a_trace_of_e_ucb(monkeypatch) -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 1.0), st.floats(-5.0, 5.0)), max_size=30), st.integers(0, 9))
-def test_every_reward_is_in_one_arm_and_the_arms_cover_the_ratios(steps: list[tuple[float, float]], seed: int) -> None:
+def test_every_reward_is_in_one_arm_and_the_arms_cover_the_ratios(steps, seed):
     memory: dict = {}
     for value, reward in steps:
         bandit = EUCB(memory, 0.1, seed)

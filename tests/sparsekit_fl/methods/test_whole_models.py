@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from personal import ONE_STEP, client_context, deep_problem, tiny_run, training, watched
-from torch import nn
+from personal import ONE_STEP, chain, client_context, deep_problem, tiny_run, training, watched
 
 from sparsekit.allocation.shares import keep_count
 from sparsekit.rng import torch_scope
 from sparsekit_fl.methods import ditto, fedlps_paper, fedp3, fedprox, fedrep, local, per_fedavg
 from sparsekit_fl.methods.client import Task
-from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.streams import Rngs, Streams
@@ -71,13 +69,13 @@ LEARNED = fedlps_paper(ratios=0.5, mu=0.3)
 
 
 @pytest.mark.parametrize("method", [fedprox(mu=0.5), LEARNED], ids=["fedprox", "fedlps"])
-def test_the_shortcut_in_place_equals_the_longer_gradient(method) -> None:
+def test_the_shortcut_in_place_equals_the_longer_gradient(method):
     """Plain SGD interpolates the leaves, in fedlps under a moving mask; weight decay of almost nothing takes the other way."""
     near, far = (tiny_run(method, config=training(tiny_config(rounds=2), weight_decay=decay)).state for decay in (0.0, 1e-30))
     assert all(torch.allclose(value.double(), far[name].double(), atol=1e-5) for name, value in near.items())
 
 
-def test_without_a_pull_the_personal_models_are_those_of_local_training() -> None:
+def test_without_a_pull_the_personal_models_are_those_of_local_training():
     ours, alone = watched(ditto(lam=0.0))[0], watched(local())[0]
     assert [score.personal for score in ours.final.per_client] == [score.personal for score in alone.final.per_client]
 
@@ -93,7 +91,7 @@ def moved(weights, direction, rate):
     return {name: value - rate * direction[name] for name, value in weights.items()}
 
 
-def test_one_step_by_hand() -> None:
+def test_one_step_by_hand():
     """v ← v − η (∇F(v) + λ (v − ω)), on one batch."""
     spec, client, ctx = client_context(ditto(lam=0.5), deep_problem(), ONE_STEP)
     own = {name: tensor + 0.1 for name, tensor in spec.initial.items()}
@@ -105,7 +103,7 @@ def test_one_step_by_hand() -> None:
         assert torch.allclose(ctx.memory["kept"]["state"][name], expected, atol=1e-6), name
 
 
-def test_a_first_order_step_by_hand() -> None:
+def test_a_first_order_step_by_hand():
     """One batch holds all examples, so D and D′ are the same and the order in them does not matter."""
     spec, client, ctx = client_context(per_fedavg(), deep_problem(), ONE_STEP)
     result = per_fedavg(adaptation_lr=0.3).train(ctx, Task(state=spec.initial))
@@ -116,7 +114,7 @@ def test_a_first_order_step_by_hand() -> None:
         assert torch.allclose(result.state[name], value, atol=1e-6), name
 
 
-def test_the_deployed_model_is_one_step_away_from_the_global_one() -> None:
+def test_the_deployed_model_is_one_step_away_from_the_global_one():
     spec, client, ctx = client_context(per_fedavg(), deep_problem(), ONE_STEP, purpose="personal")
     found = per_fedavg(adaptation_lr=0.2).deploy(ctx, spec.initial)
     expected = moved(dict(spec.initial), gradient(dict(spec.initial), client.data.train), 0.2)
@@ -127,7 +125,7 @@ def test_the_deployed_model_is_one_step_away_from_the_global_one() -> None:
 fedrep_module = sys.modules["sparsekit_fl.methods.whole_models"]
 
 
-def test_fedrep_trains_the_head_first_and_the_body_after(monkeypatch) -> None:
+def test_fedrep_trains_the_head_first_and_the_body_after(monkeypatch):
     spec, _, ctx = client_context(fedrep(), config=training(tiny_config(), local_epochs=5))
     seen, sgd, trains = [], fedrep_module.sgd, set(spec.parameters)
 
@@ -147,7 +145,7 @@ def test_fedrep_trains_the_head_first_and_the_body_after(monkeypatch) -> None:
     assert len(result.log.loss) == 5
 
 
-def test_entries_that_do_not_train_get_no_gradient() -> None:
+def test_entries_that_do_not_train_get_no_gradient():
     spec, _, ctx = client_context(fedrep())
     seen = set()
 
@@ -160,17 +158,11 @@ def test_entries_that_do_not_train_get_no_gradient() -> None:
     assert seen == {"last.weight"}
 
 
-def four() -> Problem:
-    """Four layers: three that clients answer for, and the head."""
-    return Problem(model=_four, example_inputs=(torch.zeros(2, 6),))
+FOUR = chain(6, 8, 8, 8, 3)  # three layers that clients answer for, and the head
 
 
-def _four() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
-
-
-def test_layers_are_dealt_cyclically() -> None:
-    graph = RunSpec.build(fedp3(), four(), tiny_config()).graph
+def test_layers_are_dealt_cyclically():
+    graph = RunSpec.build(fedp3(), FOUR, tiny_config()).graph
 
     def names(client_id, count):
         return [layer.name for layer in fedp3(layers=count).own_layers(graph, client_id)]
@@ -181,8 +173,8 @@ def test_layers_are_dealt_cyclically() -> None:
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_the_layers_that_come_whole_are_those_that_go_up_and_the_head_never_travels(layers) -> None:
-    method, problem = fedp3(layers=layers), four()
+def test_the_layers_that_come_whole_are_those_that_go_up_and_the_head_never_travels(layers):
+    method, problem = fedp3(layers=layers), FOUR
     spec = RunSpec.build(method, problem, tiny_config())
     server = Server(spec, {client.id: client for client in tiny_clients()})
     for request in server.requests(server.context(1)):
@@ -196,8 +188,8 @@ def test_the_layers_that_come_whole_are_those_that_go_up_and_the_head_never_trav
         assert {name.split(".")[0] for name, delta in update.delta.items() if delta.numel()} == own
 
 
-def test_fedp3_trains_the_first_units_that_its_capability_allows() -> None:
-    spec, _, ctx = client_context(fedp3(), four(), tiny_config())
+def test_fedp3_trains_the_first_units_that_its_capability_allows():
+    spec, _, ctx = client_context(fedp3(), FOUR, tiny_config())
     result = fedp3().train(ctx, Task(state=spec.initial, ratio=0.5))
     kept = round(ctx.width(0.5) * 8)
     assert 4 < kept < 8

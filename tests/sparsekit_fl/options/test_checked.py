@@ -67,7 +67,7 @@ class Clipped(Ordered):
         (Ratio, (1e-9, 1.0), (0.0, 1.1)),
     ],
 )
-def test_the_bounds_of_each_kind_of_number(hint: object, allowed: tuple[float, ...], refused: tuple[float, ...]) -> None:
+def test_the_bounds_of_each_kind_of_number(hint, allowed, refused):
     one = Option("x", hint, None)
     for value in allowed:
         one.check(value)
@@ -95,7 +95,7 @@ def test_the_bounds_of_each_kind_of_number(hint: object, allowed: tuple[float, .
         ({"anything": "0"}, "anything must be a valid number, got '0'"),
     ],
 )
-def test_a_value_that_is_not_allowed_is_refused_with_what_is(given: dict[str, object], message: str) -> None:
+def test_a_value_that_is_not_allowed_is_refused_with_what_is(given, message):
     with pytest.raises(InvalidValueError) as caught:
         replace(Ordered(), **given)
     assert str(caught.value) == message
@@ -124,13 +124,13 @@ def split(
         ({"clients": 3}, "split has no option 'clients'"),
     ],
 )
-def test_keywords_of_a_function_are_read_by_its_annotations(given: dict[str, object], message: str) -> None:
+def test_keywords_of_a_function_are_read_by_its_annotations(given, message):
     with pytest.raises((InvalidValueError, UnknownNameError)) as caught:
         read_keywords(split, given, name="split", prefix="split.", without=("clients",))
     assert str(caught.value).startswith(message)
 
 
-def test_text_becomes_what_the_annotation_says() -> None:
+def test_text_becomes_what_the_annotation_says():
     assert read_keywords(split, {"share": "0.25", "distinct": "no", "most": "7"}, name="split") == {
         "share": 0.25, "distinct": False, "most": 7,
     }  # fmt: skip
@@ -139,7 +139,7 @@ def test_text_becomes_what_the_annotation_says() -> None:
     assert read == {"clip": None, "ratios": 0.5, "levels": (0.5, 1.0), "select": "best"}
 
 
-def test_a_description_is_that_of_the_field_or_of_the_keyword_and_ends_the_docstring() -> None:
+def test_a_description_is_that_of_the_field_or_of_the_keyword_and_ends_the_docstring():
     assert [options_of(split)[name].about for name in ("share", "most", "kept")] == ["Share of each.", "", "Share of all."]
     found = {name: one.about for name, one in options_of(Ordered).items()}
     assert {name: about for name, about in found.items() if about} == {

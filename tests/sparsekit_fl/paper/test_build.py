@@ -16,13 +16,13 @@ from sparsekit_fl.paper.presets import PRESETS, preset_for
 
 
 @pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def own(monkeypatch):
     module = ModuleType("own_things")
     monkeypatch.setitem(sys.modules, "own_things", module)
     return module
 
 
-def test_without_options_the_digits_are_dealt_to_a_small_cnn() -> None:
+def test_without_options_the_digits_are_dealt_to_a_small_cnn():
     problem, clients = fl.build_problem(preset_for())
     assert [client.id for client in clients] == list(range(20))
     assert {len(client.data.train) for client in clients} == {44}
@@ -33,7 +33,7 @@ def test_without_options_the_digits_are_dealt_to_a_small_cnn() -> None:
     assert {client.capability.ratio for client in clients} == {1.0}
 
 
-def test_a_partition_of_ones_own_is_called_with_its_options_and_must_give_each_client_data(own: ModuleType) -> None:
+def test_a_partition_of_ones_own_is_called_with_its_options_and_must_give_each_client_data(own):
     def by_turns(source: fl.DataSource, *, clients: int, rng: np.random.Generator, most: int) -> list[fl.ClientData]:
         first = int(rng.integers(3))
         return [
@@ -45,7 +45,7 @@ def test_a_partition_of_ones_own_is_called_with_its_options_and_must_give_each_c
             for k in range(clients)
         ]
 
-    own.by_turns, own.nothing = by_turns, lambda source, *, clients, rng: []  # type: ignore[attr-defined]
+    own.by_turns, own.nothing = by_turns, lambda source, *, clients, rng: []
     name = own.__name__
     _, clients = fl.build_problem(preset_for(), partition=f"{name}:by_turns", clients=6, options={"most": 7}, seed=4)
     _, again = fl.build_problem(preset_for(), partition=f"{name}:by_turns", clients=6, options={"most": 7}, seed=4)
@@ -57,7 +57,7 @@ def test_a_partition_of_ones_own_is_called_with_its_options_and_must_give_each_c
         fl.build_problem(preset_for(), partition=f"{name}:nothing", clients=6)
 
 
-def test_a_data_factory_may_bring_problem_and_clients(own: ModuleType) -> None:
+def test_a_data_factory_may_bring_problem_and_clients(own):
     split = fl.TensorData((torch.zeros(2, 3),), torch.tensor([0, 1]))
     problem = fl.Problem(model=lambda: nn.Linear(3, 2), example_inputs=(torch.zeros(1, 3),))
 
@@ -66,7 +66,7 @@ def test_a_data_factory_may_bring_problem_and_clients(own: ModuleType) -> None:
         data = fl.ClientData(split, split, split)
         return problem, [fl.Client(id=id, data=data) for id in (range(3) if ids is None else ids)]
 
-    own.load = load  # type: ignore[attr-defined]
+    own.load = load
     preset = preset_for(dataset="own_things:load")
     assert fl.build_problem(preset, data_dir="there", seed=4)[0] is problem
     for ids in ((), (2, 0)):
@@ -77,7 +77,7 @@ def test_a_data_factory_may_bring_problem_and_clients(own: ModuleType) -> None:
         fl.build_problem(preset, data_dir="there", seed=4, model="cnn", clients=3)
 
 
-def table() -> fl.DataSource:
+def table():
     """Two inputs of a table and their classes; the model gets them as they are."""
     rng = np.random.default_rng(0)
     points, age = torch.from_numpy(rng.normal(size=(90, 5)).astype(np.float32)), torch.arange(90)[:, None]
@@ -88,22 +88,22 @@ def table() -> fl.DataSource:
 class Wide(nn.Module):
     """Reads both inputs."""
 
-    def __init__(self, classes: int, shape: tuple[int, ...]) -> None:
+    def __init__(self, classes, shape):
         super().__init__()
         self.hidden, self.out = nn.Linear(shape[0] + 1, 8), nn.Linear(8, classes)
 
-    def forward(self, points: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
+    def forward(self, points, age):
         logits: torch.Tensor = self.out(torch.relu(self.hidden(torch.cat([points, age / 90], dim=1))))
         return logits
 
 
 @pytest.mark.parametrize("brings_its_problem", [False, True])
-def test_examples_of_any_kind_are_dealt_by_partition_and_number_of_clients(own: ModuleType, brings_its_problem: bool) -> None:
-    own.load, own.Wide = table, Wide  # type: ignore[attr-defined]
+def test_examples_of_any_kind_are_dealt_by_partition_and_number_of_clients(own, brings_its_problem):
+    own.load, own.Wide = table, Wide
     given = {"model": "own_things:Wide"}
     if brings_its_problem:
         problem = fl.Problem(model=lambda: Wide(2, (5,)), example_inputs=(torch.zeros(1, 5), torch.zeros(1, 1)))
-        own.load, given = lambda: (problem, table()), {}  # type: ignore[attr-defined]
+        own.load, given = lambda: (problem, table()), {}
     preset = preset_for(dataset="own_things:load")
     dealt = {"partition": "dirichlet", "clients": 3, "options": {"alpha": 5.0}}
     task = build_task(preset, **given, **dealt)
@@ -121,14 +121,14 @@ def test_examples_of_any_kind_are_dealt_by_partition_and_number_of_clients(own: 
             build_task(preset, **dealt)
 
 
-def test_speakers_become_clients_of_the_lstm(data_dir: Path) -> None:
+def test_speakers_become_clients_of_the_lstm(data_dir):
     _, clients = fl.build_problem(preset_for(dataset="shakespeare"), data_dir=data_dir, clients=20)
     data = clients[0].data.train.materialise()
     assert data.inputs[0].shape[1:] == data.targets.shape[1:] == (9,)
     assert data.inputs[0].dtype == torch.int64
 
 
-def test_a_data_set_brings_its_own_preset_and_a_preset_takes_another_data_set() -> None:
+def test_a_data_set_brings_its_own_preset_and_a_preset_takes_another_data_set():
     assert preset_for(dataset="cifar10").model == "vgg11"
     assert preset_for(preset="mnist", dataset="digits").training.batch_size == 32
     assert preset_for(dataset="mine:load").partition is None
@@ -138,7 +138,7 @@ def test_a_data_set_brings_its_own_preset_and_a_preset_takes_another_data_set() 
 @pytest.mark.parametrize(
     ("name", "train", "val", "test"), [("mnist", 180, 20, 200), ("cifar10", 180, 20, 200), ("cifar100", 720, 80, 800)]
 )
-def test_presets_give_the_client_sizes_of_table_one(data_dir: Path, name: str, train: int, val: int, test: int) -> None:
+def test_presets_give_the_client_sizes_of_table_one(data_dir, name, train, val, test):
     _, clients = fl.build_problem(preset_for(preset=name), data_dir=data_dir)
     again = fl.build_problem(preset_for(preset=name), data_dir=data_dir)[1]
     assert {(len(client.data.train), len(client.data.val)) for client in clients} == {(train, val)}

@@ -1,7 +1,6 @@
 """Published numbers next to ours: flags, and reasons."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from saved_results import compared, result
@@ -10,17 +9,17 @@ from stored_tables import read_comparisons
 from sparsekit_fl.paper.published import UNEXPLAINED, in_published_order, protocol_difference, published_beside
 
 
-def _beside(*results: dict[str, Any]) -> list[tuple[Any, Any]]:
+def _beside(*results):
     """Accuracy and FLOPs of each row."""
     rows = [*published_beside(compared(*results)).itertuples()]
     return [*zip(rows[::2], rows[1::2], strict=True)]
 
 
-def _fedavg(accuracy: float, seed: int = 0, **more: Any) -> dict[str, Any]:
+def _fedavg(accuracy, seed=0, **more):
     return result("fedavg", seed, accuracies={more.get("rounds", 100): accuracy}, **more)
 
 
-def test_an_accuracy_is_flagged_beyond_two_standard_errors_of_both_together() -> None:
+def test_an_accuracy_is_flagged_beyond_two_standard_errors_of_both_together():
     # 88.15 ± 1.14: one seed has no error of its own, so the bounds are ± 2.28.
     ((inside, _),), ((outside, _),) = _beside(_fedavg(0.9042)), _beside(_fedavg(0.9044))
     assert (inside.flagged, inside.reason, inside.our_error, inside.n) == (0, "", None, 1)
@@ -31,7 +30,7 @@ def test_an_accuracy_is_flagged_beyond_two_standard_errors_of_both_together() ->
     assert (eight.ours, eight.our_error, eight.n, eight.flagged) == (pytest.approx(91.0), pytest.approx(0.378, abs=1e-3), 8, 1)
 
 
-def test_methods_are_matched_by_their_letters_and_come_in_published_order() -> None:
+def test_methods_are_matched_by_their_letters_and_come_in_published_order():
     rows = _beside(*(result(name) for name in ("fedlps-paper", "p-ucbv-dyn", "fedlps", "per-fedavg", "mine", "fedavg")))
     assert [(row.table, row.method, row.run) for row, _ in rows] == [
         ("Table I", "FedAvg", "fedavg"),
@@ -60,7 +59,7 @@ def test_methods_are_matched_by_their_letters_and_come_in_published_order() -> N
         ({"seed": 7, "device": "cuda", "eval_every": 1}, ""),
     ],
 )
-def test_published_numbers_stand_beside_their_own_protocol_alone(change: dict[str, Any], says: str) -> None:
+def test_published_numbers_stand_beside_their_own_protocol_alone(change, says):
     made = result("fedavg")
     for name, value in change.items():
         about = made["config"]["experiment"] if name in made["config"]["experiment"] else made["config"]
@@ -70,7 +69,7 @@ def test_published_numbers_stand_beside_their_own_protocol_alone(change: dict[st
     assert bool(says) == (published_beside(comparison) is None) == bool(protocol_difference(comparison))
 
 
-def test_other_levels_have_no_published_numbers_and_a_method_may_decide_the_capability() -> None:
+def test_other_levels_have_no_published_numbers_and_a_method_may_decide_the_capability():
     assert "lack classes 8 instead of None" in protocol_difference(compared(result("fedavg", lack_classes=8)))
     fixed = result("rcr-fix")
     fixed["config"]["redraw_capability"] = False
@@ -79,7 +78,7 @@ def test_other_levels_have_no_published_numbers_and_a_method_may_decide_the_capa
     assert len(published_beside(compared(fixed, result("fedavg")))) == 4
 
 
-def test_each_difference_of_the_saved_results_has_a_reason_and_a_guess_says_that_it_is_one() -> None:
+def test_each_difference_of_the_saved_results_has_a_reason_and_a_guess_says_that_it_is_one():
     folder = Path(__file__).parents[3] / "results"
     (comparison,) = read_comparisons(folder / "mnist.csv")
     rows = published_beside(comparison)

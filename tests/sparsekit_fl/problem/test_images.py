@@ -3,7 +3,6 @@
 import io
 import os
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -21,33 +20,33 @@ from sparsekit_fl.problem.images import ImageTransform, digits_loaders
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SPARSEKIT_CACHE", str(tmp_path / "cache"))
 
 
-def encoded(mode: str, side: int, value: int) -> dict[str, object]:
+def encoded(mode, side, value):
     buffer = io.BytesIO()
     Image.new(mode, (side, side), (value,) * 3 if mode == "RGB" else value).save(buffer, "PNG")
     return {"bytes": buffer.getvalue(), "path": None}
 
 
-def write(path: Path, images: list, labels: list[int], *, image: str = "image", label: str = "label") -> None:
+def write(path, images, labels, *, image="image", label="label"):
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table({image: images, label: labels}), path)
 
 
-def write_mnist(root: Path) -> None:
+def write_mnist(root):
     write(root / "mnist" / "train.parquet", [encoded("L", 28, v) for v in (10, 20, 30)], [1, 0, 9])
     write(root / "mnist" / "test.parquet", [encoded("L", 28, 40)], [3])
 
 
-def assert_normalized(source: fl.DataSource) -> None:
+def assert_normalized(source):
     pixels = source.train.inputs[0][:: max(1, len(source.train) // 5000)].double() / 255
     assert pixels.mean((0, 2, 3)).tolist() == pytest.approx(source.mean, abs=0.01)
     assert pixels.std((0, 2, 3)).tolist() == pytest.approx(source.std, abs=0.01)
 
 
-def test_cifar100_uses_its_fine_labels_and_files_in_several_parts(tmp_path: Path) -> None:
+def test_cifar100_uses_its_fine_labels_and_files_in_several_parts(tmp_path):
     for part, label in enumerate((55, 66)):
         path = tmp_path / "cifar100" / f"train-0000{part}-of-00002.parquet"
         write(path, [encoded("RGB", 32, part)], [label], image="img", label="fine_label")
@@ -66,25 +65,23 @@ def test_cifar100_uses_its_fine_labels_and_files_in_several_parts(tmp_path: Path
         ([encoded("L", 28, 1)], {"image": "photo"}, r"columns \['photo', 'label'\]"),
     ],
 )
-def test_damaged_files_are_refused_with_the_place(tmp_path: Path, images: list, columns: dict, message: str) -> None:
+def test_damaged_files_are_refused_with_the_place(tmp_path, images, columns, message):
     write_mnist(tmp_path)
     write(tmp_path / "mnist" / "train.parquet", images, [1], **columns)
     with pytest.raises(DataError, match=message):
         fl.datasets["mnist"](tmp_path)
 
 
-def test_without_a_directory_the_copy_of_the_hub_is_fetched_and_read_in_the_order_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_directory_the_copy_of_the_hub_is_fetched_and_read_in_the_order_of_the_file(tmp_path, monkeypatch):
     write_mnist(tmp_path / "copy")
     asked = []
 
-    def download(repo: str, *, repo_type: str, allow_patterns: list[str]) -> str:
+    def download(repo, *, repo_type, allow_patterns):
         asked.append((repo, repo_type, allow_patterns))
         return str(tmp_path / "copy")
 
     hub = ModuleType("huggingface_hub")
-    hub.snapshot_download = download  # type: ignore[attr-defined]
+    hub.snapshot_download = download
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     source = check_dataset(lambda: fl.datasets["mnist"](None))
     assert source.train.inputs[0].shape == (3, 1, 28, 28)
@@ -95,14 +92,14 @@ def test_without_a_directory_the_copy_of_the_hub_is_fetched_and_read_in_the_orde
     assert asked == [("ylecun/mnist", "dataset", wanted)] * 2
 
 
-def test_digits_are_complete_and_normalized() -> None:
+def test_digits_are_complete_and_normalized():
     source = check_dataset(lambda: fl.datasets["digits"](None))
     assert (len(source.train), len(source.test)) == (1437, 360)
     assert source.test.labels().unique().tolist() == list(range(10))
     assert_normalized(source)
 
 
-def test_of_batches_a_tenth_is_for_validation_and_the_same_seed_gives_the_same() -> None:
+def test_of_batches_a_tenth_is_for_validation_and_the_same_seed_gives_the_same():
     train, validation = digits_loaders(batch_size=50)
     images, labels = next(iter(train))
     assert (images.shape, images.dtype, labels.dtype) == ((50, 1, 8, 8), torch.float32, torch.int64)
@@ -112,17 +109,15 @@ def test_of_batches_a_tenth_is_for_validation_and_the_same_seed_gives_the_same()
     assert not torch.equal(next(iter(other[0]))[0], images)
 
 
-def test_files_are_decoded_once_and_again_where_they_or_the_cache_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_decoded_once_and_again_where_they_or_the_cache_changed(tmp_path, monkeypatch):
     file, calls = tmp_path / "train.parquet", []
     file.write_bytes(b"one")
 
-    def decode() -> dict[str, torch.Tensor]:
+    def decode():
         calls.append(None)
         return {"images": torch.arange(6, dtype=torch.uint8).reshape(2, 3), "labels": torch.tensor([4, 5])}
 
-    def read(decoded: int) -> torch.Tensor:
+    def read(decoded):
         images = cached_tensors("own", [file], decode)["images"]
         assert images.tolist() == [[0, 1, 2], [3, 4, 5]]
         assert len(calls) == decoded
@@ -142,12 +137,12 @@ def test_files_are_decoded_once_and_again_where_they_or_the_cache_changed(
     read(5)  # no folder to write to costs time, never the run
 
 
-def images(channels: int, side: int) -> torch.Tensor:
+def images(channels, side):
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, 256, (2, channels, side, side), generator=generator, dtype=torch.uint8)
 
 
-def test_a_nearly_fitting_grey_image_is_padded_with_black_and_repeated() -> None:
+def test_a_nearly_fitting_grey_image_is_padded_with_black_and_repeated():
     raw = images(1, 28)
     out = ImageTransform(3, (32, 32), (0.25,), (0.5,))(raw)
     assert out.shape == (2, 3, 32, 32)
@@ -156,7 +151,7 @@ def test_a_nearly_fitting_grey_image_is_padded_with_black_and_repeated() -> None
     assert torch.equal(out[:, 0, :2], torch.full((2, 2, 32), -0.5))
 
 
-def test_no_pixel_is_skipped_where_one_side_alone_shrinks() -> None:
+def test_no_pixel_is_skipped_where_one_side_alone_shrinks():
     stripes = torch.tensor([255, 0], dtype=torch.uint8).repeat(32).expand(1, 1, 16, 64)
     out = ImageTransform(1, (16, 16), (0.0,), (1.0,))(stripes)
     assert out.sub(0.5).abs().max() < 0.1
@@ -170,7 +165,7 @@ def test_no_pixel_is_skipped_where_one_side_alone_shrinks() -> None:
         (torch.uint8, -1, "label -1"),
     ],
 )
-def test_pictures_of_a_source_are_bytes_with_a_class_each(dtype: torch.dtype, label: int, message: str) -> None:
+def test_pictures_of_a_source_are_bytes_with_a_class_each(dtype, label, message):
     pool = fl.TensorData((torch.zeros(2, 1, 4, 4, dtype=dtype),), torch.tensor([1, label]))
     with pytest.raises(DataError, match=message):
         fl.DataSource(name="own", kind="image", train=pool, test=pool, classes=2, mean=(0.5,), std=(0.5,))
@@ -181,9 +176,7 @@ def test_pictures_of_a_source_are_bytes_with_a_class_each(dtype: torch.dtype, la
     ("name", "train", "test", "classes"),
     [("mnist", 60_000, 10_000, 10), ("cifar10", 50_000, 10_000, 10), ("cifar100", 50_000, 10_000, 100)],
 )
-def test_the_real_files_are_complete(
-    data_dir: Path, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, name: str, train: int, test: int, classes: int
-) -> None:
+def test_the_real_files_are_complete(data_dir, pytestconfig, monkeypatch, name, train, test, classes):
     monkeypatch.setenv("SPARSEKIT_CACHE", str(pytestconfig.cache.mkdir("sparsekit")))
     source: fl.DataSource = fl.datasets[name](data_dir)
     assert (len(source.train), len(source.test)) == (train, test)

@@ -22,18 +22,18 @@ SCORES = torch.tensor([[2.0, 1.0], [0.0, 3.0], [5.0, 1.0]])
     ],
     ids=["labels", "tokens without padding", "unknown words are never right"],
 )
-def test_accuracy_is_right_predictions_and_their_number(metric, outputs, targets, expected) -> None:
+def test_accuracy_is_right_predictions_and_their_number(metric, outputs, targets, expected):
     right, counted = metric(outputs, torch.tensor(targets))
     assert (int(right), int(counted)) == expected
 
 
-def test_cross_entropy_takes_classes_last_for_sequences() -> None:
+def test_cross_entropy_takes_classes_last_for_sequences():
     outputs, targets = torch.randn(2, 3, 5), torch.tensor([[0, 1, IGNORED], [4, 2, 3]])
     assert torch.allclose(cross_entropy(outputs, targets), F.cross_entropy(outputs.transpose(1, 2), targets))
     assert torch.equal(cross_entropy(SCORES, torch.tensor([0, 1, 0])), F.cross_entropy(SCORES, torch.tensor([0, 1, 0])))
 
 
-def test_the_loss_of_padded_sequences_is_a_mean_over_tokens_however_they_are_batched() -> None:
+def test_the_loss_of_padded_sequences_is_a_mean_over_tokens_however_they_are_batched():
     """Rows of one token and of four, in an order that makes the batches of an evaluation uneven."""
     generator = torch.Generator().manual_seed(0)
     outputs, targets = torch.randn(600, 4, 5, generator=generator), torch.randint(5, (600, 4), generator=generator)

@@ -1,12 +1,11 @@
 import pytest
 import torch
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from sparsekit_fl.problem.models import ModelSpec, models
 
 
-def count(model: nn.Module) -> int:
+def count(model):
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -19,7 +18,7 @@ def count(model: nn.Module) -> int:
         ("vgg16", 15_132_936, 1_253_195_776),
     ],
 )
-def test_parameters_and_multiply_adds_are_those_of_the_paper(name: str, parameters: int, macs: int) -> None:
+def test_parameters_and_multiply_adds_are_those_of_the_paper(name, parameters, macs):
     spec: ModelSpec = models[name]
     model, inputs = spec.demo()
     model.eval()
@@ -30,7 +29,7 @@ def test_parameters_and_multiply_adds_are_those_of_the_paper(name: str, paramete
     assert counter.get_total_flops() == 2 * macs
 
 
-def test_the_lstm_has_one_tied_matrix() -> None:
+def test_the_lstm_has_one_tied_matrix():
     spec: ModelSpec = models["lstm"]
     model, inputs = spec.demo()
     assert count(model) == 2_845_392
@@ -48,7 +47,7 @@ def test_the_lstm_has_one_tied_matrix() -> None:
         ("vgg11", (3, 40, 20), (3, 64, 32)),
     ],
 )
-def test_a_model_says_what_the_data_become(name: str, raw: tuple[int, ...], taken: tuple[int, ...]) -> None:
+def test_a_model_says_what_the_data_become(name, raw, taken):
     spec: ModelSpec = models[name]
     assert spec.input_shape("image", raw) == taken
     if name != "vgg16":

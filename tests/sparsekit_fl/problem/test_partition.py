@@ -1,5 +1,4 @@
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +12,11 @@ from sparsekit.errors import DataError
 from sparsekit_fl.problem.partition import dirichlet, natural, pathological
 
 
-def pictures(per_class: int = 45, classes: int = 5, tests: int = 12) -> fl.DataSource:
+def pictures(per_class=45, classes=5, tests=12):
     """Shuffled labels, so that "consecutive" must mean "of one class, in order"."""
     rng = np.random.default_rng(3)
 
-    def pool(count: int) -> fl.TensorData:
+    def pool(count):
         labels = torch.from_numpy(rng.permutation(np.repeat(np.arange(classes), count)))
         return fl.TensorData((torch.zeros(len(labels), 1, 2, 2, dtype=torch.uint8),), labels)
 
@@ -26,7 +25,7 @@ def pictures(per_class: int = 45, classes: int = 5, tests: int = 12) -> fl.DataS
     )
 
 
-def texts(sizes: tuple[int, ...] = (10, 40, 5, 40, 20)) -> fl.DataSource:
+def texts(sizes=(10, 40, 5, 40, 20)):
     owners = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     tokens = torch.arange(len(owners), dtype=torch.int32)[:, None]
     return fl.DataSource(
@@ -38,11 +37,11 @@ def texts(sizes: tuple[int, ...] = (10, 40, 5, 40, 20)) -> fl.DataSource:
 @pytest.mark.parametrize(
     ("deal", "source"), [(dirichlet, pictures()), (partial(pathological, images_per_class=10), pictures()), (natural, texts())]
 )
-def test_every_client_gets_examples_of_its_own(deal: Any, source: fl.DataSource) -> None:
+def test_every_client_gets_examples_of_its_own(deal, source):
     check_partition(deal, source)
 
 
-def test_each_client_has_consecutive_examples_of_its_number_of_classes_and_a_tenth_to_validate() -> None:
+def test_each_client_has_consecutive_examples_of_its_number_of_classes_and_a_tenth_to_validate():
     source = pictures()
     members = {c: torch.nonzero(source.train.targets == c).flatten().tolist() for c in range(5)}
     for hand in pathological(source, clients=10, rng=np.random.default_rng(0), images_per_class=10):
@@ -57,7 +56,7 @@ def test_each_client_has_consecutive_examples_of_its_number_of_classes_and_a_ten
             assert sorted(rows) == sorted(members[c][start : start + 10])
 
 
-def test_shards_shrink_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_shards_shrink_with_a_warning(caplog):
     splits = pathological(pictures(), clients=20, rng=np.random.default_rng(0), images_per_class=10)
     assert {len(hand.train) + len(hand.val) for hand in splits} == {10}
     assert "shards of 5 are used" in caplog.text
@@ -65,10 +64,10 @@ def test_shards_shrink_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
         pathological(pictures(), clients=500, rng=np.random.default_rng(0), images_per_class=10)
 
 
-def test_natural_takes_the_largest_owners_and_splits_by_position() -> None:
+def test_natural_takes_the_largest_owners_and_splits_by_position():
     source = texts()
     splits = natural(source, clients=3, rng=np.random.default_rng(0))
-    owners = [source.owners[hand.train.index].unique().tolist() for hand in splits]  # type: ignore[index]
+    owners = [source.owners[hand.train.index].unique().tolist() for hand in splits]
     assert owners == [[1], [3], [4]]
     first = splits[0]
     assert [split.index.tolist() for split in (first.train, first.val, first.test)] == [
@@ -77,7 +76,7 @@ def test_natural_takes_the_largest_owners_and_splits_by_position() -> None:
 
 
 @pytest.mark.parametrize("deal", [pathological, dirichlet])
-def test_partitions_by_class_refuse_examples_without_classes_and_say_what_does(deal: Any) -> None:
+def test_partitions_by_class_refuse_examples_without_classes_and_say_what_does(deal):
     numbers = fl.TensorData((torch.zeros(40, 3),), torch.linspace(0, 1, 40))
     for source in (fl.DataSource(name="prices", train=numbers, test=numbers), texts()):
         with pytest.raises(DataError, match=r"needs one class label per example .* or a function of your own"):
@@ -85,9 +84,7 @@ def test_partitions_by_class_refuse_examples_without_classes_and_say_what_does(d
 
 
 @given(classes=st.integers(2, 12), per_client=st.integers(1, 5), images=st.integers(2, 20), data=st.data())
-def test_a_client_lacks_the_classes_asked_for_and_keeps_its_number_of_examples(
-    classes: int, per_client: int, images: int, data: st.DataObject
-) -> None:
+def test_a_client_lacks_the_classes_asked_for_and_keeps_its_number_of_examples(classes, per_client, images, data):
     lack = data.draw(st.integers(0, classes - 1))
     given = {"classes_per_client": per_client, "images_per_class": images, "lack_classes": lack}
     source, owned = pictures(per_class=120, classes=classes), classes - lack

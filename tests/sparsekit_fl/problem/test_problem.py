@@ -1,5 +1,3 @@
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,28 +9,28 @@ from sparsekit_fl.problem.metrics import accuracy
 from sparsekit_fl.problem.problem import Problem, check_fit
 
 
-def linear() -> nn.Module:
+def linear():
     return nn.Linear(3, 2)
 
 
-def client(width: int = 3, label: int = 1, *, id: int = 5) -> fl.Client:
+def client(width=3, label=1, *, id=5):
     """Four examples in each split; the label of the last one but one of `test` is given."""
     inputs, targets = torch.arange(4.0 * width).reshape(4, width), torch.tensor([0, 1, 0, 1])
     split, test = fl.TensorData((inputs,), targets), fl.TensorData((inputs,), torch.tensor([0, 1, label, 1]))
     return fl.Client(id=id, data=fl.ClientData(split, split, test))
 
 
-def problem(**changes: Any) -> Problem:
+def problem(**changes):
     return Problem(**{"model": linear, "example_inputs": (torch.zeros(1, 3),), **changes})
 
 
 class Frozen(nn.Linear):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(3, 2)
         self.requires_grad_(False)
 
 
-def test_a_fitting_problem_passes_and_leaves_the_global_generator_alone() -> None:
+def test_a_fitting_problem_passes_and_leaves_the_global_generator_alone():
     before = torch.random.get_rng_state()
     for loss in (F.cross_entropy, lambda outputs, targets: F.cross_entropy(outputs, targets) * 1e-3):
         check_fit(problem(loss=loss, metrics={"accuracy": accuracy}), [client(), client(id=6)])
@@ -40,7 +38,7 @@ def test_a_fitting_problem_passes_and_leaves_the_global_generator_alone() -> Non
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def sum_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def sum_loss(outputs, targets):
     return F.cross_entropy(outputs, targets, reduction="sum")
 
 
@@ -62,9 +60,7 @@ def sum_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         ({"metrics": {"accuracy": lambda outputs, targets: 0.5}}, client(), DataError, "loss or metrics fail"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_the_first_round(
-    changes: dict[str, Any], who: fl.Client, error: type[Exception], message: str
-) -> None:
+def test_what_does_not_fit_is_refused_before_the_first_round(changes, who, error, message):
     config = fl.RunConfig(rounds=1, cohort=1, training=fl.TrainingConfig(local_epochs=1))
     with pytest.raises(error, match=message):
         fl.run(fl.methods.fedavg(), problem(**changes), [client(id=2), who] if "label" in message else [who], config)

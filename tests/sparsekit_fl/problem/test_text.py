@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 from data_contracts import check_dataset
@@ -12,7 +11,7 @@ from sparsekit_fl.problem.text import read_leaf, speeches, token_source
 PLAY = "ANNA:\nTo be, or not to be.\n\nBERT:\nI'll go!\n\nANNA:\nGo then.\nAnd go well.\n"
 
 
-def test_texts_are_cut_into_chunks_with_shifted_targets_and_ids_by_frequency_then_by_letter() -> None:
+def test_texts_are_cut_into_chunks_with_shifted_targets_and_ids_by_frequency_then_by_letter():
     users = {"u": [list("bacb"), ["e"]], "v": [["x"]], "w": [["b", "zz"]]}
     source = token_source("own", users, vocabulary=20, chunk=3)
     a, b, c, zz = 3, 2, 4, 7  # after padding, 0, and unknown, 1
@@ -23,20 +22,20 @@ def test_texts_are_cut_into_chunks_with_shifted_targets_and_ids_by_frequency_the
     assert token_source("own", users, vocabulary=3, chunk=3).train.inputs[0].tolist() == [[2, 1], [2, 1]]
 
 
-def test_speakers_keep_the_order_of_their_speeches() -> None:
+def test_speakers_keep_the_order_of_their_speeches():
     assert speeches(PLAY) == {
         "ANNA": [["to", "be", ",", "or", "not", "to", "be", "."], ["go", "then", ".", "and", "go", "well", "."]],
         "BERT": [["i'll", "go", "!"]],
     }
 
 
-def test_the_file_of_shakespeare_is_read(tmp_path: Path) -> None:
+def test_the_file_of_shakespeare_is_read(tmp_path):
     (tmp_path / "tinyshakespeare").mkdir()
     (tmp_path / "tinyshakespeare" / "input.txt").write_text(PLAY)
     check_dataset(lambda: datasets["shakespeare"](str(tmp_path)))
 
 
-def leaf(users: dict[str, dict]) -> str:
+def leaf(users):
     return json.dumps({"users": list(users), "num_samples": [len(u["x"]) for u in users.values()], "user_data": users})
 
 
@@ -49,7 +48,7 @@ USERS = {
 }
 
 
-def test_the_chunks_of_every_user_of_reddit_are_read(tmp_path: Path) -> None:
+def test_the_chunks_of_every_user_of_reddit_are_read(tmp_path):
     part = tmp_path / "reddit" / "train" / "part.json"
     part.parent.mkdir(parents=True)
     part.write_text(leaf(USERS))
@@ -63,7 +62,7 @@ def test_the_chunks_of_every_user_of_reddit_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["{", '{"users": ["a"]}', *(leaf({"a": {"x": [sample]}}) for sample in ("a b", ["a", "b"], [1, 2], [[1, 2]]))]
 )
-def test_other_layouts_are_refused(tmp_path: Path, text: str) -> None:
+def test_other_layouts_are_refused(tmp_path, text):
     path = tmp_path / "a.json"
     path.write_text(text)
     with pytest.raises(DataError, match="LEAF's layout"):

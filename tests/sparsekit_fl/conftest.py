@@ -1,0 +1,21 @@
+"""Fixtures of tests of the federated layer."""
+
+import pickle
+
+import numpy as np
+import pandas as pd  # noqa: F401 - imported before classes of pickle are replaced
+import pytest
+import torch
+
+
+@pytest.fixture
+def no_pickle(monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("something was unpickled")
+
+    readers = {pickle: ("load", "loads", "Unpickler", "_Unpickler")} | dict.fromkeys(
+        (torch, torch.serialization, np), ("load",)
+    )
+    for module, names in readers.items():
+        for name in names:
+            monkeypatch.setattr(module, name, never)
