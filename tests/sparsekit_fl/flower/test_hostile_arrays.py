@@ -1,10 +1,8 @@
 """SubmodelStrategy and hostile nodes: whatever a node sends costs its own reply alone, and numpy's reader never sees it."""
 
-import json
 import logging
 import os
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +14,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 from local_grid import LocalGrid
+from mutations import BOMBS, mutated
 
 import sparsekit as sk
 from sparsekit_fl.flower import BanditRatios, SubmodelStrategy
@@ -27,16 +26,6 @@ NODES, FIRST = 100, 1000  # of a LocalGrid
 MUTATIONS = 100_000 if os.environ.get("SPARSEKIT_ALL_SEEDS") else 3_000
 EXAMPLE = torch.zeros(1, 6)
 GRAPH = traced(TinyNet(), EXAMPLE)
-# What numpy's reader, zip or pickle would open.
-BOMBS = [
-    b"",
-    b"\x93NUMPY",
-    b"\x93NUMPY\x01\x00\x46\x00" + b"{'descr': '<f4', 'fortran_order': False, 'shape': (10000000000000,), }".ljust(70),
-    b"PK\x03\x04 nonsense",
-    b"PK\x05\x06" + bytes(18),
-    b"\x80\x04.",
-    (2**40).to_bytes(8, "little") + bytes(40),
-]
 
 
 def strategy(**options):
@@ -55,29 +44,6 @@ def reply(node, content):
 
 
 STATE = TinyNet().state_dict()
-
-
-def mutated(data, rng):
-    """Other bytes than `data`: flipped, cut, longer, a header that says something else, or a file of another kind."""
-    kind, size = int(rng.integers(6)), 8 + int.from_bytes(data[:8], "little")
-    if kind == 0:
-        return BOMBS[int(rng.integers(len(BOMBS)))]
-    if kind == 1:
-        return data[: int(rng.integers(len(data)))]
-    if kind == 2:
-        return data + rng.bytes(int(rng.integers(1, 30)))
-    if kind == 3:
-        header = json.loads(data[8:size])
-        name = sorted(header)[int(rng.integers(len(header)))]
-        odd: list[Any] = [[2**62, 2], [-1], [10**13], [[]], None, "F8_E4M3", "X", [0, 2**63], {}, "[" * 1000, [8], [4, 6]]
-        part = header[name]
-        part[sorted(part)[int(rng.integers(len(part)))]] = odd[int(rng.integers(len(odd)))]
-        text = json.dumps(header).encode()
-        return len(text).to_bytes(8, "little") + text + data[size:]
-    changed = bytearray(data)
-    for _ in range(int(rng.integers(1, 6))):
-        changed[int(rng.integers(len(data) if kind == 4 else size))] = int(rng.integers(256))
-    return bytes(changed)
 
 
 @pytest.mark.slow
