@@ -154,7 +154,6 @@ class Memories:
             raise DataError(f"the memory of client {client_id} of round {round} cannot be read from {path}: {error}") from error
 
     def write(self, client_id: int, round: int, memory: dict[str, Any]) -> None:
-        """Write a memory; `sync` makes it durable."""
         write_atomically(self.path(client_id, round), dumps(memory), durable=self.durable and not _ONE_SYNC, sync=False)
 
     def sync(self) -> None:

@@ -83,7 +83,6 @@ class Comparison:
 
     @property
     def dataset(self) -> str:
-        """Name of the data set; empty where it is not known."""
         return str(self.config.get("experiment", {}).get("dataset", ""))
 
     @cached_property
@@ -132,12 +131,10 @@ class Comparison:
 
     @property
     def notes(self) -> dict[str, list[str]]:
-        """Method → remarks on its numbers, for methods that have any."""
         found = {one["method"]: one.get("note", "").splitlines() for one in self.results}
         return {method: lines for method, lines in found.items() if lines}
 
     def remarks(self) -> list[str]:
-        """Return the notes on methods, as lines below the table."""
         return [f"{method}: {line}" for method, lines in self.notes.items() for line in lines]
 
     def troubles(self) -> list[str]:

@@ -173,15 +173,11 @@ def start_method(device: str | None) -> str:
 
     Elsewhere, and once torch has threads of autograd, which a forked child cannot use: "spawn".
     """
-    return "fork" if sys.platform == "linux" and device in (None, "cpu") and not _autograd_threads() else "spawn"
-
-
-def _autograd_threads() -> bool:
-    """Tell whether torch has started a thread of autograd for a device; the system knows them by name."""
-    names = Path("/proc/self/task").glob("*/comm")
+    names = Path("/proc/self/task").glob("*/comm")  # of threads
     with contextlib.suppress(OSError):
-        return any(name.read_text(encoding="utf-8").startswith("pt_autograd") for name in names)
-    return False
+        if any(name.read_text(encoding="utf-8").startswith("pt_autograd") for name in names):
+            return "spawn"
+    return "fork" if sys.platform == "linux" and device in (None, "cpu") else "spawn"
 
 
 def end_with_parent() -> None:
@@ -197,7 +193,6 @@ def devices(device: str) -> list[str]:
 
 
 def device_of(device: str, worker: int = 0) -> str:
-    """Return the device of a worker process, counted from 0: the devices take turns."""
     found = devices(device)
     return found[worker % len(found)]
 

@@ -64,7 +64,6 @@ class Option:
         return TypeAdapter(self.hint, config=STRICT)
 
     def check(self, value: object, *, name: str | None = None) -> None:
-        """Raise InvalidValueError if a value is not allowed; `name` replaces the name in the message."""
         if value is self.default:
             return
         try:

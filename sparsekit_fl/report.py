@@ -126,13 +126,11 @@ def _writer(unit: str) -> Any:
 
 
 def _metric(comparison: Comparison) -> tuple[str, str]:
-    """Return the metric that stands for all, and its unit."""
     name = primary_metric(dict.fromkeys(name for result in comparison.results for name in result["final"].get("personal", {})))
     return name, "share" if name == "accuracy" else "number"
 
 
 def _scores(result: Mapping[str, Any], metric: str) -> list[dict[str, float]]:
-    """Return costs and score of each round with scores."""
     return [
         {"round": record["round"], **record["cost"], "y": record["evaluation"]["personal"][metric]}
         for record in result["rounds"]
@@ -168,7 +166,6 @@ def _clients(comparison: Comparison, metric: str, unit: str) -> str:
 
 
 def _at_equal_cost(comparison: Comparison, metric: str, unit: str) -> tuple[list[str], list[list[str]]]:
-    """Return a table of the mean score of each method at the largest FLOPs and simulated time that all of them reached."""
     head, columns = ["method"], []
     for name, _, cost_unit in _AXES[1:]:
         budget = min(result["cost"][name] for result in comparison.results)

@@ -165,7 +165,6 @@ class RoundRecord:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values; `from_dict` reads them."""
         return dict(json.loads(_RECORD.dump_json(self, by_alias=True)))
 
     @staticmethod

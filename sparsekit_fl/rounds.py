@@ -154,7 +154,6 @@ def run(
 
 
 def _checked(method: Method, clients: Sequence[Client], config: RunConfig, callbacks: Sequence[Callback]) -> dict[int, Client]:
-    """Return the clients by id, if there can be a run of these."""
     if not isinstance(method, Method):
         raise InvalidValueError(f"method must be a Method, got {method!r}; call what makes one, as in fl.methods.fedlps()")
     for one in callbacks:
@@ -288,6 +287,5 @@ def round_cost(costs: Iterable[Cost], *, wall_seconds: float, until: float | Non
 
 
 def _shortened(texts: Sequence[str]) -> str:
-    """Join texts about clients; if there are many, the first ones."""
     more = [f"and {len(texts) - _MAX_REASONS} more clients"] if len(texts) > _MAX_REASONS else []
     return "; ".join([*texts[:_MAX_REASONS], *more])

@@ -106,7 +106,6 @@ class Server:
             )
 
     def scoring(self, ids: Iterable[int], *, with_shared: bool, with_model: bool) -> list[Request]:
-        """Write requests to be scored, after the last finished round."""
         state, roster = self.shared(), Roster(self.clients, self.spec.config, self.state.round)
         more = {"with_shared": with_shared, "with_model": with_model}
         return [self._request(self.state.round, roster, id, state=state, task="score", **more) for id in ids]
@@ -140,7 +139,10 @@ class Server:
         try:
             examples = ctx.roster[request.client_id].examples
             check_update(update, request, ctx.graph, ctx.state, examples=examples, upload=self.spec.config.upload)
-            check_answer(update, ctx.tasks[request.client_id], whole=self._whole_flops(examples))
+            training = self.spec.config.training
+            passes = training.local_epochs * -(-examples // training.batch_size) * training.batch_size
+            whole = 3 * rowmask_flops(self.spec.costs) * (passes + _FURTHER_EXAMPLES)
+            check_answer(update, ctx.tasks[request.client_id], whole=whole)
         except UpdateError:
             raise
         except Exception as error:
@@ -149,12 +151,6 @@ class Server:
             raise UpdateError(told) from error
         # What was rounded on the way is added up as exactly as anything else.
         return replace(update, delta={name: tensor.to(ctx.state[name].dtype) for name, tensor in update.delta.items()})
-
-    def _whole_flops(self, examples: int) -> int:
-        """Return the FLOPs of training the whole model on a number of examples, and on a few more for decisions of methods."""
-        training = self.spec.config.training
-        passes = training.local_epochs * -(-examples // training.batch_size) * training.batch_size
-        return 3 * rowmask_flops(self.spec.costs) * (passes + _FURTHER_EXAMPLES)
 
     def aggregate(self, ctx: ServerContext, updates: Sequence[Update], replies: Sequence[Reply] = ()) -> float | None:
         """Aggregate updates that `validate` returned, let the method learn from them, and count the memories of their clients.

@@ -115,7 +115,6 @@ class RunSpec:
         return LearnableMask(model, graph=self.graph, learning=GradientImportance())
 
     def model(self, state: StateDict) -> nn.Module:
-        """Make a module that holds a whole dense state."""
         with torch_scope(Streams(self.config.seed).model()):
             model = self.problem.model()
         model.load_state_dict(state)

@@ -32,7 +32,6 @@ class TinyNet(nn.Module):
         self.last = nn.Linear(8, 3)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return logits, float (batch, 3)."""
         logits: Tensor = self.last(torch.relu(self.norm(self.first(inputs))))
         return logits
 

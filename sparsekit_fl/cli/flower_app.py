@@ -34,7 +34,6 @@ def parsed(run_config: Mapping[str, Any]) -> tuple[str, RunOptions]:
 
 
 def run_text(method: str, given: Mapping[str, Any]) -> str:
-    """Return a method and options that were given as the option `run` of the app."""
     settings = [f"{path_of(name)}={text_of(value)}" for name, value in given.items() if name not in (*MOMENTARY, "set")]
     return shlex.join([method, *settings, *(given.get("set") or ())])
 

@@ -191,7 +191,6 @@ def paths() -> dict[str, str]:
 
 
 def text_of(value: Any) -> str:
-    """Return a value as --set takes it."""
     if isinstance(value, list | tuple):
         return ",".join(map(text_of, value))
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
@@ -248,7 +247,8 @@ def with_run_options(command: Callable[..., None], *, without: tuple[str, ...] =
         if file is None and options.resume and options.out is not None and (kept := options.out / "run.toml").exists():
             typed_options, named = options, rest.get("method", "")
             options = RunOptions.read(_read_file(kept, rest, own, command) | values, **given)
-            filed = _code(options, typed_options) | ({} if named is not None else {"": (rest["method"] or "",)})
+            filed = {name: getattr(options, name) or () for name in _CODE if getattr(typed_options, name) is None}
+            filed |= {} if named is not None else {"": rest["method"] or ""}
             _refuse_code(kept, ["run", rest["method"]] if "method" in own else [command.__name__.strip("_")], filed)
         return {**rest, "options": options}
 
@@ -258,18 +258,13 @@ def with_run_options(command: Callable[..., None], *, without: tuple[str, ...] =
     return with_options(command, parameters, collect)
 
 
-def _code(options: RunOptions, typed: RunOptions) -> dict[str, tuple[str, ...]]:
-    """Return options outside the command line whose values may be code, with these values."""
-    filed = {name: getattr(options, name) or () for name in _CODE if getattr(typed, name) is None}
-    return {name: (value,) if isinstance(value, str) else value for name, value in filed.items()}
-
-
-def _refuse_code(file: Path, words: list[str | None], filed: Mapping[str, tuple[str, ...]]) -> None:
+def _refuse_code(file: Path, words: list[str | None], filed: Mapping[str, str | tuple[str, ...]]) -> None:
     """Raise if the file of a folder names code: only the command line may, since a stranger may have written the folder.
 
-    `filed` maps an option to its texts in the file, with the empty name for the method. The error has the line to type.
+    `filed` maps an option to its text or texts in the file, and the empty name to the method. The error has the line to type.
     """
-    code = [(name, text) for name, texts in filed.items() for text in texts if ":" in text]
+    listed = {name: [given] if isinstance(given, str) else given for name, given in filed.items()}
+    code = [(name, text) for name, texts in listed.items() for text in texts if ":" in text]
     if code:
         line = ["sparsekit", *filter(None, words), "--resume", "--out", str(file.parent)]
         line += [word for name, text in code if name for word in (f"--{name}", text)]
@@ -280,7 +275,6 @@ def _refuse_code(file: Path, words: list[str | None], filed: Mapping[str, tuple[
 
 
 def _parameter(name: str, panel: str) -> inspect.Parameter:
-    """Return what Typer reads as an option; RunOptions checks its range."""
     option = OPTIONS[name]
     flag = "--" + {"local_epochs": "epochs", "as_json": "json"}.get(name, name.replace("_", "-"))
     asked = typer.Option(flag, *(["-q"] if name == "quiet" else []), help=about_of(name), rich_help_panel=panel)

@@ -154,7 +154,6 @@ def programs(log: Path, env: Mapping[str, str]) -> Iterator[Callable[..., subpro
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody uses now."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])

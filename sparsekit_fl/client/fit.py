@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -121,17 +121,10 @@ class Batches:
 
     @property
     def size(self) -> int:
-        """Number of examples of an epoch."""
         return sum(stop - start for start, stop in self.bounds)
 
     @property
-    def epochs(self) -> int:
-        """Number of passes."""
-        return len(self._orders)
-
-    @property
     def steps(self) -> int:
-        """Number of batches over all epochs."""
         return len(self.bounds) * len(self._orders)
 
     def __iter__(self) -> Iterator[Iterator[Batch]]:
@@ -168,24 +161,19 @@ class LocalStep:
         with torch.no_grad():
             for adjust in adjusts:
                 gradients = adjust(gradients)
-            self._apply(list(gradients), self._clipped(list(gradients.values())))
-
-    def _clipped(self, gradients: list[Tensor]) -> list[Tensor]:
-        # All out of place, since autograd may hand out expanded or shared tensors.
-        if self._clip is None:
-            return gradients
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        return list(torch._foreach_mul(gradients, (self._clip / (norm + 1e-6)).clamp(max=1.0)))
-
-    def _apply(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        if self.optimizer is None:
-            torch._foreach_add_(parameters, gradients, alpha=-self._lr)
-            return
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        self.optimizer.step()
-        for parameter in parameters:
-            parameter.grad = None
+            leaves, values = list(gradients), list(gradients.values())
+            if self._clip is not None:
+                # All out of place, since autograd may hand out expanded or shared tensors.
+                norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values)))
+                values = list(torch._foreach_mul(values, (self._clip / (norm + 1e-6)).clamp(max=1.0)))
+            if self.optimizer is None:
+                torch._foreach_add_(leaves, values, alpha=-self._lr)
+                return
+            for leaf, value in zip(leaves, values, strict=True):
+                leaf.grad = value
+            self.optimizer.step()
+            for leaf in leaves:
+                leaf.grad = None
 
 
 def check_training(training: TrainingConfig) -> None:
@@ -259,13 +247,6 @@ def _parts(module: nn.Module) -> list[tuple[str, type]]:
     return [(name, type(part)) for name, part in module.named_modules()]
 
 
-def _precision(amp: Amp, device: str) -> AbstractContextManager[Any]:
-    """Make forward passes run in a smaller type; weights are cast again each time, as a step may change them midway."""
-    if amp == "off":
-        return nullcontext()
-    return torch.autocast(torch.device(device).type, dtype=getattr(torch, amp), cache_enabled=False)
-
-
 def fit(
     module: nn.Module,
     batches: Batches,
@@ -282,6 +263,8 @@ def fit(
     """
     accuracy = metrics.get("accuracy")
     losses, accuracies = list[float](), list[float]()
+    # Weights are cast again each time, as a step may change them midway.
+    smaller = None if amp == "off" else torch.autocast(torch.device(device).type, getattr(torch, amp), cache_enabled=False)
     module.train()
     with torch_scope(rng), closing(_Passes(module)) as seen:
         for epoch in batches:
@@ -290,7 +273,7 @@ def fit(
             score_sum: Any = 0.0
             weight_sum: Any = 0.0
             for batch in epoch:
-                with _precision(amp, device):
+                with smaller or nullcontext():
                     outputs, loss = step(batch)
                 loss_sum += loss.detach() * batch.size
                 if accuracy is not None:

@@ -65,7 +65,6 @@ class Cost:
 
     @property
     def flops_training(self) -> int:
-        """What was executed to train: `flops` without `flops_scoring`."""
         return self.flops - self.flops_scoring
 
 

@@ -83,7 +83,6 @@ class Node:
                 path.unlink()
 
     def keep_global(self, shared: StateDict) -> None:
-        """Keep the global model next to the personal ones."""
         path = model_path(self.memories.folder.parent, "global")
         path.parent.mkdir(parents=True, exist_ok=True)
         save_compact(self.spec.model({**self.spec.initial, **shared}), path)
@@ -151,7 +150,6 @@ def _node(context: Context, run: str) -> Node:
 
 
 def serve(grid: Grid, context: Context) -> None:
-    """Run all rounds of the run configuration on the clients of the nodes."""
     # Here: a SuperNode imports this file for every message, and what takes part in rounds is not needed there.
     from sparsekit_fl.callbacks import LiveProgress
 

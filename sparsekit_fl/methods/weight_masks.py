@@ -78,7 +78,6 @@ class SparseWeights(Method):
     note = "Masks of single weights save bytes and not time; its FLOPs are those of the whole model."
 
     def check(self, setup: Setup) -> Setup:
-        """Raise InvalidValueError if there is nothing to prune."""
         if not prunable_weights(setup.graph):
             raise InvalidValueError(
                 f"the model has no weight matrix besides its output layer that trains, so {type(self).__name__} has nothing to"
@@ -154,11 +153,9 @@ class PruneFL(SparseWeights):
     )
 
     def alone(self, round: int) -> bool:
-        """Return whether the initial pruning takes this round."""
         return round == 1 and self.initial > 0
 
     def due(self, round: int) -> bool:
-        """Return whether clients send gradients in this round; never in the round of the initial pruning."""
         return round % self.every == 0 and not self.alone(round)
 
     def sample(self, server: ServerContext) -> list[int]:

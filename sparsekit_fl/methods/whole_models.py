@@ -75,7 +75,6 @@ class PerFedAvg(Method):
         return LocalStep(leaves.values(), lr=rate, clip=client.training.clip)
 
     def train(self, client: ClientContext, task: Task) -> Result:
-        """Train; the work of a step is two gradients."""
         module, loss_of = client.masked.model, client.problem.loss
         others = (batch for _ in count() for epoch in client.batches(epochs=1) for batch in epoch)
         before: list[Tensor] = []
@@ -146,7 +145,6 @@ class Ditto(Method):
         return replace(result, work=client.work(None, result.log) + client.work(None, own.log))
 
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
-        """Return the client's own model; before its first participation, the model of round 0."""
         return kept_model(client) or Model(state=client.initial_state())
 
 
@@ -257,7 +255,6 @@ class FedP3(Method):
         return kept_model(client) or affordable(client, state)
 
     def train(self, client: ClientContext, task: Task) -> Result:
-        """Train the first units of every group, and upload the units of the client's own layers."""
         graph, first = client.graph, units(client, Ordered(), task.ratio, task.state)
         result = sgd(client, replace(task, mask=first))
         keep_model(client, result)

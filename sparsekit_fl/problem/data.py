@@ -112,7 +112,10 @@ def read(split: Any, positions: list[int]) -> Batch:
         return split.batch(positions)
     try:
         items = [split[position] for position in positions]
-        first, *more, targets = (torch.stack([_tensor(value) for value in column]) for column in zip(*items, strict=True))
+        columns = [torch.stack(list(map(torch.as_tensor, column))) for column in zip(*items, strict=True)]
+        first, *more, targets = (
+            one.to(torch.get_default_dtype() if one.dtype == torch.float64 else one.dtype) for one in columns
+        )
     except (TypeError, IndexError, AttributeError, KeyError, ValueError, RuntimeError) as error:
         raise DataError(
             f"every item of a {type(split).__name__} must be (input, …, target), of tensors, arrays or numbers of one shape:"
@@ -135,11 +138,6 @@ def _shared(split: Any) -> Any:
         whole = _shared(split.dataset)
         return whole.take(list(split.indices)) if isinstance(whole, TensorData) else split
     return split
-
-
-def _tensor(value: Any) -> Tensor:
-    tensor = torch.as_tensor(value)
-    return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
 
 
 CAPABILITY_LEVELS = HETEROGENEITY["high"]

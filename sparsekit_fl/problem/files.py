@@ -11,10 +11,11 @@ from pathlib import Path
 
 import platformdirs
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from sparsekit.errors import DataError, install_hint
+from sparsekit_fl.checkpoint import write_atomically
 
 _log = logging.getLogger(__name__)
 
@@ -73,14 +74,10 @@ def cached_tensors(name: str, files: Sequence[Path], decode: Callable[[], dict[s
         return dict(load_file(entry))
     _log.info("decoding %s (%s), once", name, ", ".join(path.name for path in files))
     tensors = decode()
-    staging = entry.with_name(f".{entry.name}.{os.getpid()}")
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, staging)
-        staging.replace(entry)
+        write_atomically(entry, save(tensors), durable=False)
         return dict(load_file(entry))
     except (OSError, SafetensorError) as error:
         _log.info("the decoded data are not cached: %s; set SPARSEKIT_CACHE to a writable directory", error)
-        with contextlib.suppress(OSError):
-            staging.unlink()
         return tensors

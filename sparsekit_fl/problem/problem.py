@@ -132,7 +132,6 @@ def check_fit(problem: Problem, clients: Sequence[Client]) -> None:
 
 @contextmanager
 def _blamed(what: str, advice: str, kind: type[SparsekitError] = DataError) -> Iterator[None]:
-    """Raise an error of this kind for whatever a user's model, loss or metric raises."""
     try:
         yield
     except Exception as error:
