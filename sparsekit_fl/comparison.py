@@ -81,10 +81,6 @@ class Comparison:
         config: Mapping[str, Any] = self.results[0]["config"]
         return config
 
-    @property
-    def dataset(self) -> str:
-        return str(self.config.get("experiment", {}).get("dataset", ""))
-
     @cached_property
     def columns(self) -> tuple[Column, ...]:
         return columns_of(self.results)

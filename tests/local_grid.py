@@ -78,37 +78,23 @@ class StillClock:
 
 
 class LocalGrid(Grid):
-    """A grid whose nodes are this process.
+    """A grid whose nodes are this process; it shuffles replies.
 
-    Args:
-        app: Answers the messages.
-        nodes: Number of nodes.
-        seed: Of the shuffling of replies.
-        fault: Changes or drops replies; None for none.
-        twice: Deliver every reply twice, and once more with the next.
-        delay: Message → number of looks for replies after which its own is there; None: at once.
-        run_config: Of the run, as every node gets it.
-        node_configs: Of each node; none by default.
+    A `fault` changes or drops them, `twice` delivers each one twice and once more with the next, `delay` maps a message to the
+    number of looks for replies after which its own is there.
     """
 
     def __init__(self, app, *, nodes=1, seed=0, run_config=None, node_configs=(), fault=None, twice=False, delay=None):
         # Flower asks these of the process that makes a message; a run of its own would have set them.
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
         self._app = app
+        configs = node_configs or [{}] * nodes
         self._contexts = {
-            1000 + node: Context(
-                run_id=1,
-                node_id=1000 + node,
-                node_config=dict(node_configs[node]) if node_configs else {},
-                state=RecordDict(),
-                run_config=dict(run_config or {}),
-            )
+            1000 + node: Context(1, 1000 + node, dict(configs[node]), RecordDict(), dict(run_config or {}))
             for node in range(nodes)
         }
         self._rng = np.random.default_rng(seed)
-        self._fault = fault
-        self._twice = twice
-        self._delay = delay
+        self._fault, self._twice, self._delay = fault, twice, delay
         self._late: dict[str, int] = {}
         self._replies: dict[str, Message] = {}
         self._last: list[Message] = []
@@ -166,15 +152,10 @@ class LocalGrid(Grid):
 
 
 class InProcess:
-    """An engine over a `LocalGrid`: it treats messages as Flower does, at no cost.
+    """An engine over a `LocalGrid`, which treats messages as Flower does, at no cost; `grid` has options of the grid.
 
-    Args:
-        nodes: Number of nodes that share the clients; None gives each client one.
-        devices: Whether nodes are devices, which say which clients they have and keep memories and models; else they are
-            those of a simulation.
-        folder: Where devices keep memories; None: in the folder of the run.
-        timeout_seconds: For the engine.
-        grid: For the grid: `fault`, `twice`, `delay`, `seed`.
+    Devices say which clients they have, and keep memories and models, in `folder` or in the folder of the run; else nodes are
+    those of a simulation. None for `nodes` gives each client one.
     """
 
     def __init__(self, *, nodes=None, devices=False, folder=None, timeout_seconds=None, **grid):

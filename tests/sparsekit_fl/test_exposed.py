@@ -4,7 +4,6 @@ Two more are shown elsewhere: `flwr run` needs no key in flower/test_deployment.
 run in flower/test_faults_replies.py.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,33 +19,28 @@ from sparsekit_fl.packed import pack, unpack
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
 
-Change = Callable[[fl.Request, fl.Reply], fl.Reply]
 LIAR = 1
 ONCE: dict[str, Any] = {"rounds": 1, "capability_levels": None, "redraw_capability": False}
 
 
-def stating(cost=None, **metrics):
-    """One client sends honest weights, and other costs and metrics of its training."""
+def lying(lie):
+    """One client sends another update."""
 
     def change(request, reply):
-        if reply.update is None or request.client_id != LIAR:
-            return reply
-        told = {**reply.update.metrics, **metrics}
-        return replace(reply, update=replace(reply.update, metrics=told, cost=replace(reply.update.cost, **(cost or {}))))
+        lies = reply.update is not None and request.client_id == LIAR
+        return replace(reply, update=lie(reply.update)) if lies else reply
 
     return change
+
+
+def stating(cost=None, **metrics):
+    """One client sends honest weights, and other costs and metrics of its training."""
+    return lying(lambda one: replace(one, metrics={**one.metrics, **metrics}, cost=replace(one.cost, **(cost or {}))))
 
 
 def sending(delta):
     """One client sends other changes of its weights."""
-
-    def change(request, reply):
-        if reply.update is None or request.client_id != LIAR:
-            return reply
-        made = {name: delta(one) if one.is_floating_point() else one for name, one in reply.update.delta.items()}
-        return replace(reply, update=replace(reply.update, delta=made))
-
-    return change
+    return lying(lambda one: replace(one, delta={k: delta(v) if v.is_floating_point() else v for k, v in one.delta.items()}))
 
 
 def with_data(change):

@@ -118,58 +118,49 @@ def test_an_entry_is_the_mean_over_its_holders_or_over_all_and_stays_where_nobod
     assert all(sum(tensor.numel() for tensor in part.values()) < whole for *_, part in sent), "what is trained is sent alone"
 
 
-def bad(change):
-    def changed(reply, number):
-        if number == 2:
-            state = unpack(reply.content["arrays"]["body"].data)[0]
-            name = next(iter(state))
-            reply.content["arrays"] = packed({**state, name: change(state[name])})
+def sending(name, value):
+    """Node 2 sends another record under this name, made of its reply."""
 
-    return changed
-
-
-def as_numpy(reply, number):
-    if number == 2:
-        reply.content["arrays"] = ArrayRecord(unpack(reply.content["arrays"]["body"].data)[0])
-
-
-def without_mask(reply, number):
-    if number == 2:
-        reply.content[KEY] = ConfigRecord({"seconds": 1.0})
-
-
-def another_mask(reply, number):
-    if number == 2:
-        mask = read_mask(reply.content[KEY], traced(TinyNet(), EXAMPLE))
-        reply.content[KEY] = mask_record(sk.UnitMask({name: keep.flip(0) for name, keep in mask.items()}), seconds=1.0)
-
-
-def metrics(**values):
     def change(reply, number):
         if number == 2:
-            reply.content["metrics"] = MetricRecord({"num-examples": 30, "train_acc": 0.5} | values)
+            reply.content[name] = value(reply)
 
     return change
 
 
-def two_records(reply, number):
-    if number == 2:
-        reply.content["more"] = MetricRecord({"num-examples": 30})
+def state_of(reply):
+    return unpack(reply.content["arrays"]["body"].data)[0]
+
+
+def entry(change):
+    """Node 2 sends another first entry."""
+    return sending(
+        "arrays", lambda reply: packed((state := state_of(reply)) | {(name := next(iter(state))): change(state[name])})
+    )
+
+
+def other_mask(reply):
+    mask = read_mask(reply.content[KEY], traced(TinyNet(), EXAMPLE))
+    return mask_record(sk.UnitMask({name: keep.flip(0) for name, keep in mask.items()}), seconds=1.0)
+
+
+def metrics(**values):
+    return sending("metrics", lambda _: MetricRecord({"num-examples": 30, "train_acc": 0.5} | values))
 
 
 BAD = {
-    "not finite": bad(lambda tensor: tensor * math.nan),
-    "another shape": bad(lambda tensor: tensor[:1]),
-    "another type": bad(torch.Tensor.double),
-    "arrays of numpy": as_numpy,
-    "no mask": without_mask,
-    "another mask": another_mask,
+    "not finite": entry(lambda tensor: tensor * math.nan),
+    "another shape": entry(lambda tensor: tensor[:1]),
+    "another type": entry(torch.Tensor.double),
+    "arrays of numpy": sending("arrays", lambda reply: ArrayRecord(state_of(reply))),
+    "no mask": sending(KEY, lambda _: ConfigRecord({"seconds": 1.0})),
+    "another mask": sending(KEY, other_mask),
     "no number of examples": metrics(**{"num-examples": math.nan}),
     "examples without end": metrics(**{"num-examples": 1e308}),
     "a list of examples": metrics(**{"num-examples": [1, 2]}),
     "a metric more": metrics(invented=1.0),
     "a metric that is a list": metrics(train_acc=[0.5, 0.5]),
-    "two records of metrics": two_records,
+    "two records of metrics": sending("more", lambda _: MetricRecord({"num-examples": 30})),
 }
 
 
