@@ -196,14 +196,10 @@ class Remembered(dict[int, dict[str, Any]]):
 
 @dataclass
 class State:
-    """Everything that changes from round to round, after the last finished one.
+    """Everything that changes from round to round, after the last finished one, which is 0 before the first.
 
-    Args:
-        round: The last finished round; 0 before the first.
-        model: The whole dense global state; entries that are not shared stay as they were at first.
-        memory: State of the method on the server.
-        versions: Client id → round of its valid memory; clients without memory are absent.
-        remembered: Client id → round of the server's memory of the client.
+    `model` is the whole dense global state, `memory` the state of the method. `versions` and `remembered` map a client to the
+    round of its valid memory and of the server's memory of it.
     """
 
     round: int

@@ -57,12 +57,9 @@ def _means(clients: Sequence[Means], *, worst: Collection[str] | None = None) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Metric → value of each part.
+    """Metric → value of personal models on test and on validation data, and of the global model on test data if scored.
 
-    Args:
-        personal: Of the personal models, on test data.
-        validation: Of the same, on validation data.
-        shared: Of the global model, on test data; None if it was not scored. Called `global` in files.
+    In files, `shared` is called `global`, as scripts expect; an attribute cannot be, since Python reserves that word.
     """
 
     personal: Means
@@ -138,19 +135,16 @@ class FinalScores(RoundScores):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRecord:
-    """One round: a line of `rounds.jsonl`.
+    """One round, counted from 1: a line of `rounds.jsonl`.
 
     Args:
-        round: Counted from 1.
-        cohort: Ids of the sampled clients.
-        dropped: Id and reason of those whose work did not count.
+        dropped: Id and reason of clients whose work did not count.
         loss: Training loss, mean over the valid updates weighted by examples; None if no client reports one.
         accuracy: Training accuracy, likewise.
         ratios: Client id → executed ratio, of those whose work counted.
         cost: Cost of the run so far.
         seconds: Simulated seconds of this round, with scoring.
         evaluation: Means over all clients or a sample; None if this round was not scored.
-        notes: What else a reader should know, such as a client whose memory was lost.
     """
 
     round: int
@@ -192,14 +186,9 @@ class RunResult:
     """Everything that a run reports.
 
     Args:
-        method: Name of the method.
-        method_options: Its name, its source, and its options as text.
-        config: The options.
-        rounds: One record each.
+        method_options: Name, source and options of the method, as text.
         final: Scores of the end.
         clients: Number of clients of the run.
-        cost: Cost of the whole run.
-        environment: Versions, threads, workers, device.
         experiment: The caller's description of the run, such as data set and model; in files, a part of `config`.
         state: The final global state; not part of the file.
         note: Footnote of the method in tables.

@@ -50,24 +50,17 @@ def flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     return found
 
 
-def scale(unit: str, largest: float) -> tuple[float, str]:
-    """Return the size and the sign of the step for numbers up to `largest`: `(1e12, "T")` from 1e11 on.
-
-    Units are "share", "flops", "bytes" and "seconds"; others have no steps. Zero bytes and zero seconds take the first step.
-    """
-    steps = _STEPS.get(unit, ((1.0, ""),))
-    if largest == 0 and unit != "flops":
-        return steps[0]
-    return next((step for step in steps if largest >= step[0] / 10), steps[-1])
-
-
 def texts(unit: str, means: Sequence[float | None], deviations: Sequence[float | None] = ()) -> list[str]:
     """Write the numbers of one column, all with the prefix of the largest; a dash stands for None and for non-finite numbers.
 
-    All have three digits of the smallest number, but three decimals at most. `unit` is one of `scale`, or "number".
+    All have three digits of the smallest number, but three decimals at most. A prefix begins at a tenth: T at 1e11. Zero bytes
+    and zero seconds take the first one.
     """
     known = [abs(mean) for mean in means if mean is not None and math.isfinite(mean)]
-    size, ending = scale(unit, max(known, default=0.0))
+    steps, largest = _STEPS.get(unit, ((1.0, ""),)), max(known, default=0.0)
+    size, ending = next(
+        (step for step in steps if largest >= step[0] / 10), steps[0 if unit != "flops" and not largest else -1]
+    )
     least = min((number / size for number in known if number), default=1.0)
     digits = 1 if unit == "share" else max(0, (3 if unit == "number" else 2) - math.floor(math.log10(least)))
     digits = digits if len(known) == 1 else min(3, digits)

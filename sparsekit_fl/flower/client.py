@@ -17,7 +17,6 @@ KEY = "sparsekit"
 """Name of the record with a ratio and a mask, in the content of messages and replies."""
 
 _IMPORTANCE, _MASK = f"{KEY}-importance", f"{KEY}-mask"
-_TYPE = "sparsekit.raw"  # of the array in a reply
 
 
 class Submodel:
@@ -137,7 +136,12 @@ def read_mask(record: ConfigRecord, graph: sk.UnitGraph) -> sk.UnitMask:
 def packed(state: Mapping[str, Tensor]) -> ArrayRecord:
     """Return a state as a client sends it: one array of bytes, which `unpacked` reads without numpy's reader."""
     body = pack({name: tensor.detach().cpu() for name, tensor in state.items()}, {})
-    return ArrayRecord({"body": Array(dtype="uint8", shape=(len(body),), stype=_TYPE, data=body)})
+    return raw(body)
+
+
+def raw(body: bytes) -> ArrayRecord:
+    """Return bytes as the array `body`."""
+    return ArrayRecord({"body": Array(dtype="uint8", shape=(len(body),), stype="sparsekit.raw", data=body)})
 
 
 def unpacked(arrays: ArrayRecord, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:

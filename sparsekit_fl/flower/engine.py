@@ -10,7 +10,7 @@ from dataclasses import astuple
 from itertools import accumulate, pairwise
 from typing import Annotated, Any
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from pydantic import Field, TypeAdapter
 
@@ -20,6 +20,7 @@ from sparsekit_fl.checkpoint import Memories, write_atomically
 from sparsekit_fl.client.messages import MAX_TEXT, Reply, Request, decode_reply, encode_request, request_bytes
 from sparsekit_fl.engines import one_thread
 from sparsekit_fl.errors import WorkerDiedError
+from sparsekit_fl.flower.client import raw
 from sparsekit_fl.packed import pack
 from sparsekit_fl.problem.data import Capability, Client, ClientData
 from sparsekit_fl.spec import RunSpec
@@ -27,7 +28,6 @@ from sparsekit_fl.spec import RunSpec
 _log = logging.getLogger(__name__)
 
 _POLL_SECONDS, _LOOK_SECONDS, _QUERY_SECONDS = 0.02, 0.5, 120.0
-_TYPE = "sparsekit.raw"  # of the array in a message
 _MOST_CLIENTS = 1_000_000  # of a device
 _TTL_SECONDS = 12 * 3600.0  # of messages without a timeout
 
@@ -188,10 +188,8 @@ def content(*parts: bytes, run: str = "") -> RecordDict:
     One array, because each costs Flower several requests; our own bytes, because a run reports their number, and because
     Flower's arrays do not support bfloat16. Nothing is ever unpickled.
     """
-    body = b"".join(parts)
-    array = Array(dtype="uint8", shape=(len(body),), stype=_TYPE, data=body)
     about = ConfigRecord({"run": run, "sizes": [len(part) for part in parts]})
-    return RecordDict({"about": about, "body": ArrayRecord({"body": array})})
+    return RecordDict({"about": about, "body": raw(b"".join(parts))})
 
 
 def read(message: Message | str) -> tuple[str, list[bytes]]:
