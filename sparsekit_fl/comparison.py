@@ -76,11 +76,6 @@ class Comparison:
     results: Sequence[Mapping[str, Any]]
     methods: tuple[str, ...]
 
-    @property
-    def config(self) -> Mapping[str, Any]:
-        config: Mapping[str, Any] = self.results[0]["config"]
-        return config
-
     @cached_property
     def columns(self) -> tuple[Column, ...]:
         return columns_of(self.results)

@@ -74,7 +74,7 @@ def _table(frame: Any) -> str:
 
 
 def _settings(comparison: Comparison) -> list[tuple[str, str]]:
-    config = {name.rpartition(".")[2].replace("_", " "): value for name, value in flat(comparison.config).items()}
+    config = {name.rpartition(".")[2].replace("_", " "): value for name, value in flat(comparison.results[0]["config"]).items()}
     found = [(name, str(value)) for name, value in config.items() if value is not None and name != "seed"]
     about = [one.get("environment") or {} for one in comparison.results]
     for name in ("sparsekit", "torch", "platform", "device", "finished"):
