@@ -70,6 +70,7 @@ READERS: dict[str, Callable[[Any, Any, Any], float | Tensor]] = {
     "equality": lambda a, b, _k: 2.0 if _width(a) == _width(b) else 1.0,
     "order": lambda a, b, _k: 2.0 if _width(a) < _width(b) else 1.0,
     "minimum": lambda a, b, _k: float(min(_width(a), _width(b))),
+    "maximum": lambda a, b, _k: float(max(_width(a), _width(b))),
     "parameters": lambda a, _b, _k: float(sum(p.numel() for p in a.parameters())),
     "length of a bias": lambda a, _b, _k: float(sum(len(p) for p in a.parameters() if p.dim() == 1)),
     "kept number": lambda _a, _b, k: float(k.width),

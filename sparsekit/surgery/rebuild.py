@@ -64,14 +64,20 @@ def put_constants(model: nn.Module, tensors: Mapping[str, Tensor], places: Itera
             set_held(home, constant.path, tensors[constant.name])
 
 
-def copy_with(model: nn.Module, tensors: Mapping[str, Tensor], constants: Iterable[Constant] = ()) -> nn.Module:
+def copy_with(
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    constants: Iterable[Constant] = (),
+    outside: Mapping[int, object] | None = None,
+) -> nn.Module:
     """Return a deep copy of `model` with some state entries replaced, and `constants`, tensors outside the state.
 
     Replaced tensors are not copied, so that this is cheap where they are most of the model. Every reference to an entry (a
     second, tied name, a list of flat weights) becomes a reference to its replacement. Of tied names, the first one counts.
-    `requires_grad` flags and training modes stay.
+    `requires_grad` flags and training modes stay. `outside`: id of an object that is no part of `model` → the object that the
+    copy refers to instead.
     """
-    memo: dict[int, object] = {}
+    memo: dict[int, object] = dict(outside or {})
     shared: dict[tuple[Any, ...], Tensor] = {}
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
@@ -185,13 +191,15 @@ def narrow_module(
     keep: Mapping[str, Tensor],
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
     indices: Mapping[str, Mapping[int, Tensor]] | None = None,
+    outside: Mapping[int, object] | None = None,
 ) -> nn.Module:
     """Return a copy of `model` without the dropped units, its size attributes set.
 
-    `indices` are the positions kept of each entry along each axis, if their order is to differ from the model's.
+    `indices` are the positions kept of each entry along each axis, if their order is to differ from the model's; `outside` is
+    as for `copy_with`.
     """
     tensors = named_entries(model) | named_constants(model, graph)
-    small = copy_with(model, narrow_state(tensors, graph, keep, indices), graph.constants.values())
+    small = copy_with(model, narrow_state(tensors, graph, keep, indices), graph.constants.values(), outside)
     _fit(small, graph, keep, rules)
     return small
 

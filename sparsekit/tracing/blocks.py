@@ -1,10 +1,11 @@
 """BlockVerifier: the verification of a large model, one block at a time.
 
 If all tensors of a group are inside one module, a group that is wrong mostly shows in that module alone. So only that module is
-copied, and its inputs are recorded in one pass of the whole model. This finds wrong groups but proves none right: code outside
-may read the width of a block, or a tensor that the block keeps. Groups without a fault in their block are then compared in the
-whole model, all at once. A model on the meta device has no values: its blocks get random ones, one after the other, and the
-whole model is compared by its operators, shapes and numbers.
+copied, and its inputs are recorded in one pass of the whole model. A narrow block refers to a narrow rest of the model, so that
+a block that reads the width of another one shows. This finds wrong groups but proves none right: code outside may read the width
+of a block, or a tensor that the block keeps. Groups without a fault in their block are then cut at once in the whole model, and
+the operators, shapes and numbers outside of blocks are compared. A model on the meta device has no values: its blocks get random
+ones, one after the other.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -30,7 +31,7 @@ from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
 from sparsekit.tracing.inputs import ModelInputs, find_tensors, same_tensors, with_tokens
 from sparsekit.tracing.passes import lent_copy, train_without_dropout
 from sparsekit.tracing.tape import Tape
-from sparsekit.tracing.trials import OUTSIDE, Masks, width_trials
+from sparsekit.tracing.trials import OUTSIDE, Masks, Trial, width_trials
 from sparsekit.tracing.verify import Verifier
 
 Tied: TypeAlias = tuple[str, ...]
@@ -39,6 +40,8 @@ Places: TypeAlias = Mapping[Tied, str]
 
 LARGE_NUMBERS = 50_000_000
 """Models with at least so many numbers are traced without a copy of their parameters and verified block by block."""
+LEAN_NUMBERS = 10_000_000
+"""From here on, converting entries operator by operator takes no more time than copies in float64."""
 
 
 def is_meta(model: nn.Module) -> bool:
@@ -62,8 +65,29 @@ def refuse_meta(model: nn.Module, what: str) -> None:
 
 def is_large(model: nn.Module) -> bool:
     """Tell whether a copy of the model is too much."""
-    unique = {id(tensor): tensor.numel() for tensor in named_entries(model).values()}
-    return is_meta(model) or sum(unique.values()) >= LARGE_NUMBERS
+    return is_meta(model) or _numbers(model) >= LARGE_NUMBERS
+
+
+def _numbers(model: nn.Module) -> int:
+    return sum(tensor.numel() for tensor in set(named_entries(model).values()))
+
+
+def make_verifier(
+    model: nn.Module,
+    calls: Sequence[ModelInputs],
+    rules: Mapping[type[nn.Module], LayerRule] | None,
+    training: Sequence[tuple[int, bool]],
+) -> "Verifier | BlockVerifier":
+    """Return what verifies the groups of a model; its arguments are those of `Verifier`."""
+    numbers = _numbers(model)
+    if not is_large(model):
+        return Verifier(model, calls, rules, training, lean=numbers >= LEAN_NUMBERS)
+    if numbers < LARGE_NUMBERS:  # on the meta device: it can be given values
+        made = [_valued(replace(inputs, guard=nullcontext())) for inputs in calls]
+        verifier = Verifier(_with_values(model), made, rules, training, lean=numbers >= LEAN_NUMBERS)
+        if verifier.runs:
+            return verifier
+    return BlockVerifier(model, calls, rules, training)
 
 
 class _Captured(ModelInputs):
@@ -101,6 +125,7 @@ class BlockVerifier:
         self._captured: dict[str, list[ModelInputs]] = {}
         self._runs: dict[str, list[str]] = {}  # what runs in these modules
         self._results: dict[str, dict[int, str]] = {}  # kind of block → number of a group of it → why it is not exact
+        self._narrow: dict[str, object] = {}  # path → module or entry of the model with all groups cut
         self._passed: set[tuple[Any, ...]] = set()
         self._passed_with: tuple[Any, ...] = ()
         self._masks = Masks(torch.Generator().manual_seed(20130))
@@ -124,6 +149,8 @@ class BlockVerifier:
         # A size that follows other units now may break what has passed in the same module.
         if self._passed_with != (graph.sizes, graph.ties):
             self._passed, self._passed_with = set(), (graph.sizes, graph.ties)
+        self._results = {kind: failed for kind, failed in self._results.items() if not failed}
+        self._narrow = self._cut_everywhere(graph)
         places = {names: self._home(_places(graph, names)) for names in graph.tied_sets}
         homes: dict[str, list[tuple[str, ...]]] = {}
         for names, home in places.items():
@@ -134,9 +161,10 @@ class BlockVerifier:
         homes.pop("", None)
         while homes:
             above: dict[str, list[tuple[str, ...]]] = {}
-            for home, sets in homes.items():
-                failed = self._block(graph, home, sets)
-                for names in sets:
+            for home in sorted(homes, key=lambda name: -name.count(".")):
+                inside = [names for names, place in places.items() if place.startswith(f"{home}.")]
+                failed = self._block(graph, home, homes[home] + inside)
+                for names in homes[home] + inside:
                     if not failed.keys() & set(names):
                         self._passed.add(self._key(graph, names))
                         continue
@@ -156,6 +184,21 @@ class BlockVerifier:
     @functools.cached_property
     def _whole(self) -> Verifier:
         return Verifier(self._copy, self.calls, self.rules, self.training, lean=True)
+
+    def _cut_everywhere(self, graph: UnitGraph) -> dict[str, object]:
+        try:
+            keep = self._masks.draw(graph, graph.groups, Trial(1))[1]
+            narrow = narrow_module(self._copy, graph, keep, self.rules)
+        except Exception:  # noqa: BLE001 (the comparison of the whole model meets it again)
+            return {}
+        return {**dict(narrow.named_modules()), **named_entries(narrow)}
+
+    def _outside(self, home: str) -> list[tuple[object, object]]:
+        """Return modules and entries that are no part of a block, each with the narrow one."""
+        block = self._modules[home]
+        own = {id(part) for part in (*block.modules(), *named_entries(block).values())}
+        parts = {**self._modules, **named_entries(self._copy)}
+        return [(part, self._narrow[name]) for name, part in parts.items() if id(part) not in own and name in self._narrow]
 
     def _home(self, name: str) -> str:
         """Return the nearest module above that is called and is not most of the model; "" where there is none."""
@@ -241,9 +284,12 @@ class BlockVerifier:
         doubled = any(twice for _, twice in self.training)
         training = [(number, doubled) for number in range(len(calls))] if self.training else []
         try:
+            outside = self._outside(home)
             if self._meta:
-                block, calls = _with_values(block), [_valued(inputs) for inputs in calls]
-            return Verifier(block, calls, self.rules, training).failures(_part_of(graph, home, names, block))
+                block = _with_values(block, {id(own): own for own, _ in outside})
+                calls = [_valued(inputs) for inputs in calls]
+            verifier = Verifier(block, calls, self.rules, training, outside=outside)
+            return verifier.failures(_part_of(graph, home, names, block))
         except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
             return dict.fromkeys(names, f"{home!r} cannot run by itself: {type(error).__name__}: {error}")
 
@@ -262,13 +308,13 @@ class BlockVerifier:
 
     def _difference(self, graph: UnitGraph, places: Places, compared: Collection[str]) -> str | None:
         """Return what a cut of some sets changes outside of their blocks, or None if operators, numbers and shapes stay."""
-        levels: dict[int, list[Tied]] = {}
-        for tied, home in places.items():
-            levels.setdefault(home.count(".") + 1 if home else 0, []).append(tied)
+        local = [tied for tied, home in places.items() if home]
         some = [tied for tied in places if not set(compared).isdisjoint(tied)]
-        # Blocks that are cut are not looked into, so each must once be cut while another one is whole.
-        schedules = [(OUTSIDE, part, level > 0) for level, sets in levels.items() for part in _parts(sets, places)]
-        for trials, sets, shapes in (*schedules, (width_trials(graph, some, (False,)), some, False)):
+        schedules: list[tuple[Sequence[Trial], list[Tied], bool]] = [(OUTSIDE, local, True)] if local else []
+        if len(local) < len(places):
+            schedules.append((OUTSIDE, list(places), False))
+        schedules.append((width_trials(graph, some, (False,)), some, False))
+        for trials, sets, shapes in schedules:
             homes = {places[tied] for tied in sets} - {""}
             for trial in trials:
                 keep = self._masks.draw(graph, [name for tied in sets for name in tied], trial)[1]
@@ -295,14 +341,6 @@ class BlockVerifier:
         finally:
             self._copy.eval()
         return None
-
-
-def _parts(sets: Sequence[Tied], places: Places) -> list[list[Tied]]:
-    """Return all sets, and parts by the bits of their homes' numbers: of two homes, each is in a part without the other."""
-    number = {home: at for at, home in enumerate(dict.fromkeys(places[tied] for tied in sets))}
-    bits = range((len(number) - 1).bit_length())
-    chosen = ([tied for tied in sets if number[places[tied]] >> bit & 1 == side] for bit in bits for side in (0, 1))
-    return [[*sets], *(part for part in chosen if part)]
 
 
 def _count(module: nn.Module) -> int:
@@ -339,8 +377,11 @@ def _part_of(graph: UnitGraph, home: str, names: list[str], block: nn.Module) ->
     )
 
 
-def _with_values(block: nn.Module) -> nn.Module:
-    """Return a copy of a module on the meta device with random values: entries about as large as in a trained layer."""
+def _with_values(block: nn.Module, outside: Mapping[int, object] | None = None) -> nn.Module:
+    """Return a copy of a module on the meta device with random values: entries about as large as in a trained layer.
+
+    `outside` is as for `copy_with`.
+    """
     generator = torch.Generator().manual_seed(20131)
 
     def values(tensor: Tensor) -> Tensor:
@@ -351,7 +392,7 @@ def _with_values(block: nn.Module) -> nn.Module:
 
     entries = named_entries(block)
     made = {id(tensor): values(tensor) for tensor in entries.values()}
-    twin = copy_with(block, {name: made[id(tensor)] for name, tensor in entries.items()})
+    twin = copy_with(block, {name: made[id(tensor)] for name, tensor in entries.items()}, outside=outside)
     for module in twin.modules():
         for name, buffer in buffers_of(module).items():
             if buffer is not None and buffer.is_meta:  # one that is not part of the state

@@ -20,10 +20,12 @@ class Failure:
     Args:
         reason: One phrase.
         module: The module that raised an exception in the compacted model; None if it ran.
+        jointly: Whether several sets of groups fail together and none of them by itself.
     """
 
     reason: str
     module: str | None = None
+    jointly: bool = False
 
 
 @dataclass
@@ -71,8 +73,23 @@ class Search:
         for part in self._parts(graph, units, failure):
             self._split(graph, part, bad, compare)
         if len(bad) == before:
-            together = replace(failure, reason=f"only jointly: {failure.reason}")
+            units = self._least(units, compare)
+            together = replace(failure, reason=f"only jointly: {failure.reason}", jointly=True)
             bad |= dict.fromkeys((name for tied in units for name in tied), together)
+
+    def _least(self, units: list[Tied], compare: Callable[[list[str]], Failure | None]) -> list[Tied]:
+        """Return what is left of some sets that fail together, of which neither half does, without sets that do not matter."""
+        size = len(units) // 4 or len(units) // 3
+        while size and self.tried < TRIALS:
+            for start in range(0, len(units), size):
+                rest = [tied for tied in units if tied not in units[start : start + size]]
+                self.tried += 1
+                if compare([name for tied in rest for name in tied]) is not None:
+                    units = rest
+                    break
+            else:
+                size //= 2
+        return units
 
     def _parts(self, graph: UnitGraph, units: list[Tied], failure: Failure) -> list[list[Tied]]:
         alike = [tied for tied in units if cause(tied, failure) in self.known]

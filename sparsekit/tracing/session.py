@@ -32,6 +32,7 @@ class Session:
         training: Numbers of the calls that train mode accepts, and whether each is doubled.
         lean: Keep the entries in their own dtype, and convert them operator by operator.
         generator: Draws scales, biases and inputs.
+        outside: Objects that the model refers to and that are no part of it, each with the one for a cut model to refer to.
 
     Attributes:
         refusal: Why the model runs on no inputs; None if it runs.
@@ -44,6 +45,7 @@ class Session:
     training: Sequence[tuple[int, bool]]
     lean: bool
     generator: torch.Generator
+    outside: Sequence[tuple[object, object]] = ()
 
     def __post_init__(self) -> None:
         self.by_module = False
@@ -66,10 +68,11 @@ class Session:
         if self.lean:  # recurrent layers ask for the dtypes of their entries before any operator runs
             owners = {name: self.model.get_submodule(name.rpartition(".")[0]) for name in entries}
             found = {name: dtype for name, owner in owners.items() if isinstance(owner, nn.RNNBase)}
-        held = find_constants(self.model)
+        stay = {id(own): own for own, _ in self.outside}
+        held = {name: both for name, both in find_constants(self.model).items() if id(both[1]) not in stay}
         constants = {name: tensor for name, (_, tensor) in held.items()}
         self.state = PerturbedState(entries, found, self.generator, constants, None if self.lean else dtype)
-        self.dense = copy_with(self.model, self.state.values, [place for place, _ in held.values()])
+        self.dense = copy_with(self.model, self.state.values, [place for place, _ in held.values()], stay)
 
     def _try(self, calls: Sequence[ModelInputs], dtype: torch.dtype | None) -> str | None:
         """Return why the model refuses some calls, or None: they are used from now on, disturbed if it stays finite."""
@@ -128,16 +131,17 @@ class Session:
         self.state.restore_buffers()
         moved = [name for name, stays in keep.items() if mixed and not bool(stays.all())]
         # What is zeroed is what is cut away, so the narrow copy can be taken from this one.
+        narrow = {id(own): twin for own, twin in self.outside}
         if not twice:
-            return narrow_module(self.dense, graph, keep, self.rules, graph.rotated_indices(keep, moved))
+            return narrow_module(self.dense, graph, keep, self.rules, graph.rotated_indices(keep, moved), narrow)
         places = graph.rotated_indices(first, moved)
-        between = narrow_module(self.dense, graph, first, self.rules, places)
+        between = narrow_module(self.dense, graph, first, self.rules, places, narrow)
         indices = {
             name: {dim: torch.argsort(places[name][dim])[torch.searchsorted(places[name][dim].sort()[0], index)]
                    for dim, index in axes.items()}
             for name, axes in (graph.kept_indices(keep) | graph.kept_constants(keep)).items()
         }  # fmt: skip
-        return narrow_module(between, graph, keep, self.rules, indices)
+        return narrow_module(between, graph, keep, self.rules, indices, {id(twin): twin for twin in narrow.values()})
 
     @functools.cached_property
     def compares_training(self) -> bool:

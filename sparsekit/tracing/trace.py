@@ -19,7 +19,7 @@ from sparsekit.labels.values import OUTPUT, Cause
 from sparsekit.layers import LayerRule, find_rule
 from sparsekit.layers.parametrized import fix_hooked
 from sparsekit.surgery.rebuild import find_constants, named_entries
-from sparsekit.tracing.blocks import BlockVerifier, is_large, is_meta
+from sparsekit.tracing.blocks import BlockVerifier, is_large, is_meta, make_verifier
 from sparsekit.tracing.dispatch import Dispatcher
 from sparsekit.tracing.followed import FollowNumbers, hold_numbers
 from sparsekit.tracing.grouping.build import Built, build
@@ -29,7 +29,6 @@ from sparsekit.tracing.norms import NormRecorder
 from sparsekit.tracing.passes import ReadOnly, lent_copy, private_passes, train_without_dropout
 from sparsekit.tracing.verify import Verifier
 
-_LEAN_NUMBERS = 10_000_000  # from here on, converting entries operator by operator takes no more time than copies in float64
 
 _REMEDY = (
     "sizes must follow the tensors (x.shape[1], -1, an attribute of the module), and numbers that scale values must not"
@@ -107,7 +106,7 @@ def trace_units(
         tracer.end()
         built = build(tracer, {name: entry.shape for name, entry in named_entries(model).items()})
         if verify and built.graph.groups:
-            built = _verified(_verifier(model, calls, rules, training), tracer, built)
+            built = _verified(make_verifier(model, calls, rules, training), tracer, built)
     if is_large(model):
         gc.collect()  # copies that lend the parameters would keep them alive after a cut in place
     _warn(built)
@@ -305,18 +304,6 @@ def _opaque(tracer: Tracer, rule: LayerRule, module: nn.Module, forward: Any, *a
             tracer.watching = before
 
     return rule.trace(tracer, module, run, args, kwargs)
-
-
-def _verifier(
-    model: nn.Module,
-    calls: Sequence[ModelInputs],
-    rules: Mapping[type[nn.Module], LayerRule] | None,
-    training: Sequence[tuple[int, bool]],
-) -> Verifier | BlockVerifier:
-    if is_large(model):
-        return BlockVerifier(model, calls, rules, training)
-    numbers = sum(tensor.numel() for tensor in set(named_entries(model).values()))
-    return Verifier(model, calls, rules, training, lean=numbers >= _LEAN_NUMBERS)
 
 
 def _verified(verifier: Verifier | BlockVerifier, tracer: Tracer, built: Built) -> Built:

@@ -31,6 +31,7 @@ class Verifier:
         training: The calls that train mode accepts, to compare some masks there, dropout aside: their numbers, and whether
             each is doubled.
         lean: Keep the entries in their own dtype, and convert them operator by operator. Takes less memory and more time.
+        outside: As for `Session`.
     """
 
     model: nn.Module
@@ -38,14 +39,20 @@ class Verifier:
     rules: Mapping[type[nn.Module], LayerRule] | None = None
     training: Sequence[tuple[int, bool]] = ()
     lean: bool = False
+    outside: Sequence[tuple[object, object]] = ()
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(20130)
         numbers = sum(t.numel() for t in named_entries(self.model).values())
         self._schedule = MANY if numbers < _MANY_NUMBERS else FEW
         self._masks = Masks(generator)
-        self._session = Session(self.model, self.calls, self.rules, self.training, self.lean, generator)
+        self._session = Session(self.model, self.calls, self.rules, self.training, self.lean, generator, self.outside)
         self._search = Search()
+
+    @property
+    def runs(self) -> bool:
+        """Whether the model runs on its inputs."""
+        return self._session.refusal is None
 
     def failures(self, graph: UnitGraph, compared: Collection[str] = ()) -> dict[str, str]:
         """Find the groups whose removal is not exact.
@@ -79,9 +86,10 @@ class Verifier:
         """
         if raised := {name: failure for name, failure in bad.items() if failure.module is not None}:
             return raised
-        causes: dict[tuple[str, str], list[tuple[str, ...]]] = {}
+        causes: dict[object, list[tuple[str, ...]]] = {}
         for tied in units:
-            causes.setdefault(cause(tied, next(bad[name] for name in tied if name in bad)), []).append(tied)
+            failure = next(bad[name] for name in tied if name in bad)
+            causes.setdefault(tied if failure.jointly else cause(tied, failure), []).append(tied)
         if len(causes) < len(units):
             found = self._confirmed(graph, [sets[0] for sets in causes.values()], bad, suspect)
             return {name: bad[name] for sets in causes.values() if set(sets[0]) & found.keys() for t in sets for name in t}

@@ -1,5 +1,6 @@
 """Large models: the same groups as of the whole model, wrong ones found, models on the meta device, tokens, cuts in place."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 import zoo
 from laws import as_text, spoiled, trace
+from readers import is_wrong
 from torch import Tensor, nn
 
 import sparsekit as sk
@@ -123,6 +125,15 @@ def test_a_model_on_the_meta_device_has_the_groups_of_one_with_values() -> None:
         assert list(verifier.failures(spoiled(graph, "blocks.1.up"))) == ["blocks.1.up"]
 
 
+@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
+def test_a_small_model_on_the_meta_device_is_verified_with_values() -> None:
+    """Without values, a tensor of ones whose length is a width of the whole model looks like any other."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3)).eval()
+        model.register_forward_hook(lambda m, _, y: y * torch.ones(len(m[0].bias)).sum())
+        assert set(sk.trace_units(model, torch.zeros(2, 8)).groups) == {"2"}
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.same_bits
 def test_a_cut_in_place_is_the_cut_of_a_copy(tied: bool) -> None:
@@ -197,14 +208,14 @@ def test_what_code_outside_of_blocks_does_with_their_widths_is_found(reads: Call
 class Neighbor(nn.Module):
     """A block that multiplies what it adds by a factor that is read off another one."""
 
-    def __init__(self, other: nn.Module | None, reads: Callable[[nn.Module, Tensor], Any]) -> None:
+    def __init__(self, other: nn.Module | None, reads: Callable[[nn.Module, nn.Module, Tensor], Any]) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
         self.other, self.reads = [other], reads
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.down(F.relu(self.up(x)))
-        return x + (h if self.other[0] is None else h * self.reads(self.other[0], h))
+        return x + (h if self.other[0] is None else h * self.reads(self, self.other[0], h))
 
 
 @pytest.mark.usefixtures("all_are_large")
@@ -214,24 +225,45 @@ class Neighbor(nn.Module):
 @pytest.mark.parametrize(
     "reads",
     [
-        lambda other, h: torch.ones(other.up.weight.shape[0], device=h.device).sum(),
-        lambda other, _h: torch.ones_like(other.up.bias).sum(),
-        lambda other, _h: other.up.weight.numel() / 96,
-        lambda other, h: torch.tensor(float(len(other.up.bias)), device=h.device),
-        lambda other, h: other.up(h).relu().ne(-1.0).to(h.dtype).sum(),
+        lambda _self, other, h: torch.ones(other.up.weight.shape[0], device=h.device).sum(),
+        lambda _self, other, _h: torch.ones_like(other.up.bias).sum(),
+        lambda _self, other, _h: other.up.weight.numel() / 96,
+        lambda _self, other, h: torch.tensor(float(len(other.up.bias)), device=h.device),
+        lambda _self, other, h: other.up(h).relu().ne(-1.0).to(h.dtype).sum(),
+        lambda self, other, _h: max(len(self.up.bias), len(other.up.bias)) / 12,
     ],
-    ids=["ones", "ones like a bias", "numel", "tensor of a length", "count of values"],
+    ids=["ones", "ones like a bias", "numel", "tensor of a length", "count of values", "maximum"],
 )
 def test_what_one_block_does_with_the_width_of_another_is_found(
-    reads: Callable[[nn.Module, Tensor], Any], from_: int, device: str
+    reads: Callable[[nn.Module, nn.Module, Tensor], Any], from_: int, device: str
 ) -> None:
     torch.manual_seed(0)
     readers = [Neighbor(None, reads) for _ in range(4)]
     readers[from_ + 1].other[0] = readers[0]
-    model = nn.Sequential(*readers, nn.Linear(8, 3)).eval().to(device)
-    groups = sk.trace_units(model, torch.randn(2, 8, device=device)).groups
-    lost = {"0.up", "1.up", "2.up", "3.up"} - groups.keys()
-    assert {"0.up"} <= lost <= {"0.up", f"{from_ + 1}.up"}
+    model, x = nn.Sequential(*readers, nn.Linear(8, 3)).double().eval(), torch.randn(2, 8, dtype=torch.float64)
+    graph = sk.trace_units(copy.deepcopy(model).to(device), x.to(device))
+    assert {"0.up", "1.up", "2.up", "3.up"} - graph.groups.keys() <= {"0.up", f"{from_ + 1}.up"}
+    assert is_wrong(model, x, graph) is None
+
+
+class Double(nn.Module):
+    """A block of two layers. What is wrong with the second shows in training alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (len(self.get_parameter(f"{name}.0.bias")) / 12 for name in ("first", "second"))
+        return x + self.first(x) * first + self.second(x) * (second if self.training else 1.0)
+
+
+@pytest.mark.usefixtures("all_are_large")
+@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_group_is_not_cleared_by_a_comparison_that_another_one_has_ended(device: str) -> None:
+    model = nn.Sequential(Double(), Double(), nn.Linear(8, 12), nn.Linear(12, 3)).eval().to(device)
+    assert set(sk.trace_units(model, torch.randn(2, 8, device=device)).groups) == {"2"}
 
 
 @pytest.mark.usefixtures("all_are_large")
