@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -41,7 +41,7 @@ class Size:
 
 Source = Held | Size
 
-USED: ContextVar[list[Source] | None] = ContextVar("USED", default=None)
+USED: ContextVar[Callable[[Iterable[Source]], None] | None] = ContextVar("USED", default=None)
 """Takes the sources of numbers that code compares, rounds or converts. Such code may branch at one particular width."""
 
 
@@ -131,7 +131,7 @@ def note_use(*numbers: Any) -> None:
     """Note the sources of numbers that lose them."""
     used = USED.get()
     if used is not None:
-        used += {source for n in numbers if isinstance(n, Number) for factors in n.parts for source in factors}
+        used({source for n in numbers if isinstance(n, Number) for factors in n.parts for source in factors})
 
 
 def _noting(name: str, *, is_order: bool = False) -> Any:

@@ -49,7 +49,7 @@ class Tracer:
         heads: Nodes whose units are attention heads: each makes a map of its own over the positions.
         lengths: Axes of units whose lengths were given by integers.
         equals: (nodes, integers held) of comparisons of the length of an axis that were true.
-        compared: Sources of integers that code has compared, rounded or converted.
+        compared: Module whose code ran → sources of integers that it has compared, rounded or converted.
         literals: (nodes, number, where) of lengths that were given and read from nowhere.
         borrowed: (nodes, nodes, cause) of axes whose length was given as the length of an axis of other units.
         attempts: Module → how many choices of integers that follow the number of its units have failed.
@@ -77,7 +77,7 @@ class Tracer:
         self.heads: list[IntArray] = []
         self.lengths: list[GivenLength] = []
         self.equals: list[tuple[IntArray, frozenset[Held]]] = []
-        self.compared: list[Source] = []
+        self.compared: dict[str, set[Source]] = {}
         self.literals: list[tuple[IntArray, int, Cause]] = []
         self.borrowed: list[tuple[IntArray, IntArray, Cause]] = []
         self.attempts: dict[str, int] = {}
@@ -128,6 +128,10 @@ class Tracer:
     def _leave(self) -> None:
         if len(self.modules) > 1:
             self.modules.pop()
+
+    def note_compared(self, sources: Iterable[Source]) -> None:
+        """Note where integers come from that the code of the module that runs now has compared, rounded or converted."""
+        self.compared.setdefault(self.module, set()).update(sources)
 
     @property
     def module(self) -> str:

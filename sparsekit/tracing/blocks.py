@@ -136,12 +136,12 @@ class BlockVerifier:
                     inputs.call(self._copy)
             self._drawn = drawn
 
-    def failures(self, graph: UnitGraph, compared: Collection[str] = ()) -> dict[str, str]:
+    def failures(self, graph: UnitGraph, compared: Sequence[Collection[str]] = ()) -> dict[str, str]:
         """Find the groups whose removal is not exact.
 
         Args:
             graph: The groups.
-            compared: Groups whose width code may compare with something, for the comparison of the whole model.
+            compared: As for `width_trials`, in the comparison of the whole model.
 
         Returns:
             Group name → reason; empty if all is well.
@@ -294,7 +294,7 @@ class BlockVerifier:
             return dict.fromkeys(names, f"{home!r} cannot run by itself: {type(error).__name__}: {error}")
 
     def _without_values(
-        self, graph: UnitGraph, places: Places, reasons: Mapping[str, str], compared: Collection[str]
+        self, graph: UnitGraph, places: Places, reasons: Mapping[str, str], compared: Sequence[Collection[str]]
     ) -> dict[str, str]:
         """Compare the whole model without values: groups without a fault in their block must change nothing outside of it."""
         found = {name: reasons[name] for tied, home in places.items() if not home for name in tied if reasons.get(name)}
@@ -306,20 +306,18 @@ class BlockVerifier:
             found |= {name: why for tied, why in guilty.items() for name in tied}
         return found
 
-    def _difference(self, graph: UnitGraph, places: Places, compared: Collection[str]) -> str | None:
+    def _difference(self, graph: UnitGraph, places: Places, compared: Sequence[Collection[str]]) -> str | None:
         """Return what a cut of some sets changes outside of their blocks, or None if operators, numbers and shapes stay."""
         local = [tied for tied, home in places.items() if home]
-        some = [tied for tied in places if not set(compared).isdisjoint(tied)]
-        schedules: list[tuple[Sequence[Trial], list[Tied], bool]] = [(OUTSIDE, local, True)] if local else []
-        if len(local) < len(places):
-            schedules.append((OUTSIDE, list(places), False))
-        schedules.append((width_trials(graph, some, (False,)), some, False))
-        for trials, sets, shapes in schedules:
-            homes = {places[tied] for tied in sets} - {""}
-            for trial in trials:
-                keep = self._masks.draw(graph, [name for tied in sets for name in tied], trial)[1]
-                if (reason := self._tapes(graph, keep, homes, shapes=shapes)) is not None:
-                    return reason
+        trials = [(trial, local, True) for trial in OUTSIDE if local]
+        trials += [(trial, list(places), False) for trial in OUTSIDE if len(local) < len(places)]
+        trials += [(trial, list(places), False) for trial in width_trials(graph, compared, (False,))]
+        for trial, sets, shapes in trials:
+            cut = [tied for tied in sets if trial.cuts(tied)]
+            keep = self._masks.draw(graph, [name for tied in cut for name in tied], trial)[1]
+            homes = {places[tied] for tied in cut} - {""}
+            if (reason := self._tapes(graph, keep, homes, shapes=shapes)) is not None:
+                return reason
         return None
 
     def _tapes(self, graph: UnitGraph, keep: Mapping[str, Tensor], homes: Collection[str], *, shapes: bool) -> str | None:

@@ -53,7 +53,7 @@ class FollowNumbers(TorchFunctionMode):
         self._tokens: list[Token[Any]] = []
 
     def __enter__(self) -> "FollowNumbers":
-        self._tokens.append(USED.set(self.tracer.compared))
+        self._tokens.append(USED.set(self.tracer.note_compared))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

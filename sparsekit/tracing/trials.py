@@ -9,7 +9,7 @@ visit them pair by pair.
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,6 +47,10 @@ class Trial(NamedTuple):
     widths: Mapping[str, tuple[int, int]] | None = None
     mixed: bool = True
 
+    def cuts(self, tied: tuple[str, ...]) -> bool:
+        """Tell whether a set of tied groups may lose units."""
+        return self.widths is None or tied[0] in self.widths
+
 
 _ROLES = (Trial(0, positive=True), Trial(1, twice=True, positive=True), Trial(2, training=True, positive=True))
 FEW = _ROLES
@@ -57,29 +61,36 @@ OUTSIDE = (Trial(1), Trial(3))
 _PRIMES = (2, 3, 5, 7)
 
 
-def width_trials(graph: UnitGraph, sets: Sequence[tuple[str, ...]], modes: Sequence[bool], most: int = 7) -> list[Trial]:
-    """Return trials that let any two of some sets of tied groups visit all pairs of their widths.
+def width_trials(graph: UnitGraph, compared: Iterable[Collection[str]], modes: Sequence[bool], most: int = 7) -> list[Trial]:
+    """Return trials in which compared groups visit their widths, and any two that are compared together all pairs of these.
 
-    Wider sets visit widths from the least to the greatest, at equal distances.
+    Wider groups visit widths from the least to the greatest, at equal distances.
 
     Args:
         graph: The groups.
-        sets: Sets of tied groups.
+        compared: Names of the groups that are compared together.
         modes: Whether in train mode; all pairs are visited in each.
-        most: Widths to visit of a set.
+        most: Widths to visit of a group.
     """
-    largest = max((graph.groups[tied[0]].size for tied in sets), default=0)
+    together: list[list[tuple[str, ...]]] = []
+    for names in compared:
+        met = [sets for sets in together if any(not set(tied).isdisjoint(names) for tied in sets)]
+        own = [tied for tied in graph.tied_sets if not set(tied).isdisjoint(names)]
+        together = [sets for sets in together if sets not in met] + [list(dict.fromkeys(itertools.chain(own, *met)))]
+    largest = max((graph.groups[tied[0]].size for sets in together for tied in sets), default=0)
     base = next((prime for prime in _PRIMES if prime >= min(most, largest)), most)
-    digits = [digit for digit in range(len(sets)) if digit == 0 or base**digit < len(sets)]
-    steps = range(base) if len(sets) > 1 else range(1)
+    longest = max(map(len, together), default=0)
+    digits = [digit for digit in range(longest) if digit == 0 or base**digit < longest]
+    steps = range(base) if longest > 1 else range(1)
 
     def level(at: int, digit: int, first: int, second: int) -> tuple[int, int]:
         return (first + at // base**digit * second) % base, base
 
+    numbered = {name: at for sets in together for at, tied in enumerate(sets) for name in tied}
     return [
-        Trial(0, widths={name: level(at, *numbers) for at, tied in enumerate(sets) for name in tied}, training=training)
+        Trial(0, widths={name: level(at, *numbers) for name, at in numbered.items()}, training=training)
         for training, *numbers in itertools.product(modes, digits, range(base), steps)
-        if sets
+        if numbered
     ]
 
 

@@ -54,12 +54,12 @@ class Verifier:
         """Whether the model runs on its inputs."""
         return self._session.refusal is None
 
-    def failures(self, graph: UnitGraph, compared: Collection[str] = ()) -> dict[str, str]:
+    def failures(self, graph: UnitGraph, compared: Sequence[Collection[str]] = ()) -> dict[str, str]:
         """Find the groups whose removal is not exact.
 
         Args:
             graph: The groups.
-            compared: Groups whose width code may compare with something: each pair of their widths is tried.
+            compared: As for `width_trials`.
 
         Returns:
             Group name → reason; empty if all is well.
@@ -69,10 +69,9 @@ class Verifier:
         # What fails is often all of one kind, and is found sooner if it is together.
         units = sorted(graph.tied_sets, key=lambda names: graph.groups[names[0]].kind)
         self._search.tried = 0
-        some = [tied for tied in units if not set(compared).isdisjoint(tied)]
-        for trial in (*self._schedule, *width_trials(graph, some, (False, True) if self.training else (False,))):
+        for trial in (*self._schedule, *width_trials(graph, compared, (False, True) if self.training else (False,))):
             self._session.state.redraw(self._session.generator, positive=trial.positive)
-            sets = units if trial.widths is None else some
+            sets = [tied for tied in units if trial.cuts(tied)]
             bad: Mapping[str, Failure] = self._search.find(graph, sets, functools.partial(self._check, graph, trial))
             if bad and (bad := self._confirmed(graph, [names for names in units if bad.keys() & set(names)], bad, trial)):
                 return {name: failure.reason for name, failure in bad.items()}

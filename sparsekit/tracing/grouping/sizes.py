@@ -214,14 +214,18 @@ def literal_cause(tracer: Tracer, root: IntArray, units: IntArray) -> Cause | No
     return None
 
 
-def compared_groups(tracer: Tracer, root: IntArray, nodes: Mapping[str, IntArray], graph: UnitGraph) -> frozenset[str]:
-    """Return the groups whose width the code has compared, rounded or converted: it may branch at one particular width."""
-    held = {(source.module, source.path) for source in tracer.compared if isinstance(source, Held)}
-    modules = {f"{source.module}." for source in tracer.compared if isinstance(source, Size) and source.module}
-    read = [source.nodes for source in tracer.compared if isinstance(source, Size)]
-    units = np.unique(root[np.concatenate(read)]) if read else np.zeros(0, dtype=np.int64)
-    found = {name for name, own in nodes.items() if np.isin(own, units).any()}
-    found |= {size.group for size in graph.sizes if (size.module, size.path) in held}
-    return frozenset(
-        found | {n for n, g in graph.groups.items() if any(s.name.rpartition(".")[0] + "." in modules for s in g.slices)}
-    )
+def compared_groups(tracer: Tracer, root: IntArray, nodes: Mapping[str, IntArray], graph: UnitGraph) -> list[frozenset[str]]:
+    """Return the groups whose widths the code has compared, rounded or converted: it may branch at one particular width, or at
+    one of each of the groups that it has met in one module. Those are together.
+    """
+    found = []
+    for sources in tracer.compared.values():
+        held = {(source.module, source.path) for source in sources if isinstance(source, Held)}
+        modules = tuple(f"{source.module}." for source in sources if isinstance(source, Size) and source.module)
+        read = [source.nodes for source in sources if isinstance(source, Size)]
+        units = np.unique(root[np.concatenate(read)]) if read else np.zeros(0, dtype=np.int64)
+        names = {name for name, own in nodes.items() if np.isin(own, units).any()}
+        names |= {size.group for size in graph.sizes if (size.module, size.path) in held}
+        names |= {n for n, g in graph.groups.items() if any(f"{s.name.rpartition('.')[0]}." in modules for s in g.slices)}
+        found.append(frozenset(names))
+    return found

@@ -207,6 +207,21 @@ def test_only_widths_that_code_compares_cost_more_trials(monkeypatch: pytest.Mon
     assert all(trial.widths is None for trial in drawn)
 
 
+def test_pairs_of_widths_are_visited_where_one_module_compares_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    draw = verify.Masks.draw
+    monkeypatch.setattr(verify.Masks, "draw", lambda masks, *given: (drawn.append(given[-1]), draw(masks, *given))[1])
+
+    def visits(blocks: int) -> int:
+        drawn.clear()
+        model = nn.Sequential(*(Branches(lambda a, b: (a % 9) * (b % 9) == 64) for _ in range(blocks)))
+        model[1:].apply(lambda module: setattr(module, "a", nn.Linear(3, 7)) if isinstance(module, Branches) else None)
+        assert len(sk.trace_units(model, torch.randn(4, 4)).groups) == 3 * blocks - 1
+        return sum(trial.widths is not None for trial in drawn)
+
+    assert visits(4) == visits(1) >= 7 * 7
+
+
 @pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
 def test_a_cause_in_every_block_costs_one_search_and_takes_no_other_group_along(monkeypatch: pytest.MonkeyPatch) -> None:
     passes, run = [], Session.run
