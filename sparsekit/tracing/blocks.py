@@ -1,11 +1,11 @@
 """BlockVerifier: the verification of a large model, one block at a time.
 
-If all tensors of a group are inside one module, a group that is wrong mostly shows in that module alone. So only that module is
-copied, and its inputs are recorded in one pass of the whole model. A narrow block refers to a narrow rest of the model, so that
-a block that reads the width of another one shows. This finds wrong groups but proves none right: code outside may read the width
-of a block, or a tensor that the block keeps. Groups without a fault in their block are then cut at once in the whole model, and
-the operators, shapes and numbers outside of blocks are compared. A model on the meta device has no values: its blocks get random
-ones, one after the other.
+If all tensors of a group are inside one module, a group that is wrong mostly shows in that module alone. So only that module
+is copied, and its inputs are recorded in one pass of the whole model. A narrow block refers to a narrow rest of the model, so
+that a block that reads the width of another one shows. This finds wrong groups but proves none right: code outside may read the
+width of a block, or a tensor that the block keeps. Groups without a fault in their block are then cut at once in the whole
+model, and the operators, shapes and numbers outside of blocks are compared. A model on the meta device has no values:
+each block gets random ones.
 """
 
 import contextlib

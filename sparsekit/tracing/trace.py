@@ -29,7 +29,6 @@ from sparsekit.tracing.norms import NormRecorder
 from sparsekit.tracing.passes import ReadOnly, lent_copy, private_passes, train_without_dropout
 from sparsekit.tracing.verify import Verifier
 
-
 _REMEDY = (
     "sizes must follow the tensors (x.shape[1], -1, an attribute of the module), and numbers that scale values must not"
     " depend on them"
