@@ -161,10 +161,6 @@ class Memories:
         if self.durable:
             sync_folder(self.folder, files=_ONE_SYNC)
 
-    def remove(self, versions: Mapping[int, int]) -> None:
-        for client_id, round in versions.items():
-            self.path(client_id, round).unlink(missing_ok=True)
-
     def keep(self, versions: Mapping[int, int]) -> None:
         """Remove every version but these, such as versions of a round that a crash cut off; other files stay."""
         kept = {self.path(client_id, round).name for client_id, round in versions.items()}
@@ -326,7 +322,9 @@ class RunFolder:
             (self.memories, before.versions, state.versions),
             (self.remembered, before.remembered, state.remembered),
         ):
-            memories.remove({id: round for id, round in old.items() if new.get(id) != round})
+            for id, round in old.items():
+                if new.get(id) != round:
+                    memories.path(id, round).unlink(missing_ok=True)
 
     def _save_state(self, state: State) -> None:
         if self.durable:

@@ -63,24 +63,18 @@ class Node:
                 reply = answer(self.spec, client, replace(request, memory_round=None), self.memories)
                 reply = replace(reply, note=f"{error}; it started without memory")
             if self.device and reply.stored:
-                self._remove_older(request)
+                # The newest stays, and the one before: if the reply is lost on its way, the next request names that.
+                self.memories.sync()
+                needed = {f"{request.client_id}-{round}" for round in (request.round, request.memory_round)}
+                for path in self.memories.folder.glob(f"{request.client_id}-*.state"):
+                    if path.stem not in needed:
+                        path.unlink()
         except Exception as error:
             if not self.device:
                 raise
             text = f"its node failed: {type(error).__name__}: {error}"
             return Reply(client_id=request.client_id, error=text, traceback=traceback.format_exc())
         return reply
-
-    def _remove_older(self, request: Request) -> None:
-        """Keep two memories of a client: the newest, and the memory before the request.
-
-        If the reply is lost on its way to the server, the next request names the older memory.
-        """
-        self.memories.sync()
-        needed = {f"{request.client_id}-{round}" for round in (request.round, request.memory_round)}
-        for path in self.memories.folder.glob(f"{request.client_id}-*.state"):
-            if path.stem not in needed:
-                path.unlink()
 
     def keep_global(self, shared: StateDict) -> None:
         path = model_path(self.memories.folder.parent, "global")

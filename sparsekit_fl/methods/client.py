@@ -93,13 +93,13 @@ class Result:
 
 
 def sgd(client: ClientContext, task: Task, **how: Any) -> Result:
-    """Load a state into the client's model, train it by stochastic gradient descent, and return the result.
+    """Load the state of a task into the client's model, train it under its mask by SGD, and return the result.
 
     Under a unit mask, the model is physically small. Under a weight mask, dropped entries are zero and stay zero.
 
     Args:
         client: The client's context.
-        task: The state to start from, and the mask to train under.
+        task: The state to start from, dense, and the mask; None trains everything.
         **how: The options of `descend`.
 
     Source: McMahan et al., AISTATS 2017.
