@@ -83,19 +83,18 @@ def _compare(
         raise typer.Exit(INTERRUPTED) from None
     comparisons = comparisons_of(finished, order=list(made))
     end = "Nothing was kept. With --out DIR you get every result, and report.html with tables and charts."
+    lines = [f"failed: {one['method']}, seed {one['seed']}: {one['error']}" for one in failed]
     if options.out is not None:
         end = f"a folder per run is in {options.out}"
         if finished:
-            lines = [f"failed: {one['method']}, seed {one['seed']}: {one['error']}" for one in failed]
             end = f"{write_report(comparisons, options.out, command=command_line(), failed=lines)} has tables and charts; {end}"
     if options.as_json:
         print_json({**(comparisons[0].to_dict() if finished else {}), "failed": failed})
     else:
         for comparison in comparisons:
             show(comparison)
-        for one in failed:
-            typer.echo(f"failed: {one['method']}, seed {one['seed']}: {one['error']}")
-        typer.echo(end)
+        for line in [*lines, end]:
+            typer.echo(line)
     if failed:
         raise typer.Exit(FAILED)
 
