@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         tracing as tracing,
         training as training,
     )
-    from sparsekit.allocation.masks import mask_from_scores as mask_from_scores, make_mask as make_mask
+    from sparsekit.allocation.shares import mask_from_scores as mask_from_scores, make_mask as make_mask
     from sparsekit.allocation.problem import Allocation as Allocation
     from sparsekit.bandit import (
         PUCBV as PUCBV,
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "sparsekit": "allocation criteria errors",
-    "sparsekit.allocation.masks": "make_mask",
+    "sparsekit.allocation.shares": "make_mask",
     "sparsekit.bandit": "PUCBV Box Interval SplitUCBV",
     "sparsekit.finetuning": "finetune recalibrate_batchnorm reconstruct Distillation",
     "sparsekit.graph.graph": "UnitGraph",
@@ -87,7 +87,7 @@ _HOMES = {
 """What a script can rely on."""
 _FURTHER = {
     "sparsekit": "bandit finetuning graph layers measure surgery tracing training",
-    "sparsekit.allocation.masks": "mask_from_scores",
+    "sparsekit.allocation.shares": "mask_from_scores",
     "sparsekit.allocation.problem": "Allocation",
     "sparsekit.bandit": "Bandit Pull",
     "sparsekit.criteria.base": "Criterion ScoringContext",

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from sparsekit._torch import tree_map_only
-from sparsekit.allocation.masks import make_mask, mask_from_scores
 from sparsekit.allocation.problem import Allocation, allocate
-from sparsekit.allocation.shares import ratio_counts
+from sparsekit.allocation.shares import make_mask, mask_from_scores, ratio_counts
 from sparsekit.bandit.base import Bandit, Interval, Pull
 from sparsekit.criteria.base import Criterion, ScoringContext, score_units
 from sparsekit.errors import InvalidValueError

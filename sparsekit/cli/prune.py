@@ -177,7 +177,7 @@ class PruneJob:
 
     def write(self, pruned: Pruned) -> dict[str, str]:
         """Write all files of the run, if it has a folder; what → path."""
-        from sparsekit.pruning.report_page import PAGE, prune_page
+        from sparsekit.pruning.report import PAGE, prune_page
         from sparsekit.surgery.onnx import export_onnx
 
         folder = self.options.out

@@ -16,6 +16,7 @@ from sparsekit._torch import tree_leaves, without_fast_path
 from sparsekit.criteria.base import ScoringContext
 from sparsekit.errors import DataError, InvalidValueError, MissingImportanceError
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.measure.clock import evaluated
 from sparsekit.progress import track
 from sparsekit.registry import calling
 from sparsekit.rng import same_random_state
@@ -77,6 +78,10 @@ def _told(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
+def own_loss(outputs: Any) -> Any:
+    return outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+
+
 def loss_of(outputs: Any, target: Any, loss: Loss | None) -> Tensor:
     """Return the loss of a model's outputs, a scalar.
 
@@ -91,7 +96,7 @@ def loss_of(outputs: Any, target: Any, loss: Loss | None) -> Tensor:
             f"the loss must be the mean over the examples of the batch, got {loss} with reduction='sum'; pass 'mean'"
         )
     if loss is None:
-        value = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+        value = own_loss(outputs)
         if not isinstance(value, Tensor):
             raise InvalidValueError(
                 f"no loss was given and the outputs, {type(outputs).__name__}, have none;"
@@ -197,32 +202,21 @@ def scoring(model: nn.Module, gradients: Iterable[nn.Parameter] = ()) -> Iterato
     forward pass of its output layer, whose inputs are the heads.
     """
     refuse_inference(model)
-    modes = [(module, module.training) for module in model.modules()]
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    attention: list[nn.Module] = [module for module, _ in modes if type(module) is nn.MultiheadAttention]
-    recurrent = any(isinstance(module, nn.RNNBase) for module, _ in modes)
     with ExitStack() as stack:
-        stack.enter_context(without_fast_path())
-        stack.enter_context(torch.inference_mode(mode=False))
-        stack.enter_context(same_random_state())
-        if recurrent and torch.backends.cudnn.is_available():
+        for context in (without_fast_path(), torch.inference_mode(mode=False), same_random_state(), evaluated(model)):
+            stack.enter_context(context)
+        if torch.backends.cudnn.is_available() and any(isinstance(module, nn.RNNBase) for module in model.modules()):
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))  # it refuses a backward pass in eval mode
-        try:
-            for module in attention:
+        for module in model.modules():
+            if type(module) is nn.MultiheadAttention:
+                stack.callback(setattr, module, "__class__", nn.MultiheadAttention)
                 module.__class__ = NarrowMultiheadAttention
-            model.eval()
-            for parameter, _ in flags:
-                parameter.requires_grad_(False)
-            for parameter in gradients:
-                parameter.requires_grad_(True)
-            yield
-        finally:
-            for module in attention:
-                module.__class__ = nn.MultiheadAttention
-            for module, training in modes:
-                module.training = training
-            for parameter, flag in flags:
-                parameter.requires_grad_(flag)
+        for parameter in model.parameters():
+            stack.callback(parameter.requires_grad_, parameter.requires_grad)
+            parameter.requires_grad_(False)
+        for parameter in gradients:
+            parameter.requires_grad_(True)
+        yield
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsekit._torch import tree_leaves
-from sparsekit.criteria.batches import Batch, Loss, call_model, example_count, read_batches, run_model, scoring, split_batch
+from sparsekit.criteria.batches import (
+    Batch,
+    Loss,
+    call_model,
+    example_count,
+    own_loss,
+    read_batches,
+    run_model,
+    scoring,
+    split_batch,
+)
 from sparsekit.pruning.distillation import Distillation
 from sparsekit.rng import torch_generator
 from sparsekit.tracing.inputs import map_tensors
@@ -140,5 +150,4 @@ def _has_loss(model: nn.Module, batch: Batch) -> bool:
         return True
     with scoring(model), torch.no_grad():
         outputs, _ = run_model(model, batch)
-    value = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    return isinstance(value, Tensor)
+    return isinstance(own_loss(outputs), Tensor)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from sparsekit.allocation.by_cost import global_ranking
 from sparsekit.allocation.limits import Counts
-from sparsekit.allocation.masks import mask_from_scores
 from sparsekit.allocation.problem import allocate
+from sparsekit.allocation.shares import mask_from_scores
 from sparsekit.criteria.base import ScoringContext, is_comparable, score_units
 from sparsekit.criteria.orders import Scored
 from sparsekit.errors import InvalidValueError, level_of_user

@@ -53,20 +53,16 @@ class LossyLayer:
         patches = x.movedim(1, -1)[place[:, None, None], rows[:, :, None], columns[:, None, :]]
         return patches.movedim(-1, 1).flatten(1), place.cpu()
 
-    def _weight(self) -> tuple[Tensor, Tensor]:
+    def dense_weight(self) -> tuple[Tensor, Tensor]:
         """Return the dense weight of the kept outputs, float (outputs, features), and the kept features, int64 (kept,)."""
         weight = wide(self.layer.weight.detach())
         weight = (weight if self.outputs is None else weight[self.outputs.to(weight.device)]).flatten(1)
         span = weight.shape[1] // self.layer.weight.shape[1]
         return weight, (self.kept[:, None] * span + torch.arange(span)).reshape(-1).to(weight.device)
 
-    def kept_weight(self) -> Tensor:
-        weight, kept = self._weight()
-        return weight[:, kept]
-
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return kept columns of rows, float (rows, kept), and what the others add to the outputs, (rows, outputs)."""
-        weight, kept = self._weight()
+        weight, kept = self.dense_weight()
         gone = torch.ones(weight.shape[1], dtype=torch.bool, device=rows.device).index_fill_(0, kept, False)
         return rows[:, kept], rows[:, gone] @ weight[:, gone].t()
 
@@ -165,7 +161,8 @@ class Fit:
                 best, chosen = after, change
         if chosen is None:
             return 1.0 if before > 0 else 0.0
-        weight.copy_((self.layer.kept_weight().cpu().double() + chosen).reshape(weight.shape).to(weight))
+        dense, kept = self.layer.dense_weight()
+        weight.copy_((dense[:, kept].cpu().double() + chosen).reshape(weight.shape).to(weight))
         if bias is not None:
             bias.copy_((wide(bias).cpu().double() + r0 - chosen @ x0).to(bias))
         return max(0.0, best) / before

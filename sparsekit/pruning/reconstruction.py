@@ -227,10 +227,10 @@ def recalibrate_batchnorm(
         DataError: an empty loader, or a batch on another device than the model. After any error, the statistics are unchanged.
         UnsupportedModelError: the model was made inside `torch.inference_mode`.
     """
-    norms = _batch_norms(model)
+    norms = batch_norms(model)
     if not norms:
         return 0
-    before = [(norm, norm.momentum, [norm.get_buffer(name).clone() for name in _STATISTICS]) for norm in norms.values()]
+    before = {norm: [norm.get_buffer(name).clone() for name in _STATISTICS] for norm in norms.values()}
     measured: set[nn.Module] = set()
     rows: dict[nn.Module, list[Tensor]] = {}
 
@@ -247,6 +247,7 @@ def recalibrate_batchnorm(
     with ExitStack() as hooks, scoring(model), torch.no_grad():
         for norm in norms.values():
             hooks.callback(norm.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            hooks.callback(setattr, norm, "momentum", norm.momentum)
         try:
             for batch in read_batches(batches, model, "Recalibrating batch norms", progress=progress):
                 run_model(model, batch)
@@ -261,17 +262,14 @@ def recalibrate_batchnorm(
                     mean.add_(prior[f"{name}running_mean"])
                     variance.mul_(prior[f"{name}running_var"])
         except BaseException:
-            for norm, _, statistics in before:
+            for norm, statistics in before.items():
                 for name, value in zip(_STATISTICS, statistics):
                     norm.get_buffer(name).copy_(value)
             raise
-        finally:
-            for norm, momentum, _ in before:
-                norm.momentum = momentum
     return len(norms)
 
 
-def _batch_norms(model: nn.Module) -> dict[str, NormBase]:
+def batch_norms(model: nn.Module) -> dict[str, NormBase]:
     """Return prefix of the state-dict keys → batch norm with running statistics."""
     return {
         f"{name}." if name else "": module
@@ -290,7 +288,7 @@ def statistics_prior(model: nn.Module, batches: Iterable[Batch], *, share: float
     Returns:
         State-dict key → float (channels,): summand of a running mean, factor of a running variance.
     """
-    norms = _batch_norms(model)
+    norms = batch_norms(model)
     before = {name: value.clone() for name, value in model.state_dict().items() if name.endswith(_STATISTICS)}
     found: dict[str, Tensor] = {}
     if not norms:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -159,7 +159,11 @@ def _note_calls(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence
         def note(module: nn.Module, args: Any, kwargs: Any, out: Any, noted: list[Any] = noted) -> None:
             noted.append((module, args, kwargs, _first(out)))
 
-        with ExitStack() as stack, _without_cache(model):
+        with ExitStack() as stack:
+            config: Any = getattr(model, "config", None)
+            if hasattr(config, "use_cache"):  # of models of transformers: a second call of a layer would add to it
+                stack.callback(setattr, config, "use_cache", config.use_cache)
+                config.use_cache = False
             for block in blocks:
                 stack.callback(block.register_forward_hook(note, with_kwargs=True).remove)
             run_model(model, batch)
@@ -177,20 +181,6 @@ def _note_calls(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence
         calls.others.append([(args[1:], kwargs) for _, args, kwargs, _ in noted])
         calls.shapes.append([entry[0].shape for _, entry, *_ in noted] + [entering.shape])
     return calls
-
-
-@contextmanager
-def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Switch off the cache of models of transformers, to which a second call of a layer would add."""
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "use_cache"):
-        yield
-        return
-    before, config.use_cache = config.use_cache, False
-    try:
-        yield
-    finally:
-        config.use_cache = before
 
 
 def _run(

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import InstanceNorm, NormBase
 from sparsekit.allocation import registry as allocations
 from sparsekit.allocation.by_cost import global_ranking
 from sparsekit.allocation.limits import Limits, Multiples
@@ -27,7 +26,7 @@ from sparsekit.layers import LayerRule
 from sparsekit.measure.budget import Budget
 from sparsekit.measure.cost import CostModel
 from sparsekit.pruning.calibration import Calibration
-from sparsekit.pruning.reconstruction import Reconstruct
+from sparsekit.pruning.reconstruction import Reconstruct, batch_norms
 from sparsekit.pruning.trained import UncalibratedWarning, signs_of_training
 from sparsekit.tracing.blocks import refuse_meta
 from sparsekit.tracing.inputs import ModelInputs, find_tensors, refuse_inference
@@ -177,10 +176,7 @@ def _allocation(allocation: Allocation | str, criterion: Criterion) -> Allocatio
 def notes_without_data(model: nn.Module, criterion: Criterion) -> list[str]:
     """Return the consequences of pruning without batches; warn if they cost a trained network its accuracy."""
     notes = []
-    norms = sum(
-        isinstance(module, NormBase) and not isinstance(module, InstanceNorm) and module.running_mean is not None
-        for module in model.modules()
-    )
+    norms = len(batch_norms(model))
     if norms:
         notes.append(
             f"The statistics of {norms} batch norms are those of the dense model and no longer fit; pass batches=, or call"

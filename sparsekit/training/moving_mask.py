@@ -10,8 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from sparsekit.allocation.masks import mask_from_scores
-from sparsekit.allocation.shares import ratio_counts
+from sparsekit.allocation.shares import mask_from_scores, ratio_counts
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.optimizer_state import HasState

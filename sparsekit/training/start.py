@@ -11,8 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsekit.allocation.shares import by_ratio, check_ratio
 from sparsekit.criteria.batches import Batch, read_batches
-from sparsekit.criteria.used_weights import used_weights
-from sparsekit.criteria.weights import unit_sums
+from sparsekit.criteria.weights import unit_sums, used_weights
 from sparsekit.errors import InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.pruning.prune import prune

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import sparsekit as sk
 from sparsekit.errors import NoUnitsError
 from sparsekit.graph.refusals import by_cause
-from sparsekit.pruning.report_page import prune_page
+from sparsekit.pruning.report import prune_page
 
 
 class Block(nn.Module):
