@@ -120,14 +120,7 @@ def _root(
 
 
 def execute(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line.
-
-    Args:
-        arguments: Without the program's name; None takes the arguments of the process.
-
-    Returns:
-        The exit code: 0, the code of the error, 2 for bad input, 130 after Ctrl-C, or a code of the command.
-    """
+    """Run a command line, or the process's own; returns 0, the code of an error, 2 for bad input, or 130 after Ctrl-C."""
     command = typer.main.get_command(app)
     TYPED[:] = sys.argv[1:] if arguments is None else arguments
     try:

@@ -30,12 +30,12 @@ class Search:
     """A study of Optuna, the marks of the command and the sampler that fills them.
 
     Proposals follow from the seed and the scores alone: a search that was stopped in any way resumes with the same trials. With
-    several jobs, their finishing order matters too.
+    several jobs, the order of their ends counts too.
 
     Args:
         command: The command line, with its marks.
         axes: Name → distribution.
-        settings: Everything that must be equal to resume, as JSON values; "sampler", "seed", "maximize" and "deterministic".
+        settings: Everything that must be equal to resume, as JSON values.
         trials: Number of trials, including earlier calls.
         jobs: Trials at a time.
     """

@@ -132,11 +132,7 @@ def _tensors(batch: Batch) -> list[Tensor]:
 def read_batches(
     batches: Iterable[Batch], model: nn.Module, what: str, *, limit: int | None = None, progress: bool | None = False
 ) -> Iterator[Batch]:
-    """Yield at most `limit` batches, on the device of the model; `what` names the work in messages.
-
-    Raises:
-        DataError: this is not a loader, there is no batch, or one is on another device than the model.
-    """
+    """Yield at most `limit` batches, on the device of the model, or raise DataError; `what` names the work in messages."""
     _refuse_what_is_no_loader(batches)
     devices = {entry.device for entry in itertools.chain(model.parameters(), model.buffers())}
     known = _length(batches)

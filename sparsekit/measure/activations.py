@@ -31,12 +31,7 @@ _Spans: TypeAlias = list[list[dict[str, float]]]
 
 @dataclass(frozen=True)
 class Lengths:
-    """An integer as a product of lengths: factor · Π (whole + Σ each · units kept).
-
-    Args:
-        factor: The number if all lengths are 1.
-        axes: The lengths; tied groups go by the first of their names.
-    """
+    """A product of whole numbers: factor · Π (whole + Σ each · units kept); of tied groups, the first name."""
 
     factor: Fraction
     axes: Extents

@@ -45,14 +45,11 @@ class Cost:
 
 @dataclass(frozen=True)
 class CostTerm:
-    """Multiply-adds of one use of a weight: each of its entries is used once per position.
+    """Multiply-adds of one use of a weight, by its state-dict key: each of its entries is used once per position.
 
-    Args:
-        weight: State-dict key.
-        positions: Output positions per pass: examples times spatial or time positions; a part of them if only a part of the
-            weight is used.
-        bias: State-dict key of the bias that is added at each position, if any.
-        moves: The positions if they shrink with groups, as for a layer over tokens with the channels behind them.
+    `positions` per pass are examples times spatial or time positions; a part of them if only a part of the weight is used.
+    `moves` has them if they shrink with groups, as for a layer over tokens with the channels behind them. `bias` is the key of
+    a bias.
     """
 
     weight: str

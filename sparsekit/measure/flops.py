@@ -31,13 +31,9 @@ _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"  # a kernel that 
 
 @dataclass(frozen=True)
 class Product:
-    """A convolution or a product.
+    """A convolution or a product: the key of the weight that it reads, None between activations, and FLOPs.
 
-    Args:
-        key: State-dict key of the weight that it reads; None for a product between activations.
-        flops: One multiply-add is 2.
-        lengths: Lengths to whose product the FLOPs are proportional: positions of the other factor for a weight, else the
-            lengths of both factors.
+    The FLOPs go with the product of `lengths`: positions of the other factor for a weight, else the lengths of both factors.
     """
 
     key: str | None
@@ -200,11 +196,7 @@ def entry_keys(model: nn.Module) -> dict[int, str]:
 
 
 def record_pass(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
-    """Run the model once, in its mode, and watch.
-
-    Raises:
-        TraceError: the model fails on the inputs.
-    """
+    """Run the model once, in its mode, and watch; a failure is a TraceError."""
     keys, state = entry_keys(model), named_entries(model)
     recorder = Recorder(keys, {key: state[key].numel() for key in keys.values()})
     # Fused attention hides its products from a dispatcher.

@@ -34,13 +34,10 @@ _JUDGES = 64
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """Batches for a cut.
+    """Batches for a cut: `fit` scores units, refits layers and renews statistics, and `judge`, maybe empty, compares
+    candidates.
 
-    Args:
-        fit: Batches that score units, refit layers and renew statistics.
-        judge: Other batches; empty if nothing can be held out.
-        loss: As given; None takes `outputs.loss`, or else the distance to the dense model's outputs.
-        wanted: The dense model's outputs on `judge`, if the distance to them is the loss.
+    `loss` is as given; None takes `outputs.loss`, or else the distance to `wanted`, the dense model's outputs on `judge`.
     """
 
     fit: Sequence[Batch]

@@ -35,11 +35,6 @@ def select_groups(model: nn.Module, graph: UnitGraph, selector: Selector) -> tup
     A name stands for a group or for a module with everything inside it. If no module has such a name, "channel", "feature",
     "cell" and "head" stand for all units of the kind. Any other text is a regular expression that must match the whole name of
     a group or of a module that makes its units. The result is empty if the selected units cannot be pruned.
-
-    Raises:
-        UnknownNameError: nothing is selected. The message lists the nearest names.
-        InvalidValueError: the text is not a regular expression, the selector is of another kind, or the selected layers have no
-            weights.
     """
     modules, made = dict(model.named_modules()), makers(graph)
     if selector in _KINDS and selector not in {*graph.groups, *modules}:

@@ -31,12 +31,8 @@ _Others: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, eq=False)
 class _Calls:
-    """The calls of the blocks of a model.
-
-    Args:
-        hidden: Batch → the hidden state that enters the first block.
-        others: Batch → block → positional arguments after the hidden state, and keyword arguments.
-        shapes: Batch → shape of the hidden state after each block.
+    """The calls of the blocks of a model, by batch: the first hidden state, the other arguments by block, and shapes of all
+    states.
     """
 
     hidden: list[Tensor]

@@ -57,12 +57,8 @@ class Candidate(NamedTuple):
 class Settings:
     """The checked arguments of one call of `prune`, in common for all its cuts.
 
-    Args:
-        dense_costs: Metric → cost of the dense model, with its milliseconds if the budget limits them.
-        limits: Group name → (least, largest) share of its units that stays.
-        budget: As requested; None without one.
-        dense_pass: A pass of the dense model in the runtime of the budget, if it limits milliseconds.
-        notes: For the report.
+    `dense_costs` has milliseconds if the budget limits them; `dense_pass` is then a pass of the dense model in its runtime.
+    `limits` is group name → (least, largest) share of its units that stays.
     """
 
     dense: nn.Module

@@ -188,16 +188,9 @@ def _entries(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
             f"the state of {type(model).__name__} has {strange[0]!r}, which is not a tensor and cannot be saved without pickle;"
             " let get_extra_state return a tensor"
         )
-    first: dict[int, str] = {}
-    entries: dict[str, Tensor] = {}
-    ties: dict[str, str] = {}
-    for name, entry in named_entries(model).items():
-        if id(entry) in first:
-            ties[name] = first[id(entry)]
-        else:
-            first[id(entry)] = name
-            entries[name] = entry
-    return entries, ties
+    every, first = named_entries(model), dict[int, str]()
+    ties = {name: first.setdefault(id(entry), name) for name, entry in every.items()}
+    return {name: every[name] for name in first.values()}, {name: home for name, home in ties.items() if home != name}
 
 
 def _constants(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, list[tuple[str, NumberPath]]]]:
