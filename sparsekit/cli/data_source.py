@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from sparsekit.cli.model_options import PruneOptions
 from sparsekit.cli.table import DATA
 from sparsekit.errors import DataError, InvalidValueError, UnknownNameError, nearest
 from sparsekit.registry import Registry, load_object, ran
@@ -31,16 +30,17 @@ class _Moved:
             yield map_tensors(lambda tensor: tensor.to(self.device), batch)
 
 
-def load_data(options: PruneOptions) -> tuple[Iterable[Any], Iterable[Any] | None]:
-    """Load the data of `--dataset`: batches to train on, which can be read again, and batches for validation, if any."""
-    text = options.dataset
+def load_data(text: str | None, device: str, **offered: Any) -> tuple[Iterable[Any], Iterable[Any] | None]:
+    """Load the data of `--dataset`: batches to train on, which can be read again, and batches for validation, if any.
+
+    A loader gets those of the `offered` arguments that it takes.
+    """
     if text is None:
         return (), None
     from torch import nn
 
     found = data_sets.find(text)
     if callable(found) and not isinstance(found, Iterable):
-        offered = {name: getattr(options, name) for name in ("data_dir", "batch_size", "seed")}
         takes = inspect.signature(found).parameters
         load = functools.partial(found, **{name: value for name, value in offered.items() if name in takes})
         found = ran(f"--dataset {text}", load, advice="a loader takes no argument but data_dir, batch_size and seed")
@@ -53,9 +53,9 @@ def load_data(options: PruneOptions) -> tuple[Iterable[Any], Iterable[Any] | Non
                 f"--dataset {text} must give batches that can be read again, a list or a loader, or a pair of them for"
                 f" training and validation, got {type(batches).__name__}"
             )
-    if options.device == "cpu":
+    if device == "cpu":
         return train, validation
-    return _Moved(train, options.device), None if validation is None else _Moved(validation, options.device)
+    return _Moved(train, device), None if validation is None else _Moved(validation, device)
 
 
 def find_loss(text: str) -> Callable[..., Any] | None:

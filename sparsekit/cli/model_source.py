@@ -1,4 +1,4 @@
-"""Models, checkpoints and example inputs that a command line names."""
+"""Models, checkpoints and example inputs that a command line names, and the options that name them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import functools
 import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
 
 from sparsekit.cli.table import MODELS
 from sparsekit.errors import InvalidValueError, UnknownNameError
@@ -17,11 +19,29 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from sparsekit.cli.model_options import ModelOptions
     from sparsekit.tracing.inputs import ModelInputs
 
 models = Registry("model", MODELS, group="sparsekit.models")
 """Models by name, for every command that takes a model."""
+
+Model: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        help="A built-in model, package.module:factory, path/to/file.py:factory, or a name in torchvision, timm"
+        " or transformers (untrained)."
+    ),
+]
+Init: TypeAlias = Annotated[
+    Path | None, typer.Option(help="Trained weights: a state dict as safetensors, or as torch saves it.")
+]
+ExampleShape: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Shape of an example input, e.g. 1,3,32,32. Append :int64 for token ids; prefix NAME= for a keyword input."
+        " Repeat for several inputs. Default: the example inputs that the factory returns."
+    ),
+]
+Device: TypeAlias = Annotated[str, typer.Option(help="Device of the model: cpu, cuda, cuda:1, …")]
 
 _MOST_PARAMETERS = 10**9
 """Of a model that is built for its name alone."""
@@ -29,16 +49,16 @@ _NESTED = ("state_dict", "model_state_dict", "model", "net", "module")
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
-def load_with_inputs(options: ModelOptions) -> tuple[nn.Module, ModelInputs]:
-    """Return the model of the options with its weights, and its example inputs, on their device."""
+def load_with_inputs(name: str, *, init: Path | None, shapes: Sequence[str], device: str) -> tuple[nn.Module, ModelInputs]:
+    """Return a model with its weights, and its example inputs, on a device; the arguments are the options above."""
     from sparsekit.tracing.inputs import ModelInputs, map_tensors
 
-    device = pick_device(options.device)
-    model, own = load_model(options.model)
-    inputs = example_inputs(options.model, model, own, options.example_shape or ())
-    if options.init is not None:
-        load_checkpoint(model, options.init)
-    return model.to(device), ModelInputs(*map_tensors(lambda tensor: tensor.to(device), inputs))
+    home = pick_device(device)
+    model, own = load_model(name)
+    inputs = example_inputs(name, model, own, shapes)
+    if init is not None:
+        load_checkpoint(model, init)
+    return model.to(home), ModelInputs(*map_tensors(lambda tensor: tensor.to(home), inputs))
 
 
 def load_model(name: str) -> tuple[nn.Module, tuple[Any, ...] | Mapping[str, Any] | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
@@ -11,22 +12,24 @@ import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from sparsekit.cli.data_source import find_loss, load_data, metric_of
-from sparsekit.cli.model_options import PruneOptions, read_runtimes, takes
-from sparsekit.cli.model_source import load_with_inputs
-from sparsekit.cli.output import command_app, command_line, in_flags, print_json, print_table, print_wrapped
+from sparsekit.cli.model_source import Device, ExampleShape, Init, Model, load_with_inputs
+from sparsekit.cli.output import AsJson, command_app, command_line, in_flags, print_json, print_table, print_wrapped
 from sparsekit.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from sparsekit.criteria.base import Criterion
     from sparsekit.pruning.finetune import EpochRecord
     from sparsekit.pruning.report import PruneReport
     from sparsekit.pruning.result import Pruned
+    from sparsekit.tracing.inputs import ModelInputs
 
 _logger = logging.getLogger(__name__)
 
@@ -34,35 +37,212 @@ _RECONSTRUCT: Mapping[str, Any] = {"both": True, "layers": "layers", "batchnorm"
 _REPORT, _SMALL = "report.json", "model.safetensors"
 
 
-@takes(PruneOptions)
-def _prune(options: PruneOptions) -> None:
+_data, _run, _what, _where, _after = (
+    functools.partial(typer.Option, rich_help_panel=panel)
+    for panel in ("Data", "Run", "Budget", "What to prune", "After pruning")
+)
+
+
+def _prune(
+    *,
+    model: Model,
+    prune_hidden_size: Annotated[
+        bool,
+        _where(
+            "--prune-hidden-size",
+            help="Also prune units that layer norms average over; norms then average over the kept units.",
+        ),
+    ] = False,
+    dataset: Annotated[
+        str | None,
+        _data(help="Data set, package.module:loader or path/to/file.py:loader: returns batches or (training, validation)."),
+    ] = None,
+    data_dir: Annotated[Path | None, _data(help="Folder with the data sets. Default: download once to the cache.")] = None,
+    batch_size: Annotated[int, _data(metavar="N", min=1, help="Batch size of a data set given by name.")] = 64,
+    loss: Annotated[
+        str, _data(help="cross_entropy, mse_loss, …, package.module:loss, or outputs if the model computes its own loss.")
+    ] = "cross_entropy",
+    calibration_batches: Annotated[
+        int,
+        _data(
+            metavar="N",
+            min=1,
+            help="Number of batches for scoring and reconstruction; the last fifth of the examples selects among candidates.",
+        ),
+    ] = 20,
+    seed: Annotated[int, _run(help="Random seed.")] = 0,
+    quiet: Annotated[bool, _run("--quiet", "-q", help="Do not show progress on stderr.")] = False,
+    as_json: AsJson = False,
+    budget: Annotated[
+        list[str],
+        _what(
+            help="METRIC=VALUE with flops, params, bytes or latency_ms, e.g. flops=50% (of the dense model) or"
+            " bytes=2e6. Separate several by commas, or repeat the option."
+        ),
+    ],
+    criterion: Annotated[
+        str | None,
+        _where(
+            help="How to score units: a name (sparsekit list criteria), or package.module:criterion. Default: with data, the"
+            " best of several; without, magnitude."
+        ),
+    ] = None,
+    allocation: Annotated[
+        str | None,
+        _where(
+            help="How to distribute the budget over layers: by_cost, by_loss, global, uniform, or package.module:allocation."
+            " Default: with data, the best of several; without, by_cost."
+        ),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        _where(help="Do not prune this layer (name or regular expression) or kind of unit, such as channel. Repeatable."),
+    ] = None,
+    multiple_of: Annotated[
+        int | None,
+        _where(
+            metavar="N",
+            min=1,
+            help="Round widths to multiples of this number. Default: 16; 8, 4 or 1 if the budget would be missed.",
+        ),
+    ] = None,
+    schedule: Annotated[
+        str,
+        _after(
+            help="Pruning schedule: one_shot, linear, cubic or cosine; append =N for N steps, each followed by fine-tuning,"
+            " e.g. cubic=3."
+        ),
+    ] = "one_shot",
+    reconstruct: Annotated[
+        Literal["layers", "batchnorm", "both", "none"] | None,
+        _after(
+            metavar="HOW",
+            help="After every step, refit the layers that follow pruned units (layers), recalibrate batch norms (batchnorm),"
+            " do both, or none. Default: both with data.",
+        ),
+    ] = None,
+    epochs: Annotated[int, _after(metavar="N", min=0, help="Epochs of fine-tuning after every step.")] = 0,
+    lr: Annotated[float, _after(help="Initial learning rate of fine-tuning.")] = 0.01,
+    distill: Annotated[float, _after(help="Weight of the distillation loss (dense model as teacher), between 0 and 1.")] = 0.0,
+    out: Annotated[Path | None, _run(help="Folder for the pruned model and report.json. Default: write nothing.")] = None,
+    time: Annotated[
+        str, _run(help="Runtimes to time before and after pruning: eager, compile, export, onnx, several by commas; or none.")
+    ] = "eager",
+    onnx: Annotated[bool, _run("--onnx", help="Also write model.onnx.")] = False,
+    dry_run: Annotated[bool, _run("--dry-run", help="Print what would be pruned, and stop.")] = False,
+    init: Init = None,
+    example_shape: ExampleShape = None,
+    device: Device = "cpu",
+) -> None:
     """Prune a model to a budget, and report what was pruned.
 
     A factory is called without arguments and returns the module, or the module and its example inputs. A loader may take
     data_dir, batch_size and seed.
     """
+    import numpy as np
+    import torch
+
+    from sparsekit.allocation.schedule import Schedule
+    from sparsekit.finetuning import Distillation, finetune
+    from sparsekit.measure.budget import Budget
     from sparsekit.pruning.prune import prune
+    from sparsekit.rng import torch_generator
     from sparsekit.tracing.trace import UnprunableWarning
 
-    shown = not options.quiet and not options.as_json and sys.stderr.isatty()
+    shape, _, steps = schedule.partition("=")
+    if steps and not steps.isdecimal():
+        raise InvalidValueError(f"--schedule must be a name or NAME=steps, as in cubic=3, got {schedule!r}")
+    cuts, runtimes = Schedule(shape, int(steps or 1)), _read_runtimes(time)
+    for name, given in (("epochs", epochs), ("distill", distill), ("reconstruct", reconstruct)):
+        if given not in (None, 0, "none") and dataset is None:
+            raise InvalidValueError(f"--{name} needs data; pass --dataset, a name or package.module:loader")
+    if not 0.0 <= lr < math.inf:
+        raise InvalidValueError(f"--lr must be a finite number >= 0, got {lr}")
+    if distill and not epochs:
+        raise InvalidValueError("--distill sets the loss of fine-tuning; pass --epochs too")
+    if seed < 0:
+        raise InvalidValueError(f"--seed must be an integer >= 0, got {seed}")
+    progress = not quiet and not as_json and sys.stderr.isatty()
+    best_epochs: dict[str, int] = {}
+    files: dict[str, str] = {}
+
+    def train_small(small: nn.Module, step: int) -> None:
+        done = finetune(
+            small, train, loss_of, epochs=epochs,
+            optimizer=lambda entries: torch.optim.SGD(entries, lr=lr, momentum=0.9, nesterov=True, weight_decay=5e-4),
+            scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs), validation=metric,
+            distillation=Distillation(dense, share=distill) if distill else None, seed=seed, progress=progress,
+            on_epoch=_log_epoch,
+        )  # fmt: skip
+        best_epochs[f"best_epoch{f'_step{step}' if cuts.steps > 1 else ''}"] = done.best_epoch
+        small.eval()
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnprunableWarning)  # the report has the same facts
-        job = PruneJob(options, progress=shown)
-        files: dict[str, str] = {}
-        if options.dry_run:
-            report = prune(dry_run=True, **job.arguments()).report
+        dense, inputs = load_with_inputs(model, init=init, shapes=example_shape or (), device=device)
+        loss_of = find_loss(loss)
+        train, validation = load_data(dataset, device, data_dir=data_dir, batch_size=batch_size, seed=seed)
+        metric = metric_of(validation, loss_of)
+        options: dict[str, Any] = {
+            "budget": Budget.of(budget),
+            "batches": None if dataset is None else itertools.islice(train, calibration_batches),
+            "loss": None if dataset is None else loss_of,
+            "reconstruct": _RECONSTRUCT[reconstruct or "both"],
+            "metric": metric,
+            "criterion": criterion if criterion is None or dataset is not None else _without_data(criterion),
+            "allocation": allocation,
+            "exclude": exclude or (),
+            "multiple_of": multiple_of,
+            "schedule": cuts,
+            "finetune": train_small if epochs else None,
+            "prune_hidden_size": prune_hidden_size,
+            "generator": torch_generator(np.random.default_rng(seed)),
+            "progress": progress,
+        }
+        if dry_run:
+            report = prune(dense, inputs, dry_run=True, **options).report
         else:
-            _open_folder(options)
-            done = job.timed(prune(**job.arguments()))
-            report, files = done.report, job.write(done)
-    if options.as_json:
-        print_json({**report.to_dict(), **({} if options.dry_run else {"files": files})})
+            _open_folder(out, onnx=onnx)
+            done = prune(dense, inputs, **options)
+            done = replace(done, report=replace(done.report, measured={**done.report.measured, **best_epochs}))
+            if runtimes:
+                if progress:
+                    _logger.info("timing both models; --time none leaves it out")
+                done = done.measure_times(dense, inputs, runtimes=runtimes)
+            report = done.report
+            if out is not None:
+                files = _write(done, out, inputs if onnx else None, model)
+    if as_json:
+        print_json({**report.to_dict(), **({} if dry_run else {"files": files})})
         return
-    _print(report, ", dry run: nothing was pruned" if options.dry_run else "")
+    _print(report, ", dry run: nothing was pruned" if dry_run else "")
     for what, path in files.items():
         typer.echo(f"{what}: {path}")
-    if options.out is None and not options.dry_run:
+    if out is None and not dry_run:
         typer.echo("nothing was written; pass --out FOLDER to save the pruned model")
+
+
+def _read_runtimes(text: str) -> tuple[str, ...]:
+    """Read `eager,compile`, or `none`."""
+    from sparsekit.measure.budget import RUNTIMES
+
+    found = tuple(name.strip() for name in text.split(","))
+    if found == ("none",):
+        return ()
+    for name in found:
+        if name not in RUNTIMES:
+            raise InvalidValueError(f"--time must be none, or a comma-separated list of {', '.join(RUNTIMES)}; got {text!r}")
+    return found
+
+
+def _without_data(criterion: str) -> Criterion:
+    from sparsekit.criteria.batches import DataDriven
+    from sparsekit.criteria.by_name import as_criterion
+
+    found = as_criterion(criterion)
+    if isinstance(found, DataDriven) and found.batches is None:
+        raise InvalidValueError(f"criterion {criterion!r} needs data; pass --dataset")
+    return found
 
 
 def _print(report: PruneReport, how: str) -> None:
@@ -79,125 +259,26 @@ def _print(report: PruneReport, how: str) -> None:
         print_wrapped(in_flags(note))
 
 
-class PruneJob:
-    """One run of `sparsekit prune`."""
+def _write(pruned: Pruned, folder: Path, exported: ModelInputs | None, model: str) -> dict[str, str]:
+    """Write all files of the run, and an ONNX file for example inputs if there are any; what → path."""
+    from sparsekit.pruning.report import PAGE, prune_page
+    from sparsekit.surgery.onnx import export_onnx
 
-    def __init__(self, options: PruneOptions, *, progress: bool) -> None:
-        from sparsekit.allocation.schedule import Schedule
-
-        shape, _, steps = options.schedule.partition("=")
-        if steps and not steps.isdecimal():
-            raise InvalidValueError(f"--schedule must be a name or NAME=steps, as in cubic=3, got {options.schedule!r}")
-        self.schedule = Schedule(shape, int(steps or 1))
-        self.runtimes = read_runtimes(options.time)
-        for name in ("epochs", "distill", "reconstruct"):
-            if getattr(options, name) not in (None, 0, "none") and options.dataset is None:
-                raise InvalidValueError(f"--{name} needs data; pass --dataset, a name or package.module:loader")
-        if not 0.0 <= options.lr < math.inf:
-            raise InvalidValueError(f"--lr must be a finite number >= 0, got {options.lr}")
-        if options.distill and not options.epochs:
-            raise InvalidValueError("--distill sets the loss of fine-tuning; pass --epochs too")
-        if options.seed < 0:
-            raise InvalidValueError(f"--seed must be an integer >= 0, got {options.seed}")
-        self.options, self.progress, self.has_data = options, progress, options.dataset is not None
-        self.model, self.inputs = load_with_inputs(options)
-        self.loss = find_loss(options.loss)
-        self.train, validation = load_data(options)
-        self.metric = metric_of(validation, self.loss)
-        self.epochs: dict[str, int] = {}
-
-    def arguments(self) -> dict[str, Any]:
-        import numpy as np
-
-        from sparsekit.measure.budget import Budget
-        from sparsekit.rng import torch_generator
-
-        options = self.options
-        return {
-            "model": self.model,
-            "example_inputs": self.inputs,
-            "budget": Budget.of(options.budget),
-            "batches": itertools.islice(self.train, options.calibration_batches) if self.has_data else None,
-            "loss": self.loss if self.has_data else None,
-            "reconstruct": _RECONSTRUCT[options.reconstruct or "both"],
-            "metric": self.metric,
-            "criterion": self._criterion(),
-            "allocation": options.allocation,
-            "exclude": options.exclude or (),
-            "multiple_of": options.multiple_of,
-            "schedule": self.schedule,
-            "finetune": self._train if options.epochs else None,
-            "prune_hidden_size": options.prune_hidden_size,
-            "generator": torch_generator(np.random.default_rng(options.seed)),
-            "progress": self.progress,
-        }
-
-    def _criterion(self) -> Any:
-        from sparsekit.criteria.batches import DataDriven
-        from sparsekit.criteria.by_name import as_criterion
-
-        named = self.options.criterion
-        if named is None or self.has_data:
-            return named
-        found = as_criterion(named)
-        if isinstance(found, DataDriven) and found.batches is None:
-            raise InvalidValueError(f"criterion {named!r} needs data; pass --dataset")
-        return found
-
-    def timed(self, pruned: Pruned) -> Pruned:
-        """Time the small and the dense model in turns; the report gets the times."""
-        pruned = replace(pruned, report=replace(pruned.report, measured={**pruned.report.measured, **self.epochs}))
-        if not self.runtimes:
-            return pruned
-        if self.progress:
-            _logger.info("timing both models; --time none leaves it out")
-        return pruned.measure_times(self.model, self.inputs, runtimes=self.runtimes)
-
-    def _train(self, small: nn.Module, step: int) -> None:
-        import torch
-
-        from sparsekit.finetuning import Distillation, finetune
-
-        options = self.options
-        done = finetune(
-            small,
-            self.train,
-            self.loss,
-            epochs=options.epochs,
-            optimizer=lambda entries: torch.optim.SGD(entries, lr=options.lr, momentum=0.9, nesterov=True, weight_decay=5e-4),
-            scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs),
-            validation=self.metric,
-            distillation=Distillation(self.model, share=options.distill) if options.distill else None,
-            seed=options.seed,
-            progress=self.progress,
-            on_epoch=_log_epoch,
-        )
-        self.epochs[f"best_epoch{f'_step{step}' if self.schedule.steps > 1 else ''}"] = done.best_epoch
-        small.eval()
-
-    def write(self, pruned: Pruned) -> dict[str, str]:
-        """Write all files of the run, if it has a folder; what → path."""
-        from sparsekit.pruning.report import PAGE, prune_page
-        from sparsekit.surgery.onnx import export_onnx
-
-        folder = self.options.out
-        if folder is None:
-            return {}
-        files = {"model": folder / _SMALL}
-        pruned.model.eval()
-        pruned.save(files["model"], page=None)
-        if self.options.onnx:
-            files["onnx"] = folder / "model.onnx"
-            export_onnx(pruned.model, self.inputs.args, files["onnx"], self.inputs.kwargs)
-        sizes = {path.name: path.stat().st_size for path in files.values()}
-        factory = f'"{self.options.model}"' if ":" in self.options.model else ""
-        files["page"] = folder / PAGE
-        text = prune_page(pruned.report, file=_SMALL, sizes=sizes, factory=factory, command=command_line())
-        files["page"].write_text(text, encoding="utf-8")
-        found = {what: str(path) for what, path in (files | {"report": folder / _REPORT}).items()}
-        text = json.dumps({**pruned.report.to_dict(), "files": found}, indent=1)
-        (folder / _REPORT).write_text(text, encoding="utf-8")  # last: where it is, the run is finished
-        return found
+    files = {"model": folder / _SMALL}
+    pruned.model.eval()
+    pruned.save(files["model"], page=None)
+    if exported is not None:
+        files["onnx"] = folder / "model.onnx"
+        export_onnx(pruned.model, exported.args, files["onnx"], exported.kwargs)
+    sizes = {path.name: path.stat().st_size for path in files.values()}
+    files["page"] = folder / PAGE
+    factory = f'"{model}"' if ":" in model else ""
+    text = prune_page(pruned.report, file=_SMALL, sizes=sizes, factory=factory, command=command_line())
+    files["page"].write_text(text, encoding="utf-8")
+    found = {what: str(path) for what, path in (files | {"report": folder / _REPORT}).items()}
+    text = json.dumps({**pruned.report.to_dict(), "files": found}, indent=1)
+    (folder / _REPORT).write_text(text, encoding="utf-8")  # last: where it is, the run is finished
+    return found
 
 
 def _log_epoch(record: EpochRecord) -> None:
@@ -205,11 +286,10 @@ def _log_epoch(record: EpochRecord) -> None:
     _logger.info("epoch %d: loss %.4f%s", record.epoch, record.loss, score)
 
 
-def _open_folder(options: PruneOptions) -> None:
+def _open_folder(folder: Path | None, *, onnx: bool) -> None:
     """Make the folder of the run, if there is one, before anything that takes long."""
-    folder = options.out
     if folder is None:
-        if options.onnx:
+        if onnx:
             raise InvalidValueError("--onnx needs --out, the folder of the run")
         return
     folder.mkdir(parents=True, exist_ok=True)

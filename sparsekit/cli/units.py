@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparsekit.cli.model_options import ModelOptions, takes
-from sparsekit.cli.model_source import load_with_inputs
+from sparsekit.cli.model_source import Device, ExampleShape, Init, Model, load_with_inputs
 from sparsekit.cli.output import AsJson, command_app, print_json, print_table, print_wrapped
 from sparsekit.graph.refusals import by_cause, folded, pattern_of
 from sparsekit.measure.budget import format_cost
@@ -19,18 +18,17 @@ if TYPE_CHECKING:
     from sparsekit.measure.cost import CostModel
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnitsOptions(ModelOptions):
-    """The options of `sparsekit units`."""
-
+def _units(
+    *,
+    model: Model,
     prune_hidden_size: Annotated[
         bool, typer.Option("--prune-hidden-size", help="Also show units that layer norms average over.")
-    ] = False
-    as_json: AsJson = False
-
-
-@takes(UnitsOptions)
-def _units(options: UnitsOptions) -> None:
+    ] = False,
+    as_json: AsJson = False,
+    init: Init = None,
+    example_shape: ExampleShape = None,
+    device: Device = "cpu",
+) -> None:
     """Show the unit groups of a model: what can be removed exactly, what cannot be pruned, and why.
 
     A factory is called without arguments and returns the module, or the module and a tuple of example inputs. Untrained models
@@ -39,13 +37,13 @@ def _units(options: UnitsOptions) -> None:
     from sparsekit.measure.cost import cost_model
     from sparsekit.tracing.trace import UnprunableWarning, trace_units
 
-    module, inputs = load_with_inputs(options)
+    module, inputs = load_with_inputs(model, init=init, shapes=example_shape or (), device=device)
     with warnings.catch_warnings():
         # The same facts are in the table.
         warnings.simplefilter("ignore", UnprunableWarning)
-        graph = trace_units(module, inputs, prune_hidden_size=options.prune_hidden_size)
-    report = _describe(options.model, graph, cost_model(module, inputs, graph))
-    if options.as_json:
+        graph = trace_units(module, inputs, prune_hidden_size=prune_hidden_size)
+    report = _describe(model, graph, cost_model(module, inputs, graph))
+    if as_json:
         print_json(report)
     else:
         _print(report, by_cause(graph.unprunable))
