@@ -25,9 +25,8 @@ from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.allocation import PreferredMultiple, Problem, allocate, global_ranking, registry, uniform
-from sparsekit.criteria import Magnitude, Random
+from sparsekit.criteria import Magnitude, Random, with_data
 from sparsekit.criteria.base import score_units
-from sparsekit.criteria.by_name import with_data
 from sparsekit.criteria.gate_gradients import inputs_of, unit_readers
 from sparsekit.criteria.orders import Scored
 from sparsekit.finetuning import Distillation, recalibrate_batchnorm, reconstruct

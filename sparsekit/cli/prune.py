@@ -236,8 +236,8 @@ def _read_runtimes(text: str) -> tuple[str, ...]:
 
 
 def _without_data(criterion: str) -> Criterion:
+    from sparsekit.criteria import as_criterion
     from sparsekit.criteria.batches import DataDriven
-    from sparsekit.criteria.by_name import as_criterion
 
     found = as_criterion(criterion)
     if isinstance(found, DataDriven) and found.batches is None:

@@ -23,21 +23,12 @@ from sparsekit.cli.commands import Commands, filled
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.registry import calling
 
-_JOURNAL = "study.journal"
-
 
 class Search:
     """A study of Optuna, the marks of the command and the sampler that fills them.
 
     Proposals follow from the seed and the scores alone: a search that was stopped in any way resumes with the same trials. With
-    several jobs, the order of their ends counts too.
-
-    Args:
-        command: The command line, with its marks.
-        axes: Name → distribution.
-        settings: Everything that must be equal to resume, as JSON values.
-        trials: Number of trials, including earlier calls.
-        jobs: Trials at a time.
+    several jobs, the order of their ends counts too. `settings` must be equal to resume; `trials` include earlier calls.
     """
 
     study: optuna.Study
@@ -162,17 +153,13 @@ def opened(
     """Open a search whose journal is in a folder; None keeps nothing. The arguments are as in `Search`."""
     search = Search(command, axes, settings, trials=trials, jobs=jobs)
     search.sampler(0)  # a wrong sampler is refused before anything is written
-    with _journal(out) as storage:
-        search.open(storage)
+    with contextlib.ExitStack() as stack:
+        search.open(None if out is None else _journal(out, stack))
         yield search
 
 
-@contextlib.contextmanager
-def _journal(out: Path | None) -> Iterator[JournalStorage | None]:
-    """Open the storage of a study in a folder, which no other process may use meanwhile; None keeps nothing."""
-    if out is None:
-        yield None
-        return
+def _journal(out: Path, stack: contextlib.ExitStack) -> JournalStorage:
+    """Open the storage of a study in a folder, which no other process may use until the stack is closed."""
     out.mkdir(parents=True, exist_ok=True)
     # The system releases this lock when the process dies; Optuna's own lock would stay.
     lock: Any = FileLock(out / ".lock", timeout=0, thread_local=False)
@@ -180,12 +167,10 @@ def _journal(out: Path | None) -> Iterator[JournalStorage | None]:
         lock.acquire()
     except Timeout as error:
         raise InvalidValueError(f"another process is tuning in {out}; wait for it, or choose another --out") from error
-    try:
-        path = out / _JOURNAL
-        if path.exists() and not (written := path.read_bytes()).endswith(b"\n"):
-            # The process died while it wrote this line, or the disk was full: without it, the work is done again.
-            with path.open("r+b") as file:
-                file.truncate(written.rfind(b"\n") + 1)
-        yield JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
-    finally:
-        lock.release()
+    stack.callback(lock.release)
+    path = out / "study.journal"
+    if path.exists() and not (written := path.read_bytes()).endswith(b"\n"):
+        # The process died while it wrote this line, or the disk was full: without it, the work is done again.
+        with path.open("r+b") as file:
+            file.truncate(written.rfind(b"\n") + 1)
+    return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))

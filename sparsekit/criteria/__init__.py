@@ -1,10 +1,16 @@
 """Criteria: the importance of units. `registry` finds them by name."""
 
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
 from sparsekit.criteria.base import Criterion, ScoringContext, is_comparable
+from sparsekit.criteria.batches import Batch, DataDriven, Loss
 from sparsekit.criteria.orders import Ordered, Random, Scored
 from sparsekit.criteria.taylor import Fisher, Taylor
 from sparsekit.criteria.wanda import Wanda
 from sparsekit.criteria.weights import Magnitude, unit_magnitudes
+from sparsekit.errors import InvalidValueError
 from sparsekit.registry import Registry
 
 __all__ = [
@@ -35,3 +41,29 @@ registry = Registry(
     },
     group="sparsekit.criteria",
 )
+
+
+def as_criterion(criterion: Criterion | type | str | None) -> Criterion:
+    """Return the criterion of a name or a class, a criterion itself, and the magnitude of the weights for None."""
+    if criterion is None:
+        return Magnitude()
+    found = registry.find(criterion) if isinstance(criterion, str) else criterion
+    try:
+        made: Criterion = found() if callable(found) and (isinstance(found, type) or not hasattr(found, "scores")) else found
+    except TypeError as error:
+        raise InvalidValueError(
+            f"criterion {criterion!r} needs more than its name: {error};"
+            f" build it, as in criterion=sparsekit.criteria.{getattr(found, '__name__', criterion)}(...)"
+        ) from error
+    return made
+
+
+def with_data(
+    criterion: Criterion | type | str | None, batches: Iterable[Batch], loss: Loss | None, *, progress: bool | None = False
+) -> Criterion:
+    """Return a criterion; if it reads data and has none, it gets these, at most 40 of them. None is `Fisher`."""
+    made = Fisher() if criterion is None else as_criterion(criterion)
+    if not isinstance(made, DataDriven) or made.batches is not None:
+        return made
+    given: dict[str, Any] = {"batches": batches, "loss": loss, "limit": 40, "progress": progress}
+    return replace(made, **{name: value for name, value in given.items() if getattr(made, name) in (None, False)})

@@ -17,9 +17,9 @@ from sparsekit.allocation.by_cost import global_ranking
 from sparsekit.allocation.limits import Limits, Multiples
 from sparsekit.allocation.problem import Allocation, name_of
 from sparsekit.allocation.schedule import Schedule
+from sparsekit.criteria import as_criterion, with_data
 from sparsekit.criteria.base import Criterion, is_comparable
 from sparsekit.criteria.batches import DataDriven
-from sparsekit.criteria.by_name import as_criterion, with_data
 from sparsekit.errors import InvalidValueError, UnsupportedModelError, level_of_user
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.layers import LayerRule
