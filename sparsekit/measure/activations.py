@@ -50,50 +50,67 @@ def measure_shrinkage(
     A call that the lengths of narrow passes do not explain counts as unchanged, so that costs are then too high and never too
     low. `dense` is a pass of the model.
     """
-    first = {name: tied[0] for tied in graph.tied_sets for name in tied}
     lost = {tied[0]: _half(graph, tied) for tied in graph.tied_sets}
-    size = {tied[0]: min(graph.groups[name].size for name in tied) for tied in graph.tied_sets}
-
-    def counts(halved: Collection[str]) -> dict[str, int]:
-        of = {name: size[home] - lost[home] for name, home in first.items() if home in halved}
-        return {name: of.get(name, group.size) for name, group in graph.groups.items()}
 
     @cache
     def record(halved: frozenset[str]) -> Recorder | None:
         """Run the model with half of some widths; None if it fails, such as by a normalization that refuses so little."""
-        keep = {name: torch.arange(graph.groups[name].size) < kept for name, kept in counts(halved).items()}
+        keep = {name: torch.arange(graph.groups[name].size) < kept for name, kept in _counts(graph, lost, halved).items()}
         try:
             return record_pass(narrow_module(model, graph, keep), args, kwargs) if halved else dense
         except (TraceError, RuntimeError, ValueError, TypeError, IndexError):
             return None
 
-    every = frozenset(size)
-    narrow = record(every)
-    found: dict[int, Lengths] = {}
+    narrow = record(frozenset(lost)) if lost else None
+    if narrow is None:
+        return {}
     # A narrow layer may use its weights by other calls than a dense one, and still make the same products.
-    for of_weights in (False, True) if narrow is not None and every else ():
-        assert narrow is not None
-        own, halves = _calls(dense, of_weights), _calls(narrow, of_weights)
-        keys = [call.key for call in own.values()]
-        if [call.key for call in halves.values()] != keys:
-            continue
-        after = {place: narrow.amount(call) for place, call in zip(own, halves.values())}
-        changed = [place for place, call in own.items() if dense.amount(call) != after[place]]
+    return {
+        place: lengths
+        for of_weights in (False, True)
+        for place, lengths in _changes(dense, narrow, record, graph, lost, of_weights=of_weights).items()
+    }
 
-        def shapes(
-            halved: Collection[str], kind: bool = of_weights, keys: list[str | None] = keys, wanted: Collection[int] = changed
-        ) -> _Shapes | None:
-            recorder = record(frozenset(halved))
-            calls = {} if recorder is None else _calls(recorder, kind)
-            if [call.key for call in calls.values()] != keys:
-                return None
-            return [call.lengths for place, call in zip(_calls(dense, kind), calls.values()) if place in wanted]
 
-        for place, spans in zip(changed, _spans(shapes, lost) if changed else ()):
-            told = _lengths(dense.amount(own[place]), own[place].lengths, spans, graph)
-            if told is not None and told.at(counts(every)) == after[place]:
-                found[place] = told
+def _changes(
+    dense: Recorder,
+    narrow: Recorder,
+    record: Callable[[frozenset[str]], Recorder | None],
+    graph: UnitGraph,
+    lost: Mapping[str, int],
+    *,
+    of_weights: bool,
+) -> dict[int, Lengths]:
+    """Return the same for calls that read a weight, or for products; `narrow` is a pass with all widths halved."""
+    own, halves = _calls(dense, of_weights), _calls(narrow, of_weights)
+    keys = [call.key for call in own.values()]
+    if [call.key for call in halves.values()] != keys:
+        return {}
+    after = {place: narrow.amount(call) for place, call in zip(own, halves.values())}
+    changed = [place for place, call in own.items() if dense.amount(call) != after[place]]
+
+    def shapes(halved: Collection[str]) -> _Shapes | None:
+        recorder = record(frozenset(halved))
+        calls = {} if recorder is None else _calls(recorder, of_weights)
+        if [call.key for call in calls.values()] != keys:
+            return None
+        return [call.lengths for place, call in zip(own, calls.values()) if place in changed]
+
+    found = {}
+    for place, spans in zip(changed, _spans(shapes, lost) if changed else ()):
+        told = _lengths(dense.amount(own[place]), own[place].lengths, spans, graph)
+        if told is not None and told.at(_counts(graph, lost, lost)) == after[place]:
+            found[place] = told
     return found
+
+
+def _counts(graph: UnitGraph, lost: Mapping[str, int], halved: Collection[str]) -> dict[str, int]:
+    """Return group name → units kept if some widths, by the first name of their tied groups, are halved."""
+    counts = {name: group.size for name, group in graph.groups.items()}
+    for tied in graph.tied_sets:
+        if tied[0] in halved:
+            counts |= dict.fromkeys(tied, min(graph.groups[name].size for name in tied) - lost[tied[0]])
+    return counts
 
 
 def _half(graph: UnitGraph, tied: Sequence[str]) -> int:
