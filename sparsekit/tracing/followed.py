@@ -1,7 +1,9 @@
 """FollowNumbers: while a model is traced, integers that it holds and lengths of axes remember where they were read."""
 
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from contextvars import Token
 from dataclasses import replace
 from typing import Any
@@ -20,6 +22,21 @@ _UNFLATTEN = (Tensor.unflatten, torch.unflatten)
 _COUNTS = (Tensor.numel, torch.numel, Tensor.nelement)
 _MAKERS = (torch.tensor, torch.as_tensor, torch.full, torch.scalar_tensor, Tensor.new_tensor, Tensor.new_full, Tensor.fill_)
 _ITSELF = Size()
+
+
+@contextmanager
+def _einops_uncached() -> Iterator[None]:
+    """Let einops work out each shape again: its cache returns the numbers of another layer that are equal."""
+    home: Any = sys.modules.get("einops.einops")
+    cached: Any = getattr(home, "_reconstruct_from_shape", None)
+    if not hasattr(cached, "__wrapped__"):
+        yield
+        return
+    home._reconstruct_from_shape = cached.__wrapped__
+    try:
+        yield
+    finally:
+        home._reconstruct_from_shape = cached
 
 
 def hold_numbers(tracer: Tracer, model: nn.Module, rules: Mapping[type[nn.Module], LayerRule] | None) -> None:
@@ -51,15 +68,18 @@ class FollowNumbers(TorchFunctionMode):
         super().__init__()
         self.tracer = tracer
         self._tokens: list[Token[Any]] = []
+        self._uncached = ExitStack()
 
     def __enter__(self) -> "FollowNumbers":
         self._tokens.append(USED.set(self.tracer.note_compared))
+        self._uncached.enter_context(_einops_uncached())
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         USED.reset(self._tokens.pop())
+        self._uncached.close()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -286,3 +286,18 @@ def test_one_integer_of_a_module_is_set_without_touching_what_others_hold() -> N
     assert second.shared is shared
     assert shared == {"sizes": [Config(), 3]}
     assert not set_held(first, ("shared", "nothing"), 4)
+
+
+def test_heads_that_einops_splits_are_found_in_every_layer() -> None:
+    einops = pytest.importorskip("einops", reason="pip install einops")
+
+    def run(m: Any, x: Tensor) -> Any:
+        q, k, v = (einops.rearrange(t, "b n (h d) -> b h n d", h=m.heads) for t in m.packed(x).chunk(3, -1))
+        return m.out(einops.rearrange(F.scaled_dot_product_attention(q, k, v), "b h n d -> b n (h d)"))
+
+    layers = [Lambda(run, heads=3, packed=nn.Linear(6, 36), out=nn.Linear(12, 6)) for _ in range(2)]
+    model, x = nn.Sequential(nn.Linear(4, 6), *layers, nn.Linear(6, 2)), torch.randn(2, 5, 4)
+    model(x)  # fills the cache of einops with plain integers
+    graph, told = trace(model, x)
+    assert ([group.size for group in graph.groups.values()], told) == ([6, 3, 6, 3, 6], [])
+    check_masked_equals_compact(model, (x,), {}, graph, random_mask(graph, 0.5, 0), gradients=False)
