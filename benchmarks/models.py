@@ -150,7 +150,8 @@ def segformer() -> Any:
 
 
 def video(kind: str, **options: Any) -> Any:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32}
+    # Four inner features for each feature, as published.
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32}
     sizes |= {"patch_size": 8, "num_frames": 4, "num_labels": 5}
     return hugging(kind, {"pixel_values": torch.randn(1, 4, 3, 32, 32)}, **sizes | options)
 
