@@ -3,8 +3,8 @@
 import contextlib
 import multiprocessing
 import sys
-from collections.abc import Iterable, Iterator, Sized
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any, TypeVar
 
 _Item = TypeVar("_Item")
 _drawing: list[str] = []
@@ -29,17 +29,15 @@ def track(items: Iterable[_Item], description: str, *, show: bool | None, total:
     if not _shown(show):
         yield from items
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
     if total is None and isinstance(items, Sized):
         total = len(items)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with _only(description), Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(description, total=total)
+    with _drawn(description, total, *columns) as advance:
         for item in items:
             yield item
-            bar.advance(task)
+            advance()
 
 
 @contextlib.contextmanager
@@ -48,19 +46,21 @@ def working(description: str, *, show: bool | None) -> Iterator[None]:
     if not _shown(show):
         yield
         return
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with _only(description), Progress(*columns, console=Console(stderr=True)) as line:
-        line.add_task(description, total=None)
+    with _drawn(description, None, SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()):
         yield
 
 
 @contextlib.contextmanager
-def _only(description: str) -> Iterator[None]:
+def _drawn(description: str, total: int | None, *columns: Any) -> Iterator[Callable[[], None]]:
+    from rich.console import Console
+    from rich.progress import Progress
+
     _drawing.append(description)
     try:
-        yield
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task(description, total=total)
+            yield lambda: bar.advance(task)
     finally:
         _drawing.remove(description)

@@ -24,7 +24,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice
 from sparsekit.graph.mask import UnitMask
-from sparsekit.layers import LayerRule, resize
+from sparsekit.layers import LayerRule, Rules, resize
 from sparsekit.measure.budget import Budget
 from sparsekit.measure.cost import cost_model
 from sparsekit.surgery.compaction import compact, compact_state, expand
@@ -32,8 +32,6 @@ from sparsekit.surgery.rebuild import named_entries
 from sparsekit.surgery.saving import load_compact, save_compact
 from sparsekit.tracing.inputs import find_tensors
 from sparsekit.tracing.trace import trace_units
-
-_Rules = Mapping[type[nn.Module], LayerRule]
 
 
 def example_graph() -> UnitGraph:
@@ -280,15 +278,15 @@ class RuleContract:
     """
 
     @pytest.fixture
-    def rules(self, rule: LayerRule) -> _Rules:
+    def rules(self, rule: LayerRule) -> Rules:
         return dict.fromkeys(rule.types, rule)
 
     @pytest.fixture
-    def graph(self, network: nn.Module, inputs: tuple[Any, ...], rules: _Rules) -> UnitGraph:
+    def graph(self, network: nn.Module, inputs: tuple[Any, ...], rules: Rules) -> UnitGraph:
         return trace_units(network, inputs, rules=rules)
 
     def test_units_reach_the_layer_and_a_whole_one_keeps_its_sizes(
-        self, network: nn.Module, rule: LayerRule, rules: _Rules, graph: UnitGraph
+        self, network: nn.Module, rule: LayerRule, rules: Rules, graph: UnitGraph
     ) -> None:
         layers = [name for name, module in network.named_modules() if isinstance(module, rule.types)]
         assert layers, "the network must contain a layer of one of rule.types"
@@ -303,7 +301,7 @@ class RuleContract:
         self,
         network: nn.Module,
         inputs: tuple[Any, ...],
-        rules: _Rules,
+        rules: Rules,
         graph: UnitGraph,
         ratio: float,
         train: bool,
@@ -330,7 +328,7 @@ class RuleContract:
         self,
         network: nn.Module,
         inputs: tuple[Any, ...],
-        rules: _Rules,
+        rules: Rules,
         graph: UnitGraph,
         tmp_path: Path,
     ) -> None:

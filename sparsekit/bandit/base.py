@@ -126,13 +126,8 @@ class Box:
                 raise InvalidValueError(f"{name} must be an Interval, got {interval!r}; write Interval(low, high)")
         object.__setattr__(self, "intervals", dict(self.intervals))
 
-    def __hash__(self) -> int:
-        return hash(tuple(self.intervals.items()))
-
     def __contains__(self, point: Mapping[str, float]) -> bool:
-        return point.keys() == self.intervals.keys() and all(
-            point[name] in interval for name, interval in self.intervals.items()
-        )
+        return point.keys() == self.intervals.keys() and all(point[name] in own for name, own in self.intervals.items())
 
     def check(self, point: Mapping[str, float]) -> dict[str, float]:
         """Return `point` with Python floats, in the order of the intervals.

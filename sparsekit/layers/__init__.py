@@ -4,7 +4,6 @@ A rule is a `LayerRule`. The `trace` of an opaque layer gets the `Tracer` and de
 `Labels` for each axis that carries units; its sources are `NOT_ZERO` or `ALWAYS_ZERO` where no gate matters.
 """
 
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import nn
 from sparsekit._torch import ConvNd
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, Labels, TensorLabels
-from sparsekit.layers.base import LayerRule, of_type
+from sparsekit.layers.base import LayerRule, Rules, of_type
 from sparsekit.registry import Registry
 
 __all__ = [
@@ -21,6 +20,7 @@ __all__ = [
     "NOT_ZERO",
     "Labels",
     "LayerRule",
+    "Rules",
     "TensorLabels",
     "Tracer",
     "find_rule",
@@ -57,13 +57,13 @@ def _known() -> dict[type[nn.Module] | str, LayerRule]:
     return found
 
 
-def find_rule(module: nn.Module, extra: Mapping[type[nn.Module], LayerRule] | None = None) -> LayerRule | None:
+def find_rule(module: nn.Module, extra: Rules | None = None) -> LayerRule | None:
     """Return the rule of the nearest type of `module`, or None. `extra`: type → rule, asked before the table."""
     table: dict[Any, LayerRule] = {**_known(), **(extra or {})}
     return of_type(module, table)
 
 
-def resize(model: nn.Module, extra: Mapping[type[nn.Module], LayerRule] | None = None) -> None:
+def resize(model: nn.Module, extra: Rules | None = None) -> None:
     """Set the sizes of every layer in `model` from the shapes of its parameters. `extra`: type → rule, asked first."""
     for module in model.modules():
         rule = find_rule(module, extra)

@@ -4,7 +4,6 @@ Its heads together need not be as wide as its input once some of them are gone: 
 """
 
 import inspect
-from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from sparsekit._torch import set_packed_projections
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import NOT_ZERO, IntArray, Labels, TensorLabels
-from sparsekit.layers.base import LayerRule
+from sparsekit.layers.base import Args, Kwargs, LayerRule, Run
 from sparsekit.runtime.narrow_attention import NarrowMultiheadAttention
 
 _ARGUMENTS = tuple(inspect.signature(nn.MultiheadAttention.forward).parameters)[1:]
@@ -50,9 +49,7 @@ class MultiheadAttentionRule(LayerRule):
         # False also switches off the fused path of a transformer layer, which assumes a square projection.
         set_packed_projections(module, whole and len(weights) == 1)
 
-    def trace(
-        self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def trace(self, tracer: Tracer, module: nn.Module, run: Run, args: Args, kwargs: Kwargs) -> Any:
         assert isinstance(module, nn.MultiheadAttention)
         outputs = run(*args, **kwargs)
         given = dict(zip(_ARGUMENTS, args, strict=False)) | dict(kwargs)

@@ -1,13 +1,16 @@
 """LayerRule: all that is known about one layer family."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from torch import nn
 
 from sparsekit.labels.tracer import Tracer
 
 Found = TypeVar("Found")
+Run: TypeAlias = Callable[..., Any]
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = Mapping[str, Any]
 
 
 def of_type(module: nn.Module, table: Mapping[Any, Found]) -> Found | None:
@@ -49,9 +52,7 @@ class LayerRule:
             module: A module of one of `types`, with its narrow parameters in place.
         """
 
-    def trace(
-        self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def trace(self, tracer: Tracer, module: nn.Module, run: Run, args: Args, kwargs: Kwargs) -> Any:
         """Run an opaque layer and say which units its outputs carry.
 
         Args:
@@ -66,3 +67,7 @@ class LayerRule:
         """
         del tracer, module
         return run(*args, **kwargs)
+
+
+Rules: TypeAlias = Mapping[type[nn.Module], LayerRule]
+"""Type → rule."""

@@ -1,6 +1,5 @@
 """Weights that are computed from other parameters: weight norm can be cut exactly, spectral norm and orthogonal ones cannot."""
 
-from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -9,7 +8,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from sparsekit._torch import ParametrizedOrthogonal, ParametrizedSpectralNorm, ParametrizedWeightNorm, pre_hooks
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import Cause, TensorLabels
-from sparsekit.layers.base import LayerRule
+from sparsekit.layers.base import Args, Kwargs, LayerRule, Run
 
 _SPECTRAL = "spectral_norm divides by a norm of the whole weight"
 
@@ -43,9 +42,7 @@ class WeightNormRule(LayerRule):
 
     types: ClassVar[tuple[type[nn.Module], ...]] = (ParametrizedWeightNorm,)
 
-    def trace(
-        self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def trace(self, tracer: Tracer, module: nn.Module, run: Run, args: Args, kwargs: Kwargs) -> Any:
         weight = run(*args, **kwargs)
         length, direction = args
         tracer.set(weight, normed_weight(tracer, direction, length, module.dim))  # type: ignore[arg-type]
@@ -57,9 +54,7 @@ class WholeWeightRule(LayerRule):
 
     types: ClassVar[tuple[type[nn.Module], ...]] = (ParametrizedSpectralNorm, ParametrizedOrthogonal)
 
-    def trace(
-        self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def trace(self, tracer: Tracer, module: nn.Module, run: Run, args: Args, kwargs: Kwargs) -> Any:
         weight: Tensor = run(*args, **kwargs)
         spectral = isinstance(module, ParametrizedSpectralNorm)
         reason = _SPECTRAL if spectral else "rows and columns of an orthogonal weight depend on each other"

@@ -1,6 +1,6 @@
 """LSTM, GRU and Elman networks: hidden unit h owns row g·H + h of every gate g and column h of the recurrence."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 from sparsekit._torch import flat_weights, parameters_of, reset_flat_weights, tree_leaves
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, IntArray, Labels, TensorLabels, joined
-from sparsekit.layers.base import LayerRule
+from sparsekit.layers.base import Args, Kwargs, LayerRule, Run
 
 _KINDS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
@@ -110,9 +110,7 @@ class RecurrentRule(LayerRule):
         else:
             module.flatten_parameters()  # one block of memory again, for cuDNN
 
-    def trace(
-        self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def trace(self, tracer: Tracer, module: nn.Module, run: Run, args: Args, kwargs: Kwargs) -> Any:
         assert isinstance(module, nn.RNNBase | nn.RNNCellBase)
         outputs = run(*args, **kwargs)
         x, states, names = _data(args[0] if args else kwargs["input"]), _states(args, kwargs), _names(module)

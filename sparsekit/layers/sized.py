@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 from sparsekit._torch import ConvNd, InstanceNorm, NormBase, buffers_of, channel_axis, parameters_of
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import TensorLabels
-from sparsekit.layers.base import LayerRule, of_type
+from sparsekit.layers.base import Args, Kwargs, LayerRule, Run, of_type
 
 _Sizes: TypeAlias = Callable[[Any, Sequence[int]], Mapping[str, Any]]
 
@@ -85,9 +85,7 @@ class InstanceNormRule(SizedRule):
     types: ClassVar[tuple[type[nn.Module], ...]] = (InstanceNorm,)
     type_names: ClassVar[tuple[str, ...]] = ()
 
-    def trace(
-        self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def trace(self, tracer: Tracer, module: nn.Module, run: Run, args: Args, kwargs: Kwargs) -> Any:
         """Unite the channels with scale, shift and statistics; without any, the number of channels must be noted."""
         assert isinstance(module, InstanceNorm)
         out = run(*args, **kwargs)

@@ -17,6 +17,7 @@ from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import StateDict
 from sparsekit.graph.mask import UnitMask
+from sparsekit.layers import Rules
 from sparsekit.measure.budget import Budget
 from sparsekit.measure.cost import CostModel, cost_model
 from sparsekit.pruning.result import Pruned, PrunePlan
@@ -24,7 +25,7 @@ from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.training.checkpoint import Checkpoint
 from sparsekit.training.importance import GradientImportance, ImportanceSteps, importance_targets, on_backward, set_importance
 from sparsekit.training.moving_mask import MovingMask
-from sparsekit.training.narrow_model import NarrowModel, Rules
+from sparsekit.training.narrow_model import NarrowModel
 from sparsekit.training.narrowing import LearnedNarrowing, NarrowingSteps
 from sparsekit.training.optimizers import is_distributed, watch
 from sparsekit.training.start import (

@@ -15,7 +15,7 @@ from sparsekit._torch import buffers_of
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import Axes, StateDict, cut_axes, gather, narrow_shape, scatter, scatter_
 from sparsekit.graph.mask import UnitMask
-from sparsekit.layers import LayerRule, find_rule, resize
+from sparsekit.layers import Rules, find_rule, resize
 from sparsekit.runtime.safe_convolution import guard_convolutions
 from sparsekit.surgery.compaction import guard_pretrained
 from sparsekit.surgery.optimizer_state import HasState, carried_state, entries_that_stay
@@ -30,8 +30,6 @@ from sparsekit.surgery.rebuild import (
     reshape_leaf,
     set_sizes,
 )
-
-Rules = Mapping[type[nn.Module], LayerRule]
 
 
 @dataclass(eq=False)

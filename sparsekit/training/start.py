@@ -14,6 +14,7 @@ from sparsekit.criteria.batches import Batch, read_batches
 from sparsekit.criteria.weights import unit_sums, used_weights
 from sparsekit.errors import InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.layers import Rules
 from sparsekit.pruning.prune import prune
 from sparsekit.pruning.result import Pruned, PrunePlan
 from sparsekit.pruning.settings import CANDIDATES
@@ -23,7 +24,6 @@ from sparsekit.tracing.blocks import refuse_meta
 from sparsekit.tracing.inputs import ModelInputs, refuse_inference
 from sparsekit.tracing.trace import trace_units
 from sparsekit.training.importance import GradientImportance, split_units
-from sparsekit.training.narrow_model import Rules
 from sparsekit.training.narrowing import LearnedNarrowing
 
 Learning: TypeAlias = GradientImportance | LearnedNarrowing

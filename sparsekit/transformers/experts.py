@@ -5,7 +5,7 @@ Under a mask, the router chooses among kept experts alone, as in the narrow mode
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import IntArray, NormNote, TensorLabels
-from sparsekit.layers.base import LayerRule, of_type
+from sparsekit.layers.base import Args, Kwargs, LayerRule, Run, of_type
 
 _FAMILIES = {
     "flex_olmo": "FlexOlmo",
@@ -65,9 +65,7 @@ class RouterRule(LayerRule):
         """Set `num_experts` and `hidden_dim`."""
         _set_sizes(module, zip(("num_experts", "hidden_dim"), module.get_parameter("weight").shape, strict=True))
 
-    def trace(
-        self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def trace(self, tracer: Tracer, module: nn.Module, run: Run, args: Args, kwargs: Kwargs) -> Any:
         """Label the scores with the experts; the choice for a token tells the experts whose rows these are."""
         outputs = run(*args, **kwargs)
         router: Any = module
@@ -113,9 +111,7 @@ class ExpertsRule(LayerRule):
         names = ("num_experts", "hidden_dim", "hidden_size", "intermediate_dim", "intermediate_size")
         _set_sizes(module, zip(names, (number, width, width, inner, inner), strict=True))
 
-    def trace(
-        self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def trace(self, tracer: Tracer, module: nn.Module, run: Run, args: Args, kwargs: Kwargs) -> Any:
         """Unite both weights with the rows of the router, and the two halves of the first with the columns of the second."""
         out = run(*args, **kwargs)
         x, index, _ = _given(module, args, kwargs)

@@ -4,7 +4,6 @@ The gated norm averages over all heads, so that heads can go with prune_hidden_s
 C, the same head of every such group goes.
 """
 
-from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import IntArray, Labels, NormNote, TensorLabels
-from sparsekit.layers.base import LayerRule
+from sparsekit.layers.base import Args, Kwargs, LayerRule, Run
 
 
 class Mamba2Rule(LayerRule):
@@ -25,9 +24,7 @@ class Mamba2Rule(LayerRule):
         mixer.num_heads = mixer.A_log.shape[0]
         mixer.intermediate_size, mixer.conv_dim = mixer.num_heads * mixer.head_dim, mixer.conv1d.weight.shape[0]
 
-    def trace(
-        self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def trace(self, tracer: Tracer, module: nn.Module, run: Run, args: Args, kwargs: Kwargs) -> Any:
         """Unite the parts of each head, and note the average over all heads."""
         out = run(*args, **kwargs)
         mixer: Any = module
