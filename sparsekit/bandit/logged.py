@@ -102,7 +102,17 @@ class LoggedBandit(ABC):
         Raises:
             InvalidValueError: `upper` is below the interval, NaN, or given for a `Box`.
         """
-        bound = None if upper is None else self._check_upper(upper)
+        bound = upper
+        if upper is not None:
+            if not isinstance(self.space, Interval):
+                raise InvalidValueError("upper bounds the one value of an Interval; for a Box, narrow its intervals")
+            bound = check_number(upper, "upper")
+            if bound < self.space.low:
+                raise InvalidValueError(
+                    f"upper must be at least {self.space.low!r}, the lowest value of the space, got {upper!r};"
+                    " widen the space, or ask without a bound and execute another value"
+                )
+            bound = bound if bound < self.space.high else None
         value = self._choose(bound)
         id, self._next = self._next, self._next + 1
         self._open[id] = value
@@ -115,20 +125,6 @@ class LoggedBandit(ABC):
             raise InvalidValueError("no reward has been told yet, so no pull is best; tell() one first")
         pull, _ = self._told[self._place_of_best()]
         return self._pull(pull.id, pull.value)
-
-    # --- checks ---
-
-    def _check_upper(self, upper: float) -> float | None:
-        """Return the bound of a proposal; None if it bounds nothing."""
-        if not isinstance(self.space, Interval):
-            raise InvalidValueError("upper bounds the one value of an Interval; for a Box, narrow its intervals")
-        bound = check_number(upper, "upper")
-        if bound < self.space.low:
-            raise InvalidValueError(
-                f"upper must be at least {self.space.low!r}, the lowest value of the space, got {upper!r};"
-                " widen the space, or ask without a bound and execute another value"
-            )
-        return bound if bound < self.space.high else None
 
     def _executed_value(self, pull: Pull) -> tuple[Any, bool]:
         """Check an open pull; return its value, and whether another one was proposed."""

@@ -114,17 +114,13 @@ class SplitUCBV(LoggedBandit):
         return (self.space.to_unit(value),) if isinstance(self.space, Interval) else self.space.to_unit(value)
 
     def tell(self, pull: Pull, reward: float, *, cost: float = 1.0, eliminate: Side | None = None) -> None:
-        """Report the reward of a pull.
+        """Report the reward of a pull; see `Bandit.tell`.
 
         Args:
             pull: The pull that `ask` returned, or `Pull(pull.id, tried)` if another value was tried.
             reward: Larger is better.
-            cost: What the trial took, above 0, in any unit. If given, the search maximizes Σ reward / Σ cost.
+            cost: Cost of the trial, above 0, in any unit. If given, the search maximizes Σ reward / Σ cost.
             eliminate: "below" or "above": never propose that side of the value in its cell again. For an `Interval` only.
-
-        Raises:
-            InvalidValueError: the pull is not open, its value is outside the space, the reward is NaN or infinite, the cost is
-                not above 0, or `eliminate` has another value. Nothing changes then, and the pull stays open.
         """
         price = cost if type(cost) is float else check_number(cost, "cost")
         weight = price / (self._unit_cost or price) if price > 0.0 else 0.0

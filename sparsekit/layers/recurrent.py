@@ -33,10 +33,6 @@ def _data(x: Any) -> Tensor:
     return tensor
 
 
-def _states(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    return [t for t in tree_leaves(args[1] if len(args) > 1 else kwargs.get("hx")) if isinstance(t, Tensor)]
-
-
 def _units(tracer: Tracer, weights: Mapping[str, Tensor], gates: int) -> Labels | None:
     """Unite the gate rows of one layer and direction; None for a single unit.
 
@@ -113,7 +109,8 @@ class RecurrentRule(LayerRule):
     def trace(self, tracer: Tracer, module: nn.Module, run: Run, args: Args, kwargs: Kwargs) -> Any:
         assert isinstance(module, nn.RNNBase | nn.RNNCellBase)
         outputs = run(*args, **kwargs)
-        x, states, names = _data(args[0] if args else kwargs["input"]), _states(args, kwargs), _names(module)
+        x, names = _data(args[0] if args else kwargs["input"]), _names(module)
+        states = [t for t in tree_leaves(args[1] if len(args) > 1 else kwargs.get("hx")) if isinstance(t, Tensor)]
         own, known = list(module.parameters()), parameters_of(module)
         computed = {*vars(module), *dir(type(module))} - set(known)  # as an older hook or a parametrization has them
         missing = [name for layer in names for way in layer for name in way if name in computed]

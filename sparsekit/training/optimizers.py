@@ -157,8 +157,14 @@ def _holds(optimizer: Any, masked: Any) -> bool:
 def _find(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     if _seen.get(optimizer) != len(optimizer.param_groups):
         for masked in list(_masks):
-            if optimizer not in masked.optimizers and _holds(optimizer, masked):
-                _meet(optimizer, masked)
+            if optimizer in masked.optimizers or not _holds(optimizer, masked):
+                continue
+            if masked.mask_changed and any(_has_begun(optimizer.state.get(leaf) or {}, leaf) for leaf in masked.weights()):
+                raise InvalidValueError(
+                    f"the state of this {type(optimizer).__name__} predates the current mask; call"
+                    " masked.add_optimizer(optimizer) after optimizer.load_state_dict"
+                )
+            masked.add_optimizer(optimizer)
         _seen[optimizer] = len(optimizer.param_groups)
 
 
@@ -167,15 +173,6 @@ def _has_begun(state: Mapping[str, Any], leaf: Tensor) -> bool:
     fresh = "step" in state and float(state["step"]) == 0.0
     fits = all(value.shape == leaf.shape for value in state.values() if isinstance(value, Tensor) and value.dim())
     return bool(state) and not (fresh and fits)
-
-
-def _meet(optimizer: Optimizer, masked: Any) -> None:
-    if masked.mask_changed and any(_has_begun(optimizer.state.get(leaf) or {}, leaf) for leaf in masked.weights()):
-        raise InvalidValueError(
-            f"the state of this {type(optimizer).__name__} predates the current mask; call"
-            " masked.add_optimizer(optimizer) after optimizer.load_state_dict"
-        )
-    masked.add_optimizer(optimizer)
 
 
 def _guard(wrapper: nn.Module, _name: str, module: nn.Module | None) -> None:
@@ -219,8 +216,12 @@ def find_holders(masked: Any) -> None:
 
 
 def _join(wrapper: DistributedDataParallel, masked: Any) -> None:
-    _broadcast(masked, wrapper.process_group)
-    masked.optimizers.process_group = wrapper.process_group
+    """Load the first rank's state, of which DistributedDataParallel itself broadcasts the narrow entries alone."""
+    group: Any = wrapper.process_group
+    box: list[Any] = [{name: value.cpu() for name, value in masked.state_dict().items()}]
+    torch.distributed.broadcast_object_list(box, src=torch.distributed.get_global_rank(group, 0), group=group)
+    masked.load_state_dict(box[0])
+    masked.optimizers.process_group = group
     _refuse_other_shapes(wrapper, masked)
 
 
@@ -236,10 +237,3 @@ def _refuse_other_shapes(wrapper: DistributedDataParallel, masked: Any) -> None:
             )
 
     wrapper.register_forward_pre_hook(check)
-
-
-def _broadcast(masked: Any, group: Any) -> None:
-    """Load the first rank's state: DistributedDataParallel itself broadcasts the narrow entries alone."""
-    box: list[Any] = [{name: value.cpu() for name, value in masked.state_dict().items()}]
-    torch.distributed.broadcast_object_list(box, src=torch.distributed.get_global_rank(group, 0), group=group)
-    masked.load_state_dict(box[0])
