@@ -57,9 +57,6 @@ class _Bandits:
         # Trial → its open pulls; told pull → its trial, if one bandit proposes all parameters.
         self._asked: dict[int, list[Any]] = {}
         self._trials: dict[int, int] = {}
-        # Range of the rewards, which replaces infinite ones; trials that wait for a finite one.
-        self._least, self._most = math.inf, -math.inf
-        self._waiting: list[tuple[FrozenTrial, float]] = []
         intervals = {name: _interval(axis) for name, axis in self.axes.items()}
         self._groups: list[tuple[tuple[str, ...], Bandit]] = []
         if len(intervals) > 1:
@@ -111,24 +108,13 @@ class _Bandits:
             trial.distributions.get(name) == axis and float(values[name]) in _interval(axis) for name, axis in self.axes.items()
         )
         pulls = self._pulls(trial.number)
-        if not fits or (reward is not None and math.isnan(reward)):
-            del self._asked[trial.number]  # their pulls stay open, which costs nothing
-            return
-        if reward is not None and math.isinf(reward):
-            if self._least > self._most:
-                self._waiting.append((trial, reward))
-                return
-            reward = self._most if reward > 0 else self._least
         del self._asked[trial.number]
+        if not fits or (reward is not None and math.isnan(reward)):
+            return  # the pulls stay open, which costs nothing
         self._seen.setdefault(tuple(values.values()), []).append(reward)
         self._tell(pulls, values, reward)
-        if reward is None:
-            return
-        self._trials[pulls[0].id] = trial.number
-        self._least, self._most = min(self._least, reward), max(self._most, reward)
-        waiting, self._waiting = self._waiting, []
-        for before, infinite in waiting:
-            self.learn(before, infinite)
+        if reward is not None:
+            self._trials[pulls[0].id] = trial.number
 
     def best(self) -> int | None:
         if len(self._groups) > 1 or not self._trials:
@@ -150,7 +136,7 @@ class BanditSampler(BaseSampler):
     | trial | the bandit |
     |---|---|
     | complete | is told its value, or the negative if the study minimizes |
-    | complete, with an infinite value | is told the best or worst known value, once there is one |
+    | complete, with an infinite value | counts it as the worst known if it is bad, or else is not told |
     | pruned | is told its last intermediate value, since a bad value is worth knowing |
     | pruned before any intermediate value that is a number, or failed | counts it as the worst known: `Bandit.forget` |
     | running, or its process has died | waits; that costs nothing |
@@ -275,7 +261,9 @@ class BanditSampler(BaseSampler):
             return None if self._failed == "worst" else math.nan
         steps = trial.intermediate_values
         last = trial.value if trial.state == TrialState.COMPLETE else steps[max(steps)] if steps else None
-        return None if last is None or math.isnan(last) else sign * last
+        if last is None or math.isnan(last) or sign * last == -math.inf:
+            return None
+        return math.nan if math.isinf(last) else sign * last
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
