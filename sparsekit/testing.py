@@ -298,13 +298,7 @@ class RuleContract:
 
     @pytest.mark.parametrize(("ratio", "train"), [(0.2, True), (0.5, False), (0.8, True)])
     def test_gated_equals_compacted_with_its_gradients(
-        self,
-        network: nn.Module,
-        inputs: tuple[Any, ...],
-        rules: Rules,
-        graph: UnitGraph,
-        ratio: float,
-        train: bool,
+        self, network: nn.Module, inputs: tuple[Any, ...], rules: Rules, graph: UnitGraph, ratio: float, train: bool
     ) -> None:
         dense = copy.deepcopy(network).double().train(train)
         args = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, inputs)
@@ -325,12 +319,7 @@ class RuleContract:
             )
 
     def test_a_cut_network_is_saved_expanded_and_traced_again(
-        self,
-        network: nn.Module,
-        inputs: tuple[Any, ...],
-        rules: Rules,
-        graph: UnitGraph,
-        tmp_path: Path,
+        self, network: nn.Module, inputs: tuple[Any, ...], rules: Rules, graph: UnitGraph, tmp_path: Path
     ) -> None:
         mask, state = _mask(graph, 0.6, 0), network.state_dict()
         back = expand(compact_state(state, graph, mask), graph, mask, into=state)
