@@ -1,27 +1,20 @@
 """lazy_names(): names of a package that are imported when they are first used."""
 
+import ast
 import importlib
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable
 from typing import Any
 
 
-def lazy_names(
-    package: str, homes: Mapping[str, str], further: Mapping[str, str] | None = None
-) -> tuple[list[str], Callable[[str], Any]]:
-    """Make `__all__` and `__getattr__` of a package. Type checkers need the same imports below `if TYPE_CHECKING:`.
+def lazy_names(package: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package: it imports a name that the package imports below `if TYPE_CHECKING:`.
 
-    Args:
-        package: Name of the package.
-        homes: Module → the public names in it, separated by spaces; for the package itself, the names of its modules.
-        further: The same for names that can be imported, but are not in `__all__`.
-
-    Returns:
-        The public names, sorted, and the function that imports a name.
+    So Python and type checkers read the same list.
     """
-    homes, further = (
-        {name: module for module, names in each.items() for name in names.split()} for each in (homes, further or {})
-    )
-    home_of = homes | further
+    loader: Any = sys.modules[package].__spec__.loader  # type: ignore[union-attr]
+    block = next(node for node in ast.parse(loader.get_source(package)).body if isinstance(node, ast.If))
+    home_of = {name.name: str(node.module) for node in block.body if isinstance(node, ast.ImportFrom) for name in node.names}
 
     def find(name: str) -> Any:
         if name not in home_of:
@@ -32,4 +25,4 @@ def lazy_names(
             return getattr(module, name)
         return importlib.import_module(f"{home_of[name]}.{name}")
 
-    return sorted(homes), find
+    return find
