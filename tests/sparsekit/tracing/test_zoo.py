@@ -68,7 +68,7 @@ def check_saved(name: str, norms: bool, model: nn.Module, args: Any, kwargs: Any
             assert torch.equal(a, b)
     assert sk.load_mask(path, graph) == mask
     with torch.no_grad():  # memory is not shared
-        for parameter in small.parameters():
+        for parameter in (*small.parameters(), *sk.compact(model, graph, sk.UnitMask.full(graph)).parameters()):
             parameter.fill_(3.0)
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
