@@ -236,7 +236,7 @@ def test_other_runtimes_are_timed_where_asked_and_one_that_cannot_leaves_a_note(
 def test_a_compiled_and_an_exported_model_are_timed(runtime: str) -> None:
     if runtime == "onnx":
         pytest.importorskip("onnxruntime", reason="the extra 'export' is not installed")
-    model, x = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 8)), torch.randn(32, 64)
+    model, x = nn.Sequential(nn.Linear(256, 4096), nn.ReLU(), nn.Linear(4096, 8)), torch.randn(1, 256)
     times = sk.prune(model, (x,), budget="flops=25%").measure_times(model, x, runtimes=(runtime,)).report.times
     assert times[-1].runtime == runtime
     assert 0 < times[-1].after_ms < times[-1].before_ms

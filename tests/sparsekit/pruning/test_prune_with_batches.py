@@ -150,3 +150,17 @@ def test_a_global_ranking_that_starves_a_layer_warns() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", StarvedGroupsWarning)
         sk.prune(model, x, budget="flops=20%", criterion=criterion, allocation="by_cost")
+
+
+@pytest.mark.slow
+def test_efficientnet_at_three_quarters_of_its_flops_keeps_its_accuracy_without_training() -> None:
+    pytest.importorskip("efficientnet_lite_pytorch", reason="the group 'real' is not installed")
+    real_nets = pytest.importorskip("real_nets")
+    if not (real_nets.DATA / "tiny_imagenet").exists():
+        pytest.skip("no data: SPARSEKIT_DATA")
+    network = real_nets.efficientnet_lite0()
+    pruned = sk.prune(network.model, network.example, budget="flops=75%", batches=network.calibration[:20], loss=network.loss)
+    dense, small = (network.judge(model, network.validation)["accuracy"] for model in (network.model, pruned.model))
+    assert len(pruned.report.candidates) > 1
+    assert dense > 0.4
+    assert small > 0.7 * dense

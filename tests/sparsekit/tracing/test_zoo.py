@@ -1,5 +1,6 @@
 """Every architecture of the zoo, traced once: groups, the untouched model, the laws in both modes, costs, a file."""
 
+import inspect
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,55 @@ import torch
 import zoo
 import zoo_norms
 from laws import check_masked_equals_compact, check_nothing_is_lost, random_mask, snapshot
-from native import check_native
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.parametrize import type_before_parametrizations
 from zoo_base import Architecture, build
 
 import sparsekit as sk
 from sparsekit.errors import NoUnitsError
+from sparsekit.runtime import safe_convolution
+from sparsekit.runtime.narrow_attention import NarrowMultiheadAttention
 from sparsekit.surgery.rebuild import named_entries
 from sparsekit.tracing.inputs import ModelInputs, find_tensors
 from sparsekit.tracing.trace import UnprunableWarning, UnreadParametersWarning
+
+NATIVE = (
+    nn.Linear, _ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.EmbeddingBag,
+    nn.PReLU, nn.RNNBase, nn.RNNCellBase,
+)  # fmt: skip
+
+
+def _fresh(module: Any) -> nn.Module:
+    kind = type_before_parametrizations(module)
+    names = set(inspect.signature(nn.RNNBase if issubclass(kind, nn.RNNBase) else kind).parameters) - {"mode", "proj_size"}
+    given = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    if "bias" in given:
+        given["bias"] = module.bias is not None and module.bias is not False
+    fresh: nn.Module = kind(**given)
+    return fresh
+
+
+def check_native(small: nn.Module, model: nn.Module) -> None:
+    """Fail unless every layer of `small`, which has run, has the shapes of a fresh one, and the hooks and class of `model`."""
+    for path, module in small.named_modules():
+        own = [*module.parameters(), *module.buffers()]
+        if not isinstance(module, NATIVE) or (isinstance(module, nn.GroupNorm | nn.modules.batchnorm._NormBase) and not own):
+            continue  # a norm without tensors does not depend on its number
+        native = _fresh(module)
+        for key, expected in (dict(native.named_parameters()) | dict(native.named_buffers())).items():
+            assert getattr(module, key).shape == expected.shape, f"{path}.{key}"
+    for before, after in zip(model.modules(), small.modules(), strict=True):
+        kinds = type_before_parametrizations(before), type_before_parametrizations(after)
+        if kinds[0] is not kinds[1]:  # of our own classes only those that `compact` names, which are torch's own as well
+            assert kinds[1] in (NarrowMultiheadAttention, safe_convolution.Conv2d)
+            assert f"`{kinds[1].__name__}`" in str(sk.compact.__doc__)
+            assert issubclass(kinds[1], kinds[0])
+        assert dict(before.named_parameters()).keys() == dict(after.named_parameters()).keys()
+        assert len(before._forward_hooks) == len(after._forward_hooks)
+        assert len(before._forward_pre_hooks) == len(after._forward_pre_hooks)
+        assert ("forward" in vars(before)) == ("forward" in vars(after))
+
 
 CASES = [(name, False) for name in zoo.ZOO] + [(name, True) for name in zoo_norms.KEPT]
 

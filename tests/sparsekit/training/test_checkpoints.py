@@ -1,6 +1,7 @@
 """A mask moves in one place, and its checkpoint is parsed before anything is changed."""
 
 import copy
+import functools
 import io
 import pickle
 from typing import Any
@@ -33,6 +34,11 @@ def _trained(rule: str, steps: int = 2) -> tuple[sk.LearnableMask, torch.optim.O
     return masked, optimizer, (x, y)
 
 
+@functools.cache
+def _state(rule: str) -> dict[str, torch.Tensor]:
+    return _trained(rule, steps=12)[0].state_dict()
+
+
 FAULTS: dict[str, Any] = {
     "a shape": lambda state: {**state, "3.weight": torch.zeros(5, 8, 3, 3)},
     "a missing entry": lambda state: {name: value for name, value in state.items() if name != "3.bias"},
@@ -51,10 +57,9 @@ FAULTS: dict[str, Any] = {
 @pytest.mark.same_bits
 def test_a_checkpoint_that_is_refused_leaves_a_mask_as_its_copy_from_before(rule: str, fault: str) -> None:
     masked, optimizer, _ = _trained(rule)
-    other = _trained(rule, steps=12)[0]
     before, moments = copy.deepcopy(masked), copy.deepcopy(optimizer.state_dict())
     with pytest.raises((RuntimeError, InvalidValueError)):
-        masked.load_state_dict(FAULTS[fault](other.state_dict()))
+        masked.load_state_dict(FAULTS[fault](_state(rule)))
     left, right = masked.state_dict(), before.state_dict()
     assert all(torch.equal(left[name], right[name]) for name in right)
     assert (repr(masked), masked.ratio) == (repr(before), before.ratio)
