@@ -26,6 +26,10 @@ def _loader(generator: bool = False) -> DataLoader[Any]:
     return DataLoader(_data(), 12, shuffle=True, generator=torch.Generator().manual_seed(3) if generator else None)
 
 
+def _tuned(model: nn.Module, loader: Any = None, loss: Any = F.cross_entropy, **options: Any) -> sk.finetuning.FineTuned:
+    return sk.finetune(model, loader or _loader(), loss, **options)
+
+
 def _same(first: nn.Module, second: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values()))
 
@@ -45,11 +49,8 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
     optimizer: Any, scheduler: Any, step: str, more: Callable[[], dict[str, Any]], tmp_path: Path
 ) -> None:
     def train(model: nn.Module, epochs: int, checkpoint: Path | None, seed: int = 5) -> sk.finetuning.FineTuned:
-        return sk.finetune(
-            model, _loader(generator=step == "batch"), F.cross_entropy, epochs=epochs, optimizer=optimizer,
-            scheduler=scheduler, scheduler_step=step, validation=[_data(20).tensors], checkpoint=checkpoint, seed=seed,
-            **more(),
-        )  # fmt: skip
+        own = {"optimizer": optimizer, "scheduler": scheduler, "scheduler_step": step, "validation": [_data(20).tensors]}
+        return _tuned(model, _loader(step == "batch"), epochs=epochs, checkpoint=checkpoint, seed=seed, **own, **more())
 
     whole = train(make_model(), 6, None)
     train(make_model(), 3, tmp_path / "run")
@@ -67,7 +68,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
 def test_a_learnable_mask_resumes_with_its_rule(tmp_path: Path) -> None:
     def train(epochs: int, checkpoint: Path | None) -> sk.LearnableMask:
         masked = sk.LearnableMask(make_model(), (_data().tensors[0][:2],), ratio=0.5, learning=sk.GradientImportance(lr=0.5))
-        sk.finetune(masked, _loader(), F.cross_entropy, epochs=epochs, validation=[_data(20).tensors], checkpoint=checkpoint)
+        _tuned(masked, epochs=epochs, validation=[_data(20).tensors], checkpoint=checkpoint)
         return masked
 
     train(2, tmp_path / "run")
@@ -93,7 +94,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("more", "told"), WRONG)
 def test_bad_input_is_refused(more: dict[str, Any], told: str) -> None:
     with pytest.raises(InvalidValueError, match=told):
-        sk.finetune(make_model(), _loader(), **{"loss": F.cross_entropy, "epochs": 1, **more})
+        _tuned(make_model(), **{"epochs": 1, **more})
 
 
 def test_an_optimizer_may_train_a_part_of_the_model_and_the_loss() -> None:
@@ -106,19 +107,16 @@ def test_an_optimizer_may_train_a_part_of_the_model_and_the_loss() -> None:
             return F.cross_entropy(self.scale * outputs, target)
 
     model, loss = make_model(), Scaled()
-    sk.finetune(model, _loader(), loss, epochs=1, optimizer=SGD([*model[6].parameters(), *loss.parameters()], 0.1))
+    _tuned(model, loss=loss, epochs=1, optimizer=SGD([*model[6].parameters(), *loss.parameters()], 0.1))
     assert float(loss.scale) != 1
 
 
 def test_a_checkpoint_of_other_parts_or_another_model_is_refused(tmp_path: Path) -> None:
-    sk.finetune(make_model(), _loader(), F.cross_entropy, epochs=1, checkpoint=tmp_path / "run")
+    _tuned(make_model(), epochs=1, checkpoint=tmp_path / "run")
     with pytest.raises(InvalidValueError, match="this one has model, optimizer, scheduler, scaler"):
-        sk.finetune(
-            make_model(), _loader(), F.cross_entropy, epochs=2, checkpoint=tmp_path / "run",
-            scheduler=lambda o: MultiStepLR(o, [1]),
-        )  # fmt: skip
+        _tuned(make_model(), epochs=2, checkpoint=tmp_path / "run", scheduler=lambda o: MultiStepLR(o, [1]))
     with pytest.raises(InvalidValueError, match=r"is of another model: .* differ"):
-        sk.finetune(nn.Sequential(nn.Linear(6, 3)), _loader(), F.cross_entropy, epochs=2, checkpoint=tmp_path / "run")
+        _tuned(nn.Sequential(nn.Linear(6, 3)), epochs=2, checkpoint=tmp_path / "run")
 
 
 def test_the_weights_of_the_best_epoch_are_kept() -> None:
@@ -131,7 +129,7 @@ def test_the_weights_of_the_best_epoch_are_kept() -> None:
 
     records: list[EpochRecord] = []
     model = make_model()
-    found = sk.finetune(model, _loader(), F.cross_entropy, epochs=4, validation=metric, on_epoch=records.append)
+    found = _tuned(model, epochs=4, validation=metric, on_epoch=records.append)
     assert found.model is model
     assert found.best_epoch == 2
     assert tuple(records) == found.history
@@ -151,7 +149,7 @@ def test_the_best_epoch_survives_an_error_and_ctrl_c(scores: list[float] | None)
     model = make_model()
     metric = None if scores is None else lambda _: scores[len(seen)]
     with pytest.raises(KeyboardInterrupt):
-        sk.finetune(model, _loader(), F.cross_entropy, epochs=4, validation=metric, on_epoch=stop)
+        _tuned(model, epochs=4, validation=metric, on_epoch=stop)
     kept = seen[1 if scores is None else 0]
     assert all(torch.equal(entry, kept[name]) for name, entry in model.state_dict().items())
 
@@ -162,7 +160,7 @@ def test_each_submodule_trains_in_the_mode_in_which_it_was_given_unless_the_mode
     model[1].eval()
     before, modes = {name: entry.clone() for name, entry in model.state_dict().items()}, []
     model.register_forward_hook(lambda *_: modes.append((model[1].training, model[3].training)))
-    sk.finetune(model, _loader(), F.cross_entropy, epochs=2, optimizer=lambda p: SGD(p, 0.0))
+    _tuned(model, epochs=2, optimizer=lambda p: SGD(p, 0.0))
     assert set(modes) == {(not training, True)}
     same = {name: torch.equal(entry, before[name]) for name, entry in model.state_dict().items()}
     assert same["1.running_mean"] is training
@@ -171,8 +169,7 @@ def test_each_submodule_trains_in_the_mode_in_which_it_was_given_unless_the_mode
 
 def test_a_teacher_alone_pulls_its_student_to_it() -> None:
     teacher, student = make_model(1), make_model(2)
-    data = _data()
-    x = data.tensors[0]
+    x = _data().tensors[0]
 
     def distance() -> float:
         with torch.no_grad():
@@ -180,10 +177,8 @@ def test_a_teacher_alone_pulls_its_student_to_it() -> None:
 
     before = distance()
     student.train()
-    sk.finetune(
-        student, DataLoader(data, 12, shuffle=True), F.cross_entropy, epochs=25,
-        optimizer=lambda p: SGD(p, 0.1, momentum=0.9), distillation=Distillation(teacher, share=1.0),
-    )  # fmt: skip
+    pulled = {"optimizer": lambda p: SGD(p, 0.1, momentum=0.9), "distillation": Distillation(teacher, share=1.0)}
+    _tuned(student, epochs=25, **pulled)
     assert distance() < 0.3 * before
 
 
@@ -199,9 +194,7 @@ def test_a_checkpoint_holds_no_code_and_says_so_when_it_is_first_written(tmp_pat
             return {**super().state_dict(), "x": nn.Linear(1, 1)}
 
     def train(optimizer: Any, epochs: int = 1) -> Any:
-        return sk.finetune(
-            make_model(), _loader(), F.cross_entropy, epochs=epochs, optimizer=optimizer, checkpoint=tmp_path / "file"
-        )
+        return _tuned(make_model(), epochs=epochs, optimizer=optimizer, checkpoint=tmp_path / "file")
 
     with pytest.raises(InvalidValueError, match="holds more than the state"):
         train(lambda p: Strange(p, 0.1))
