@@ -11,11 +11,7 @@ _MAIN = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def ended(arguments: Sequence[str], number: int, when: Callable[[], object], *, group: bool = False) -> tuple[int, str, str]:
-    """Start a command, send it a signal once `when()` is true, or its whole group, and wait for its end.
-
-    Returns:
-        Its exit code, standard output and standard error.
-    """
+    """Send a command, or its group, a signal once `when()` is true; its exit code, standard output and standard error."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, "-c", _MAIN, *arguments], **pipes, start_new_session=group)
     deadline = time.monotonic() + 120

@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from zoo_base import Lambda
 
-__all__ = ["Network", "build", "seeds"]
-
 Rng = np.random.Generator
 Op = tuple[nn.Module, tuple[int, ...]] | nn.Module
 """A module and the numbers of the values that it reads; a module alone reads the value that it was drawn for."""
@@ -278,14 +276,7 @@ def seeds(count: int, step: int) -> range:
 
 
 def build(seed: int) -> tuple[Network, Tensor]:
-    """A network in float64 and its input.
-
-    Args:
-        seed: Everything follows from it.
-
-    Returns:
-        The network in eval mode, with batch statistics, scales and biases away from what they start as.
-    """
+    """A network in float64 and eval mode, with statistics, scales and biases away from what they start as, and its input."""
     rng = np.random.default_rng([20250, seed])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(rng.integers(2**31)))

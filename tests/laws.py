@@ -20,20 +20,6 @@ from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.inputs import find_tensors, map_tensors
 from sparsekit.tracing.trace import UnprunableWarning, trace_units
 
-__all__ = [
-    "DenseModel",
-    "Operators",
-    "as_text",
-    "check_masked_equals_compact",
-    "check_nothing_is_lost",
-    "random_mask",
-    "run_gated",
-    "slices",
-    "snapshot",
-    "spoiled",
-    "trace",
-]
-
 
 def as_text(graph: sk.UnitGraph) -> str:
     """All of a graph, so that two can be compared."""

@@ -19,8 +19,6 @@ from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.tracing.passes import ReadOnly, private_passes
 from sparsekit.tracing.verify import Verifier
 
-__all__ = ["ERRORS", "is_caught", "is_harmless", "plant"]
-
 Rng = np.random.Generator
 
 

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ZOO", "Architecture", "Lambda", "Refused", "add", "build", "images", "tokens"]
-
 
 @dataclass(frozen=True)
 class Architecture:

@@ -13,8 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from zoo_attention import block, language, separate
 from zoo_base import Architecture, images, tokens
 
-__all__ = ["KEPT"]
-
 KEPT: dict[str, Architecture] = {}
 
 

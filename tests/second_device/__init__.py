@@ -8,16 +8,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["counts", "load"]
-
 
 @cache
 def load() -> Any:
-    """Compile the extension, once for each version of torch, and register the device.
-
-    Raises:
-        RuntimeError: there is no C++ compiler, or it fails.
-    """
+    """Compile the extension, once for each version of torch, and register the device; needs a C++ compiler."""
     from torch.utils import cpp_extension
 
     module = cpp_extension.load(
