@@ -44,17 +44,25 @@ def test_the_average_of_a_mask_that_does_not_learn_is_that_of_its_compact_model(
     assert all(torch.equal(value, state[name]) for name, value in averages[0].module.narrow_state().items())
 
 
+def _deep(seed: int, learning: Any, **options: Any) -> LearnableMask:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 3)).double()
+    return LearnableMask(model, (torch.zeros(2, 6, dtype=torch.float64),), learning=learning, **options)
+
+
+def _step(wrapped: nn.Module, optimizer: torch.optim.Optimizer, ranks: Sequence[int], step: int) -> None:
+    generators = [torch.Generator().manual_seed(100 * rank + step) for rank in ranks]
+    x = torch.cat([torch.randn(8, 6, dtype=torch.float64, generator=generator) for generator in generators])
+    train_step(wrapped, optimizer, x, None)
+
+
 def _train(masked: LearnableMask, ranks: Sequence[int], wrap: Callable[[LearnableMask], nn.Module]) -> dict[str, Any]:
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.05, momentum=0.5)
     masks, message = [], ""
 
     def train(wrapped: nn.Module, steps: range) -> None:
         for step in steps:
-            generators = [torch.Generator().manual_seed(100 * rank + step) for rank in ranks]
-            x = torch.cat([torch.randn(8, 6, dtype=torch.float64, generator=generator) for generator in generators])
-            optimizer.zero_grad()
-            wrapped(x).square().mean().backward()
-            optimizer.step()
+            _step(wrapped, optimizer, ranks, step)
             masks.append(masked.unit_mask()["0"])
 
     wrapped = wrap(masked)
@@ -69,16 +77,13 @@ def _train(masked: LearnableMask, ranks: Sequence[int], wrap: Callable[[Learnabl
     return {"state": masked.state_dict(), "message": message, "masks": masks}
 
 
-def _deep(seed: int) -> LearnableMask:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 3)).double()
-    learning = GradientImportance(lr=0.5, refresh_every=1)
-    return LearnableMask(model, (torch.zeros(2, 6, dtype=torch.float64),), ratio=0.5, learning=learning)
+def _learning(seed: int) -> LearnableMask:
+    return _deep(seed, GradientImportance(lr=0.5, refresh_every=1), ratio=0.5)
 
 
 def _train_on_a_rank(rank: int, folder: str) -> dict[str, Any]:
     del folder
-    return _train(_deep(seed=rank), [rank], DistributedDataParallel)
+    return _train(_learning(seed=rank), [rank], DistributedDataParallel)
 
 
 @pytest.mark.slow
@@ -87,7 +92,7 @@ def _train_on_a_rank(rank: int, folder: str) -> dict[str, Any]:
 def test_ranks_that_start_from_other_weights_train_the_first_ranks_model_as_one_process_does(tmp_path: Path) -> None:
     first, second = found_by_two_ranks(_train_on_a_rank, tmp_path)
     assert any(not torch.equal(a, b) for a, b in zip(first["masks"], first["masks"][1:], strict=False))  # it did change
-    alone = _train(_deep(seed=0), [0, 1], lambda masked: masked)
+    alone = _train(_learning(seed=0), [0, 1], lambda masked: masked)
     for name, tensor in first["state"].items():
         assert torch.equal(tensor, second["state"][name]), name
         torch.testing.assert_close(tensor, alone["state"][name], rtol=0, atol=1e-10, msg=name)
@@ -98,12 +103,8 @@ def test_ranks_that_start_from_other_weights_train_the_first_ranks_model_as_one_
 def _narrow(masked: LearnableMask, ranks: Sequence[int], wrap: Callable[[LearnableMask], nn.Module]) -> dict[str, Any]:
     optimizer, wrapped, masks = torch.optim.SGD(masked.parameters(), lr=0.05, momentum=0.5), wrap(masked), []
     for step in range(16):
-        generators = [torch.Generator().manual_seed(100 * rank + step) for rank in ranks]
-        x = torch.cat([torch.randn(8, 6, dtype=torch.float64, generator=generator) for generator in generators])
         before = masked.unit_mask()
-        optimizer.zero_grad()
-        wrapped(x).square().mean().backward()
-        optimizer.step()
+        _step(wrapped, optimizer, ranks, step)
         masks.append(masked.unit_mask()["0"])
         if masked.unit_mask() != before:
             wrapped = wrap(masked)
@@ -111,10 +112,7 @@ def _narrow(masked: LearnableMask, ranks: Sequence[int], wrap: Callable[[Learnab
 
 
 def _narrowing(seed: int) -> LearnableMask:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 3)).double()
-    learning = LearnedNarrowing(steps=16, least_steps=2)
-    return LearnableMask(model, (torch.zeros(2, 6, dtype=torch.float64),), budget="flops=30%", learning=learning)
+    return _deep(seed, LearnedNarrowing(steps=16, least_steps=2), budget="flops=30%")
 
 
 def _narrow_on_a_rank(rank: int, folder: str) -> dict[str, Any]:
