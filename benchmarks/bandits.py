@@ -236,8 +236,7 @@ def player(name: str, axes: int, horizon: int, seed: int) -> Play:
 def noise(objective: str, seed: int, count: int) -> list[float]:
     """float (count,); a longer one begins with the shorter."""
     rng = np.random.default_rng([zlib.crc32(objective.encode()), seed])
-    draws: list[float] = rng.normal(0.0, NOISE, count).tolist()
-    return draws
+    return rng.normal(0.0, NOISE, count).tolist()
 
 
 def trace(name: str, title: str, seed: int, marks: tuple[int, ...]) -> list[tuple[float, float]]:

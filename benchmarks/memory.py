@@ -67,7 +67,6 @@ class Transformer(nn.Module):
 def resident(what: str) -> int:
     """Bytes in memory now, "RSS", or at the peak since the last reset, "HWM"."""
     found = re.search(rf"Vm{what}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
-    assert found is not None
     return 1024 * int(found[1])
 
 

@@ -178,7 +178,7 @@ def torch_pruning(
     dense = sk.count_cost(small, network.example[0]).flops
     if kind == "taylor":
         for x, y in batches:
-            network.loss(small(x), y).backward()  # type: ignore[misc]
+            network.loss(small(x), y).backward()
     while sk.count_cost(small, network.example[0]).flops > share * dense:
         pruner.step()
     return mask_of(graph, network.model, small)

@@ -31,7 +31,7 @@ def llama(device: str, **sizes: int) -> nn.Module:
 
     config = LlamaConfig(tie_word_embeddings=True, use_cache=False, attn_implementation="eager", **sizes)
     with torch.device(device):
-        return LlamaForCausalLM(config)  # type: ignore[no-any-return]
+        return LlamaForCausalLM(config)
 
 
 def llama_135m() -> nn.Module:
@@ -47,7 +47,7 @@ def llama_1b() -> nn.Module:
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
-    **{name: (make, lambda shape=shape: torch.randn(*shape)) for name, (make, shape) in NETS.items()},  # type: ignore[misc]
+    **{name: (make, lambda shape=shape: torch.randn(*shape)) for name, (make, shape) in NETS.items()},
     "llama-135m": (llama_135m, lambda: torch.randint(0, 1000, (1, 16))),
     "llama-1b-meta": (
         llama_1b,  # without a mask, transformers reads values

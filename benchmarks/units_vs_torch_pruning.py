@@ -176,7 +176,7 @@ def measure(names: Iterable[str], limit_seconds: float, out: Path | None) -> Ite
         if name not in known:
             known[name] = {"architecture": name}
             for side, count in (("torch-pruning", theirs), ("sparsekit", ours)):
-                known[name][side] = in_process(lambda name=name, count=count: dict(count(name)), limit_seconds)  # type: ignore[misc]
+                known[name][side] = in_process(lambda name=name, count=count: dict(count(name)), limit_seconds)
             if out:
                 add(out, known[name], quiet=True)
         yield known[name]

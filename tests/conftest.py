@@ -141,7 +141,7 @@ def _of_a_test() -> bool:
             return False
         if name.startswith(TESTS) and not name.endswith(("on_device.py", "conftest.py")):
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 

@@ -200,7 +200,7 @@ def _attention(d: _Draw) -> nn.Module:
 
     def run(m: nn.Module, x: Tensor) -> Tensor:
         q, k, v = (f(x).unflatten(-1, (-1, size)).transpose(1, 2) for f in (m.q, m.k, m.v))
-        return m.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return m.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
     q, k, v = (nn.Linear(d.width, inner, bias=d.flip()) for _ in range(3))
     return Lambda(run, q=q, k=k, v=v, out=nn.Linear(inner, d.size()))
@@ -212,7 +212,7 @@ def _multihead(d: _Draw) -> nn.Module:
 
     def run(m: nn.Module, x: Tensor) -> Tensor:
         h = m.into(x)
-        return m.mha(h, h, h, need_weights=False)[0]  # type: ignore[no-any-return]
+        return m.mha(h, h, h, need_weights=False)[0]
 
     return Lambda(run, into=nn.Linear(d.width, inner), mha=nn.MultiheadAttention(inner, heads, batch_first=True))
 

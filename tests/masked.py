@@ -284,7 +284,7 @@ class Sam(torch.optim.Optimizer):
             p.copy_(self.state[p]["old_p"])
             p.sub_(p.grad, alpha=self.defaults["lr"])
 
-    def step(self, closure: Callable[[], Tensor]) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Tensor]) -> None:
         self.first_step()
         with torch.enable_grad():
             closure().backward()
@@ -300,7 +300,7 @@ class Lookahead(torch.optim.Optimizer):
         self.steps = 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         self.steps += 1
         for group in self.param_groups:
             for p in group["params"]:

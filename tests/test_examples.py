@@ -30,8 +30,6 @@ PACKAGES = {"sk": "sparsekit", "fl": "sparsekit_fl"}
 
 def _load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"examples_{name}", FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
@@ -187,8 +185,7 @@ class TestRulesOfTheExample(RuleContract):
     @pytest.fixture
     def rule(self, layer: tuple[ModuleType, str]) -> LayerRule:
         example, name = layer
-        found: LayerRule = example.RULES[getattr(example, name)]
-        return found
+        return example.RULES[getattr(example, name)]
 
     @pytest.fixture
     def network(self, layer: tuple[ModuleType, str]) -> nn.Module:

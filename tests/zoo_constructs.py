@@ -30,8 +30,7 @@ class CellLoop(nn.Module):
             else:
                 h = self.cell(x[t], h)
             out[:, t] = h
-        result: Tensor = self.head(out)
-        return result
+        return self.head(out)
 
 
 add("gru-cell-loop", images(4, 2, 3), {"cell": 6})(lambda: CellLoop(nn.GRUCell(3, 6)))

@@ -113,8 +113,7 @@ def _optimizer(cell: Cell, weights: list[nn.Parameter], *, plain: bool) -> torch
     if cell.kind in ("LBFGS", "AdamW8bit"):
         loop = {}
     home = importlib.import_module("torchao.optim" if cell.kind == "AdamW8bit" else "torch.optim")
-    made: torch.optim.Optimizer = getattr(home, cell.kind)(weights, **{**SETTINGS[cell.kind], **loop})
-    return made
+    return getattr(home, cell.kind)(weights, **{**SETTINGS[cell.kind], **loop})
 
 
 def _learns(cell: Cell) -> bool:
@@ -135,7 +134,7 @@ def _importance(units: int, turn: int, like: Tensor) -> Tensor:
 def _masked(cell: Cell, device: str, *, plain: bool = False) -> LearnableMask:
     model, x = _model(cell, device)
     if cell.compiler and not plain:
-        model = torch.compile(model, backend=cell.compiler)  # type: ignore[assignment]
+        model = torch.compile(model, backend=cell.compiler)
     execution = "masked" if plain and cell.kind not in ("Adafactor", "AdamW8bit") else "compact"
     # A small rate, so that the order of importance changes where the cell says and nowhere else.
     rule = GradientImportance(lr=1e-4, refresh_every=1) if _learns(cell) else None

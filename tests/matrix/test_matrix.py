@@ -34,7 +34,7 @@ def test_a_cell(cell: Cell, device: str) -> None:
 )
 def test_state_that_does_not_follow_the_mask_would_be_found_out(optimizer: str, precision: str, device: str) -> None:
     def forget(masked: object) -> None:
-        masked.optimizers = OptimizerSet()  # type: ignore[attr-defined]
+        masked.optimizers = OptimizerSet()
 
     cell = Cell(optimizer, precision, "mask")
     assert distance(cell, device=device, after_step=forget) > 1.5 * TOLERANCE[precision]

@@ -44,5 +44,4 @@ def _module() -> types.ModuleType:
 
 def counts() -> tuple[int, int]:
     """Copies between the CPU and the device, and numbers that were read from it, since the start."""
-    found: tuple[int, int] = load().counts()
-    return found
+    return load().counts()

@@ -50,10 +50,10 @@ def masked() -> nn.Module:
 def lbfgs() -> nn.Module:
     """A fixed mask, and an optimizer that cannot follow a change of it."""
     model = sk.LearnableMask(net(), (torch.zeros(2, 6),), ratio=0.5)
-    model.own_optimizer = torch.optim.LBFGS(model.parameters())  # type: ignore[assignment]
+    model.own_optimizer = torch.optim.LBFGS(model.parameters())
     (x, y), *_ = BATCHES
     F.cross_entropy(model(x), y).backward()
-    model.own_optimizer.step(lambda: F.cross_entropy(model(x), y))  # type: ignore[operator]
+    model.own_optimizer.step(lambda: F.cross_entropy(model(x), y))
     return model
 
 

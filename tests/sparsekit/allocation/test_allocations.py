@@ -37,8 +37,7 @@ ALL = [by_cost, partial(by_cost, scale="mean", width_penalty=0.0), global_rankin
 class TestAllocations(AllocationContract):
     @pytest.fixture(params=ALL, ids=[f"{place}" for place in range(len(ALL))])
     def allocation(self, request: pytest.FixtureRequest) -> Allocation:
-        found: Allocation = request.param
-        return found
+        return request.param
 
 
 CONVOLUTIONS, LINEAR = "convolutions", "linear"

@@ -156,7 +156,7 @@ def test_values_lie_on_the_scale_of_their_interval(space: Any, pairs: list[tuple
 def test_values_stay_in_the_interval_and_come_back(low: float, factor: float, share: float, scale: str) -> None:
     if not low < low * factor < math.inf:
         return
-    space = Interval(low, low * factor, scale)  # type: ignore[arg-type]
+    space = Interval(low, low * factor, scale)
     box = Box({"x": space, "y": UNIT})
     point = box.from_unit((share, share))
     assert point in box

@@ -25,8 +25,7 @@ from sparsekit.graph.refusals import folded
 
 def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     assert cli.execute([*arguments, "--json"]) == 0, capsys.readouterr().err
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    return json.loads(capsys.readouterr().out)
 
 
 def test_it_writes_the_model_and_the_report(nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

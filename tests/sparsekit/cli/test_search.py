@@ -53,7 +53,7 @@ def rows(
     settings = {"sampler": "p-ucbv", "seed": 0, "maximize": True, "deterministic": False} | settings
     line = " ".join(f"{{{name}}}" for name in axes)
     with opened(line, axes, settings, trials=trials, jobs=jobs, out=out) as search:
-        list(search.run(here or Here(), threading.Event()))  # type: ignore[arg-type]
+        list(search.run(here or Here(), threading.Event()))
         report = search.report()
     assert json.loads(json.dumps(report, allow_nan=False)) == report
     return [{key: value for key, value in row.items() if key != "seconds"} for row in report["trials"]]
@@ -85,7 +85,7 @@ def test_the_best_trial_has_the_best_score_of_those_that_have_one(maximize: bool
     axes = parse_axes(("mode=b,0.5,0.1",))
     settings = {"sampler": "random", "seed": 0, "maximize": maximize, "deterministic": False}
     with opened("{mode}", axes, settings, trials=12, jobs=1, out=None) as search:
-        list(search.run(Here(), threading.Event()))  # type: ignore[arg-type]
+        list(search.run(Here(), threading.Event()))
         report = search.report()
     scores = [row["score"] for row in report["trials"] if row["score"] is not None]
     failed = [row for row in report["trials"] if row["score"] is None]

@@ -61,7 +61,6 @@ class TestActivation(CriterionContract):
 
     def graph(self) -> sk.UnitGraph:
         model = self.context().model
-        assert model is not None
         return sk.trace_units(model, torch.ones(2, 3))
 
 
@@ -183,8 +182,8 @@ def _zero(layer: nn.Module, name: str) -> None:
 
 
 def _pruned(layer: nn.Module) -> None:
-    mask = torch.ones_like(layer.weight).index_fill(0, DEAD, 0)  # type: ignore[call-overload]
-    prune.custom_from_mask(layer, "weight", mask)  # type: ignore[no-untyped-call]
+    mask = torch.ones_like(layer.weight).index_fill(0, DEAD, 0)
+    prune.custom_from_mask(layer, "weight", mask)
     _grown(layer, "weight_orig")
 
 
@@ -195,23 +194,23 @@ def _weight_norm(layer: nn.Module) -> None:
 
 
 def _old_weight_norm(layer: nn.Module) -> None:
-    nn.utils.weight_norm(layer)  # type: ignore[no-untyped-call]
+    nn.utils.weight_norm(layer)
     _grown(layer, "weight_v")
     _zero(layer, "weight_g")
 
 
 def _gated(layer: nn.Module) -> None:
-    parametrize.register_parametrization(layer, "weight", Gate((16, *[1] * (layer.weight.dim() - 1))))  # type: ignore[operator]
+    parametrize.register_parametrization(layer, "weight", Gate((16, *[1] * (layer.weight.dim() - 1))))
     _grown(layer, "parametrizations.weight.original")
 
 
 WAYS: dict[str, Callable[[], nn.Module]] = {
     **{
-        f"{kind}, {change.__name__}": lambda make=make, change=change: (layer := make(), change(layer))[0]  # type: ignore[misc]
+        f"{kind}, {change.__name__}": lambda make=make, change=change: (layer := make(), change(layer))[0]
         for kind, make in (("linear", lambda: nn.Linear(6, 16)), ("conv", lambda: nn.Conv1d(6, 16, 3)))
         for change in (_pruned, _weight_norm, _old_weight_norm, _gated)
     },
-    **{how: lambda how=how: Computed(how) for how in ("low rank", "transposed", "product")},  # type: ignore[misc]
+    **{how: lambda how=how: Computed(how) for how in ("low rank", "transposed", "product")},
 }
 
 

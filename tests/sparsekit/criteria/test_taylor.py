@@ -150,7 +150,7 @@ class Named(nn.Module):
         return SimpleNamespace(logits=logits, loss=None if labels is None else F.cross_entropy(logits, labels))
 
 
-class Encoding(UserDict):  # type: ignore[type-arg]
+class Encoding(UserDict):
     """Like the batches of a tokenizer."""
 
 

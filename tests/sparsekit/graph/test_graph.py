@@ -121,7 +121,7 @@ def test_what_is_left_out_is_fixed_with_a_reason_and_stays_whole_in_a_compact_mo
     assert smaller.unprunable[-1] == Unprunable("0", 6, "left out on purpose", "choice")
     assert smaller.shapes == graph.shapes
     small = sk.compact(model, smaller, UnitMask({"2": torch.arange(5) < 3}))
-    assert [small[0].out_features, small[2].out_features] == [6, 3]  # type: ignore[index]
+    assert [small[0].out_features, small[2].out_features] == [6, 3]
     stacked = zoo.traced("lstm-stacked")[3]  # two layers of one hidden size
     assert without(stacked, stacked.ties[0]).ties == ()
     assert only(stacked, stacked.ties[0]).ties == stacked.ties

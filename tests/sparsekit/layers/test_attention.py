@@ -174,7 +174,7 @@ def test_without_its_rule_a_strange_layer_is_probed() -> None:
     assert sk.trace_units(model, torch.randn(2, 5, 3)).groups["0"].size == 6, "a median over time keeps features apart"
 
 
-class Careless(LAYER_RULE.CentredRule):  # type: ignore[name-defined, misc]
+class Careless(LAYER_RULE.CentredRule):
     def trace(
         self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:

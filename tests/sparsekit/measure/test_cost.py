@@ -186,8 +186,7 @@ class _Counting(nn.Module):
         if self.size is not None and len(x) != self.size:
             raise ValueError("another size of batch")
         self.seen.append((len(x), self.training, torch.get_num_threads()))
-        result: Tensor = self.layer(x)
-        return result
+        return self.layer(x)
 
 
 def test_both_models_run_equally_often_in_eval_mode_for_one_example_and_all_with_one_thread_and_all() -> None:

@@ -267,8 +267,7 @@ class _Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(self.stage1(x))
-        out: Tensor = self.head((x + self.stage2(x)).mean((2, 3)))
-        return out
+        return self.head((x + self.stage2(x)).mean((2, 3)))
 
 
 @pytest.fixture(scope="module")

@@ -97,7 +97,7 @@ def test_what_does_not_fit_is_refused(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidValueError, match="together, or neither"):
         sk.save_compact(model, tmp_path / "m.safetensors", graph=graph)
     with pytest.raises(InvalidValueError, match=r"must make a torch\.nn\.Module, got int"):
-        sk.load_compact(saved, lambda: 3)  # type: ignore[arg-type, return-value]
+        sk.load_compact(saved, lambda: 3)
 
 
 @pytest.mark.parametrize(("width", "dtype"), [(5, torch.float32), (13, torch.float64), (200, torch.float32)])
@@ -138,7 +138,7 @@ def test_save_pretrained_of_a_cut_model_names_the_function_that_can(tmp_path: Pa
     for each in (small, copy.deepcopy(small)):
         with pytest.raises(sk.errors.UnsupportedModelError, match=r"sparsekit\.save_pretrained"):
             each.save_pretrained(tmp_path)
-    Pretrained.save_pretrained(small, tmp_path)  # type: ignore[arg-type]
+    Pretrained.save_pretrained(small, tmp_path)
 
 
 class Attention(nn.Module):
@@ -154,8 +154,7 @@ class Attention(nn.Module):
         q, k, v = (t.view(b, n, self._num_heads, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         h = nn.functional.scaled_dot_product_attention(q, k, v, scale=self._scale).transpose(1, 2).reshape(b, n, -1)
         factor = self.gain * self.options["gain"] * self.options["nested"][1][0] * self._pair[0] * self._list[0]
-        found: Tensor = self.out(h) * factor
-        return found
+        return self.out(h) * factor
 
 
 PLANTED: dict[str, Callable[[Any], None]] = {

@@ -16,32 +16,32 @@ from sparsekit.errors import NoUnitsError, TraceError, UnsupportedModelError
 
 def branch_on_data(m: nn.Module, x: Tensor) -> Tensor:
     h = m.a(x)
-    return m.head(h) if h.sum().item() > 0 else m.head(-h)  # type: ignore[no-any-return]
+    return m.head(h) if h.sum().item() > 0 else m.head(-h)
 
 
 def filled_slice(m: nn.Module, x: Tensor) -> Tensor:
     h = m.a(x).relu()
     h[:, 2] = 0.5
-    return m.head(h)  # type: ignore[no-any-return]
+    return m.head(h)
 
 
 def buffer_written_later(m: nn.Module, x: Tensor) -> Tensor:
     buffer = x.new_zeros(x.shape[0], 6)
     buffer[0, 0].fill_(3.0)
-    return m.head(m.a(x).relu() + buffer)  # type: ignore[no-any-return]
+    return m.head(m.a(x).relu() + buffer)
 
 
 def seen_before_the_write(m: nn.Module, x: Tensor) -> Tensor:
     out = x.new_zeros(x.shape[0], 6)
     one, every_other = out[:, 0], out[:, ::2]
     out[:] = m.a(x).relu()
-    return m.head(out) + one[:, None] + every_other.sum(-1, keepdim=True)  # type: ignore[no-any-return]
+    return m.head(out) + one[:, None] + every_other.sum(-1, keepdim=True)
 
 
 def written_across(m: nn.Module, x: Tensor) -> Tensor:
     out = x.new_zeros(x.shape[0], 8)
     out[:, 1:7:2] = m.a(x).relu()[:, ::2]
-    return m.head(out[:, 1:7])  # type: ignore[no-any-return]
+    return m.head(out[:, 1:7])
 
 
 def heads(h: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ def dropped_paths(m: nn.Module, x: Tensor) -> Tensor:
         keep = 0.5 + torch.rand((x.shape[0], 1), dtype=x.dtype)
         out = out.div(0.5) * keep.floor_()
     noise = torch.empty((x.shape[0], 1), dtype=x.dtype).bernoulli_(0.5) if m.training else 1.0
-    return out + m.d(torch.relu(m.b(x)) * noise)  # type: ignore[no-any-return]
+    return out + m.d(torch.relu(m.b(x)) * noise)
 
 
 @pytest.mark.parametrize("train", [False, True])

@@ -35,8 +35,7 @@ def _fresh(module: Any) -> nn.Module:
     given = {name: getattr(module, name) for name in names if hasattr(module, name)}
     if "bias" in given:
         given["bias"] = module.bias is not None and module.bias is not False
-    fresh: nn.Module = kind(**given)
-    return fresh
+    return kind(**given)
 
 
 def check_native(small: nn.Module, model: nn.Module) -> None:

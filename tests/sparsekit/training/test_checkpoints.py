@@ -106,7 +106,6 @@ def test_a_training_resumed_at_any_step_has_the_bits_of_one_that_never_stopped(n
             generator = torch.Generator().manual_seed(step)
             train_step(masked, optimizer, x + 0.1 * torch.randn(x.shape, generator=generator), y)
             scheduler.step()
-    assert twin is not None
     left, right = run[0].state_dict(), twin[0].state_dict()
     assert left.keys() == right.keys() == keys
     assert all(torch.equal(left[key], right[key]) for key in left)

@@ -186,8 +186,8 @@ REFUSED: list[tuple[str, Callable[[Any, Any, Any], object]]] = [
         _fixed(m, x, budget="flops=60%").state_dict())),
     ("made with a ratio", lambda m, x, _: _fixed(m, x, budget="flops=40%").load_state_dict(
         _fixed(m, x, ratio=0.5).state_dict())),
-    ("lr must be a finite number", lambda *_: GradientImportance(lr="x")),  # type: ignore[arg-type]
-    ("target must be 'standardized'", lambda *_: GradientImportance(target=None)),  # type: ignore[arg-type]
+    ("lr must be a finite number", lambda *_: GradientImportance(lr="x")),
+    ("target must be 'standardized'", lambda *_: GradientImportance(target=None)),
     ("a ratio below 1 or a budget", lambda m, x, _: _narrowing(m, x, ratio=1.0)),
     ("follow from the widths", lambda m, x, _: _narrowing(m, x, budget=Budget(latency_ms=5.0))),
     ("cannot be met", lambda m, x, _: _narrowing(m, x, budget="flops=0.01%")),

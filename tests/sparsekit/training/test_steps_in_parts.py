@@ -45,7 +45,7 @@ def test_sam_in_compact_execution_equals_masked_execution(make: Any, parts: bool
     found = []
     for execution in ("compact", "masked"):
         model, x, y = _task()
-        masked = learnable_mask(model, (x,), ratio=0.5, execution=execution, learning=GradientImportance())  # type: ignore[arg-type]
+        masked = learnable_mask(model, (x,), ratio=0.5, execution=execution, learning=GradientImportance())
         _train(masked, make(masked.parameters()), x, y, parts=parts, seeds=range(9))
         found.append(masked.dense_state())
     for name, tensor in found[0].items():
