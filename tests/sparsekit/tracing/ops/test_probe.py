@@ -4,7 +4,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import laws
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from zoo_base import Lambda
 
 import sparsekit as sk
-from sparsekit.errors import NoUnitsError, UnsupportedModelError
+from sparsekit.errors import UnsupportedModelError
 
 GRID = torch.rand(2, 6, 6, 2, generator=torch.Generator().manual_seed(3)) * 2 - 1
 PLACES = torch.tensor([0, 2, 2, 5, 1, 0])
@@ -103,23 +102,6 @@ def test_operators_in_no_table_keep_the_units_that_they_keep_apart() -> None:
     check_masked_equals_compact(model, (x,), {}, graph, random_mask(graph, 0.5, 1), gradients=False)
 
 
-@pytest.mark.parametrize(
-    "mixes",
-    [
-        lambda y: torch.linalg.svdvals(y.flatten(2)),
-        lambda y: torch.linalg.qr(y.flatten(2).mT)[0],
-        lambda y: y.renorm(2, 0, 1.0),
-        lambda y: y.transpose(1, 3).tril(),
-    ],
-    ids=["svdvals", "qr", "renorm", "tril"],
-)
-def test_units_that_an_unknown_operator_mixes_stay(mixes: Any) -> None:
-    model = Lambda(lambda m, x: m.b(mixes(m.a(x)).flatten(1)), a=(3, 5, 1), b=nn.LazyLinear(2))
-    model(x := torch.randn(2, 3, 6, 6))
-    with pytest.warns(UserWarning, match="is not known to keep units apart"), pytest.raises(NoUnitsError):
-        sk.trace_units(model, x)
-
-
 def test_steps_of_a_slice_take_neighbours_together() -> None:
     def run(m: Any, x: Tensor) -> Any:
         y = m.a(x)
@@ -157,7 +139,13 @@ def _linear(value: Tensor) -> Tensor:
     return value.flip(-1) + 1.0
 
 
-OPERATORS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+MIXING: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "svdvals": lambda m, h: m.c(h * torch.linalg.svdvals(h)),
+    "qr": lambda m, h: m.c(torch.linalg.qr(h)[0]),
+    "renorm": lambda m, h: m.c(h.renorm(2, 0, 1.0)),
+    "tril": lambda m, h: m.c(h.tril()),
+}
+OPERATORS: dict[str, Callable[[Any, Tensor], Tensor]] = MIXING | {
     "cdist": lambda m, h: torch.cdist(h, m.codes),
     "norm of another library": lambda _, h: torch.ops.sparsekit_tests.norm(h, h),
     "linear of another library": lambda _, h: torch.ops.sparsekit_tests.linear(h),
@@ -166,19 +154,18 @@ OPERATORS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_an_operator_out_of_the_ordinary_costs_at_most_its_own_units(name: str) -> None:
+def test_an_operator_that_mixes_units_or_is_out_of_the_ordinary_costs_at_most_its_own_units(name: str) -> None:
     torch.manual_seed(0)
-    wide = 40 if name == "cdist" else 6
     model = Lambda(
         lambda m, x: (OPERATORS[name](m, m.a(x)), m.head(m.b(x).relu())),
-        a=(3, 6),
-        codes=nn.Parameter(torch.randn(40, 6)),
-        b=(3, 5),
-        head=(5, 2),
-    )
-    x = torch.randn(wide, 3)
-    graph, _ = laws.trace(model, x)
+        a=(3, 6), b=(3, 5), c=(6, 2), head=(5, 2), codes=nn.Parameter(torch.randn(40, 6)),
+    )  # fmt: skip
+    x = torch.randn(40 if name == "cdist" else 6, 3)
+    graph, told = trace(model, x)
     assert dict(graph.fingerprint())["b"] == 5
+    if name in MIXING:
+        assert list(graph.groups) == ["b"]
+        assert "is not known to keep units apart" in told[0]
     check_masked_equals_compact(model, (x,), {}, graph, random_mask(graph, 0.5, 0), gradients=False)
 
 
