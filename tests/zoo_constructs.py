@@ -15,26 +15,22 @@ from torch.utils.checkpoint import checkpoint
 from zoo_base import Lambda, add, images
 
 
-class CellLoop(nn.Module):
-    def __init__(self, cell: nn.Module) -> None:
-        super().__init__()
-        self.cell, self.head = cell, nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        steps, batch, _ = x.shape
-        out = x.new_zeros(batch, steps, self.cell.hidden_size)
-        h = c = x.new_zeros(batch, self.cell.hidden_size)
-        for t in range(steps):
-            if isinstance(self.cell, nn.LSTMCell):
-                h, c = self.cell(x[t], (h, c))
-            else:
-                h = self.cell(x[t], h)
-            out[:, t] = h
-        return self.head(out)
+def _cell_loop(m: Any, x: Tensor) -> Tensor:
+    """Call a cell step by step, and write its outputs into one tensor."""
+    steps, batch, _ = x.shape
+    out = x.new_zeros(batch, steps, m.cell.hidden_size)
+    h = c = x.new_zeros(batch, m.cell.hidden_size)
+    for t in range(steps):
+        if isinstance(m.cell, nn.LSTMCell):
+            h, c = m.cell(x[t], (h, c))
+        else:
+            h = m.cell(x[t], h)
+        out[:, t] = h
+    return m.head(out)
 
 
-add("gru-cell-loop", images(4, 2, 3), {"cell": 6})(lambda: CellLoop(nn.GRUCell(3, 6)))
-add("lstm-cell-loop", images(4, 2, 3), {"cell": 6})(lambda: CellLoop(nn.LSTMCell(3, 6)))
+add("gru-cell-loop", images(4, 2, 3), {"cell": 6})(_cell_loop, cell=lambda: nn.GRUCell(3, 6), head=(6, 2))
+add("lstm-cell-loop", images(4, 2, 3), {"cell": 6})(_cell_loop, cell=lambda: nn.LSTMCell(3, 6), head=(6, 2))
 add("packed-and-padded", images(3, 4, 3), {"embed": 4, "rnn": 6, "rnn#2": 6}, ties=(("rnn", "rnn#2"),))(
     lambda m, x: m.head(
         pad_packed_sequence(

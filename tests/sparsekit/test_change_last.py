@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from small import half, make_batches, make_model
 from torch import Tensor, nn
+from zoo_base import Lambda
 
 import sparsekit as sk
 from sparsekit.pruning import sequence
@@ -32,15 +33,13 @@ def net() -> nn.Module:
     return model
 
 
-class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 6)) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
+def chain() -> nn.Module:
+    def run(m: Any, x: Tensor) -> Tensor:
+        for layer in m.layers:
             x = x + layer(x)
         return x
+
+    return Lambda(run, layers=nn.ModuleList(nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 6)) for _ in range(3)))
 
 
 def masked() -> nn.Module:
@@ -142,7 +141,7 @@ CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[..., None]]] = {
     **{f"recalibrate, {fault}": (net, lambda m, *_, f=fault: sk.recalibrate_batchnorm(m, broken(f))) for fault in DATA},
     **{f"reconstruct, {fault}": (small, lambda m, *_, f=fault: _reconstruct(m, broken(f))) for fault in DATA},
     "reconstruct, second layer": (small, _second_layer),
-    "reconstruct in place": (Chain, _in_place),
+    "reconstruct in place": (chain, _in_place),
     **{f"prune, {fault}": (net, lambda m, *_, f=fault: _prune(m, broken(f))) for fault in DATA},
     "prune, metric": (net, lambda m, *_: _prune(m, metric=at_second(_score))),
     "prune, loss": (net, lambda m, *_: _prune(m, criterion="fisher", loss=at_second(F.cross_entropy))),

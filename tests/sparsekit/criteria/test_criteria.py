@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
+from zoo_base import Lambda
 
 import sparsekit as sk
 from sparsekit.allocation.by_cost import share_of_remaining
@@ -146,20 +147,14 @@ DEAD = torch.randperm(16, generator=torch.Generator().manual_seed(3))[:8]
 """Units whose used weights are 0, and whose stored ones are large."""
 
 
-class Gate(nn.Module):
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self.gate: Tensor
-        self.register_buffer("gate", torch.ones(shape).index_fill(0, DEAD, 0))
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight * self.gate
+def gate(*shape: int) -> nn.Module:
+    return Lambda(lambda m, weight: weight * m.gate, gate=torch.ones(shape).index_fill(0, DEAD, 0))
 
 
 class Computed(nn.Linear):
     def __init__(self, how: str) -> None:
         super().__init__(6, 16)
-        self.how, self.gate = how, Gate((16, 1))
+        self.how, self.gate = how, gate(16, 1)
         self.a, self.b = nn.Parameter(torch.randn(2, 6)), nn.Parameter(torch.randn(16, 2))
         if how == "low rank":
             with torch.no_grad():
@@ -200,7 +195,7 @@ def _old_weight_norm(layer: nn.Module) -> None:
 
 
 def _gated(layer: nn.Module) -> None:
-    parametrize.register_parametrization(layer, "weight", Gate((16, *[1] * (layer.weight.dim() - 1))))
+    parametrize.register_parametrization(layer, "weight", gate(16, *[1] * (layer.weight.dim() - 1)))
     _grown(layer, "parametrizations.weight.original")
 
 

@@ -14,17 +14,10 @@ from sparsekit.criteria import Fisher, ScoringContext, Taylor
 from sparsekit.errors import InvalidValueError
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6)
-        self.second, self.depthwise = nn.Conv2d(6, 6, 3, padding=1), nn.Conv2d(6, 6, 3, groups=6, padding=1)
-        self.narrow, self.head = nn.Conv2d(6, 4, 1), nn.Linear(4 * 9, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.norm(self.first(x)))
-        x = x + self.second(x)
-        return self.head(self.narrow(F.relu(self.depthwise(x))).flatten(1))
+def _residual(m: nn.Module, x: Tensor) -> Tensor:
+    x = F.relu(m.norm(m.first(x)))
+    x = x + m.second(x)
+    return m.head(m.narrow(F.relu(m.depthwise(x))).flatten(1))
 
 
 def _batches(shape: tuple[int, ...] = (3, 3, 3), sizes: tuple[int, ...] = (6, 4)) -> list[tuple[Tensor, Tensor]]:
@@ -48,7 +41,9 @@ def _gradients_of_examples(model: nn.Module, graph: sk.UnitGraph, batches: list[
 @pytest.fixture
 def residual() -> tuple[nn.Module, sk.UnitGraph]:
     torch.manual_seed(0)
-    model = Residual().eval()
+    first, second = (nn.Conv2d(wide, 6, 3, padding=1) for wide in (3, 6))
+    inner = {"norm": nn.BatchNorm2d(6), "depthwise": nn.Conv2d(6, 6, 3, groups=6, padding=1)}
+    model = Lambda(_residual, first=first, second=second, narrow=(6, 4, 1), head=(4 * 9, 5), **inner).eval()
     model.norm.running_mean.uniform_(-0.5, 0.5)
     return model, sk.trace_units(model, torch.randn(2, 3, 3, 3))
 

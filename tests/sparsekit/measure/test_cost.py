@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -71,13 +72,9 @@ def test_compact_flops_are_what_torch_counts_on_the_compact_module(name: str) ->
     assert sk.count_cost(model, *args, graph=graph, mask=mask, **kwargs).flops == counter.get_total_flops()
 
 
-class Product(nn.Module):
-    def __init__(self, operator: Callable[[Tensor, Tensor], Tensor], *shape: int, width: int = 6) -> None:
-        super().__init__()
-        self.operator, self.weight, self.first = operator, nn.Parameter(torch.randn(shape)), nn.Linear(4, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.operator(self.first(x).relu(), self.weight)
+def _product(operator: Callable[[Tensor, Tensor], Tensor], *shape: int) -> nn.Module:
+    weight = nn.Parameter(torch.randn(shape))
+    return Lambda(lambda m, x: operator(m.first(x).relu(), m.weight), weight=weight, first=(4, 6))
 
 
 _SPARSE = torch.eye(5).to_sparse()
@@ -103,7 +100,7 @@ _FIRST = 2 * 5 * 4 * 6  # of five rows
     ],
 )
 def test_every_product_has_its_flops(operator: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...], flops: int) -> None:
-    model, x = Product(operator, *shape), torch.randn(5, 4)
+    model, x = _product(operator, *shape), torch.randn(5, 4)
     assert sk.count_cost(model, x).flops == _FIRST + flops
 
 
@@ -128,7 +125,7 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def test_an_operator_without_a_formula_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = nn.Sequential(Product(lambda h, w: _mix(h, w), 6, 3), nn.Linear(3, 2)), torch.randn(5, 4)
+    model, x = nn.Sequential(_product(lambda h, w: _mix(h, w), 6, 3), nn.Linear(3, 2)), torch.randn(5, 4)
     columns = sk.UnitSlice("0.weight", 0, torch.arange(6)[:, None], "in", True)
     rows = sk.UnitSlice("0.first.weight", 0, torch.arange(6)[:, None], "out", True)
     shapes = {name: entry.shape for name, entry in model.state_dict().items()}
@@ -145,25 +142,19 @@ def test_an_operator_without_a_formula_is_named(monkeypatch: pytest.MonkeyPatch)
 def test_what_hooks_of_a_recurrent_layer_multiply_is_counted() -> None:
     """Exits of a model are run by hooks; those that come while the model runs, too."""
 
-    class Hooked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm, self.head, self.tail = nn.LSTM(3, 5, batch_first=True), nn.Linear(3, 11), nn.Linear(5, 13)
+    def hooked(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+        found: list[Tensor] = []
+        handles = [
+            m.lstm.register_forward_pre_hook(lambda _, inputs: found.append(m.head(inputs[0]))),
+            m.lstm.register_forward_hook(lambda _, __, output: found.append(m.tail(output[0]))),
+        ]
+        m.lstm(x)
+        for handle in handles:
+            handle.remove()
+        return tuple(found)
 
-        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-            found: list[Tensor] = []
-            handles = [
-                self.lstm.register_forward_pre_hook(lambda _, inputs: found.append(self.head(inputs[0]))),
-                self.lstm.register_forward_hook(lambda _, __, output: found.append(self.tail(output[0]))),
-            ]
-            try:
-                self.lstm(x)
-            finally:
-                for handle in handles:
-                    handle.remove()
-            return tuple(found)
-
-    cost = sk.count_cost(Hooked(), torch.zeros(2, 7, 3))
+    model = Lambda(hooked, lstm=nn.LSTM(3, 5, batch_first=True), head=(3, 11), tail=(5, 13))
+    cost = sk.count_cost(model, torch.zeros(2, 7, 3))
     assert cost.flops == 2 * 2 * 7 * (4 * 5 * (3 + 5) + 3 * 11 + 5 * 13)
 
 

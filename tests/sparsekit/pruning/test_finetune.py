@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
+from zoo_base import Lambda
 
 import sparsekit as sk
 from sparsekit.errors import InvalidValueError
@@ -98,17 +99,10 @@ def test_bad_input_is_refused(more: dict[str, Any], told: str) -> None:
 
 
 def test_an_optimizer_may_train_a_part_of_the_model_and_the_loss() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
-            return F.cross_entropy(self.scale * outputs, target)
-
-    model, loss = make_model(), Scaled()
+    scale = nn.Parameter(torch.ones(()))
+    model, loss = make_model(), Lambda(lambda m, outputs, target: F.cross_entropy(m.scale * outputs, target), scale=scale)
     _tuned(model, loss=loss, epochs=1, optimizer=SGD([*model[6].parameters(), *loss.parameters()], 0.1))
-    assert float(loss.scale) != 1
+    assert float(scale) != 1
 
 
 def test_a_checkpoint_of_other_parts_or_another_model_is_refused(tmp_path: Path) -> None:

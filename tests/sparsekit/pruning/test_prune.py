@@ -257,22 +257,14 @@ def test_no_budget_is_exceeded_and_every_cut_is_exact(
 IMAGE = torch.randn(1, 3, 5, 5)
 
 
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stage1 = nn.Sequential(OrderedDict(conv=nn.Conv2d(3, 8, 3, padding=1), bn=nn.BatchNorm2d(8), act=nn.ReLU()))
-        self.enter = nn.Conv2d(8, 6, 1)
-        self.stage2 = nn.Sequential(nn.Conv2d(6, 10, 3, padding=1), nn.ReLU(), nn.Conv2d(10, 6, 3, padding=1))
-        self.head = nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(self.stage1(x))
-        return self.head((x + self.stage2(x)).mean((2, 3)))
-
-
 @pytest.fixture(scope="module")
 def net() -> tuple[nn.Module, sk.UnitGraph]:
-    model = _Net()
+    stage1 = nn.Sequential(OrderedDict(conv=nn.Conv2d(3, 8, 3, padding=1), bn=nn.BatchNorm2d(8), act=nn.ReLU()))
+    stage2 = nn.Sequential(nn.Conv2d(6, 10, 3, padding=1), nn.ReLU(), nn.Conv2d(10, 6, 3, padding=1))
+    model = zoo.Lambda(
+        lambda m, x: m.head(((h := m.enter(m.stage1(x))) + m.stage2(h)).mean((2, 3))),
+        stage1=stage1, enter=(8, 6, 1), stage2=stage2, head=(6, 4),
+    )  # fmt: skip
     return model, sk.trace_units(model, IMAGE)
 
 

@@ -12,6 +12,7 @@ from laws import random_mask, trace
 from memory import QUICK, Transformer
 from small import half
 from torch import Tensor, nn
+from zoo_base import Lambda
 
 import sparsekit as sk
 from sparsekit.errors import InvalidValueError
@@ -81,7 +82,7 @@ def test_statistics_survive_an_empty_loader(batches: Any) -> None:
 
 def test_layers_are_fitted_in_parts_within_a_limit_of_memory() -> None:
     torch.manual_seed(0)
-    model, batches = Net().eval(), [torch.randn(32, 3, 8, 8) for _ in range(2)]
+    model, batches = _net(), [torch.randn(32, 3, 8, 8) for _ in range(2)]
     graph = sk.trace_units(model, batches[0][:2])
     mask = half(graph)
     whole, parts, none = (sk.compact(model, graph, mask) for _ in range(3))
@@ -110,18 +111,16 @@ def test_units_that_are_sums_of_others_are_made_up_for() -> None:
     assert left["1"] < 1e-6
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(3, 12, 3, padding=1), nn.BatchNorm2d(12)
-        self.second = nn.Conv2d(12, 12, 3, padding="same", dilation=2, bias=False)
-        self.third = nn.Conv2d(12, 8, 3, stride=2, padding=1, padding_mode="reflect")
-        self.hidden, self.head = nn.Linear(8 * 16, 10), nn.Linear(10, 4)
+def _net() -> nn.Module:
+    def run(m: Any, x: Tensor) -> Tensor:
+        x = F.relu(m.norm(m.first(x)))
+        x = F.relu(m.third(x + m.second(x)))
+        return m.head(F.relu(m.hidden(x.flatten(1))))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.norm(self.first(x)))
-        x = F.relu(self.third(x + self.second(x)))
-        return self.head(F.relu(self.hidden(x.flatten(1))))
+    second = nn.Conv2d(12, 12, 3, padding="same", dilation=2, bias=False)
+    third = nn.Conv2d(12, 8, 3, stride=2, padding=1, padding_mode="reflect")
+    first, norm = nn.Conv2d(3, 12, 3, padding=1), nn.BatchNorm2d(12)
+    return Lambda(run, first=first, norm=norm, second=second, third=third, hidden=(8 * 16, 10), head=(10, 4)).eval()
 
 
 def _images(count: int, seed: int) -> Tensor:
@@ -135,7 +134,7 @@ def _images(count: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("images", [lambda count, seed: torch.randn(count, 3, 8, 8), _images], ids=["noise", "columns differ"])
 def test_every_kind_of_reader_is_fitted_and_the_whole_model_gets_nearer(images: Callable[[int, int], Tensor]) -> None:
     torch.manual_seed(0)
-    model, batches, unseen = Net().eval(), images(256, 1).split(64), images(64, 2)
+    model, batches, unseen = _net(), images(256, 1).split(64), images(64, 2)
     graph = sk.trace_units(model, batches[0][:2])
     mask = half(graph)
     before = {name: entry.clone() for name, entry in model.state_dict().items()}
@@ -202,23 +201,20 @@ class Block(nn.Module):
         return (x, shift) if self.how == "tuple" else x
 
 
-class Blocks(nn.Module):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.layers, self.head = nn.ModuleList(Block(how) for _ in range(4)), nn.Linear(16, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        shift = torch.ones(1)
-        for layer in self.layers:
-            found = layer(x, shift=shift)
+def _blocks(how: str) -> nn.Module:
+    def run(m: Any, x: Tensor) -> Tensor:
+        for layer in m.layers:
+            found = layer(x, shift=torch.ones(1))
             x = found[0] if isinstance(found, tuple) else found
-        return self.head(x)
+        return m.head(x)
+
+    return Lambda(run, layers=nn.ModuleList(Block(how) for _ in range(4)), head=(16, 5)).eval()
 
 
 @pytest.mark.parametrize("how", ["plain", "in place", "tuple", "parallel", "norm after"])
 def test_blocks_in_sequence_come_nearer_on_unseen_data_than_layers_by_themselves(how: str) -> None:
     torch.manual_seed(0)
-    model, mix = Blocks(how).eval(), torch.randn(6, 16)
+    model, mix = _blocks(how), torch.randn(6, 16)
     *batches, unseen = (torch.randn(32, 6) @ mix + 0.3 * torch.randn(32, 16) for _ in range(13))
     pruned = sk.prune(model, unseen, budget="flops=50%", criterion="magnitude", allocation="uniform", multiple_of=1)
     errors = {}
@@ -238,7 +234,7 @@ def test_blocks_in_sequence_come_nearer_on_unseen_data_than_layers_by_themselves
 
 def test_a_model_is_cut_in_place_where_its_blocks_hold_all_units_and_their_states_fit_or_not_at_all() -> None:
     torch.manual_seed(0)
-    model, x = Blocks("plain").eval(), torch.randn(32, 16)
+    model, x = _blocks("plain"), torch.randn(32, 16)
     graph = sk.trace_units(model, x)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(InvalidValueError, match="more memory_bytes"):

@@ -217,16 +217,9 @@ def test_a_constant_is_cut_in(kind: str, layers: str, tmp_path: Path) -> None:
 def test_a_constant_that_no_module_holds_is_named_with_a_remedy() -> None:
     table = torch.randn(6).numpy()
 
-    class Global(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 6), nn.Linear(6, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(self.a(x) + torch.from_numpy(table))
-
+    model = Lambda(lambda m, x: m.b(m.a(x) + torch.from_numpy(table)), a=(3, 6), b=(6, 2))
     with pytest.raises(NoUnitsError, match=r"combined by 'add' with .*no module holds.*register_buffer"):
-        trace(Global(), torch.randn(2, 3))
+        trace(model, torch.randn(2, 3))
 
 
 def written_in_part(memory: Tensor, h: Tensor) -> Tensor:

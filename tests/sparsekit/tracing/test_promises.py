@@ -126,19 +126,15 @@ def test_what_needs_values_refuses_a_model_without_them_and_says_what_to_do(name
             call()
 
 
-class Stream(nn.Module):
-    def __init__(self, outlier: float, dtype: torch.dtype, fixed: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
-        self.register_buffer("outlier", torch.eye(8)[3] * outlier)
-        self.dtype, self.fixed = dtype, fixed
-        self.to(dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.outlier
-        for block in self.blocks:
+def stream(outlier: float, dtype: torch.dtype, fixed: bool) -> nn.Module:
+    def run(m: Any, x: Tensor) -> Tensor:
+        x = x + m.outlier
+        for block in m.blocks:
             x = x + block(F.layer_norm(x, (8,)))
-        return x.to(self.dtype) if self.fixed else x
+        return x.to(dtype) if fixed else x
+
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
+    return Lambda(run, blocks=blocks, outlier=torch.eye(8)[3] * outlier).to(dtype)
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["whole", "block by block"])
@@ -151,7 +147,7 @@ def test_outliers_hide_no_wrong_group_and_condemn_no_right_one(
 ) -> None:
     monkeypatch.setattr(blocks, "LARGE_NUMBERS", 0 if large else 10**12)
     torch.manual_seed(0)
-    model, x = Stream(outlier, dtype, fixed), torch.randn(4, 8).to(dtype)
+    model, x = stream(outlier, dtype, fixed), torch.randn(4, 8).to(dtype)
     graph, _ = trace(model, x)
     if not (fixed and dtype == torch.bfloat16):  # there the rounding of an outlier is as large as what units do
         assert list(graph.groups) == ["blocks.0.0", "blocks.1.0"]

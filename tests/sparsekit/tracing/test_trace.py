@@ -242,15 +242,11 @@ def test_units_are_found_though_training_drops_paths_at_random_on_a_gpu(seed: in
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "default_generators", (on_gpu,))
 
-    class DropsPaths(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.norm, self.b = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+    def drops_paths(m: nn.Module, x: Tensor) -> Tensor:
+        hidden = torch.relu(m.norm(m.a(x)))
+        return m.b(hidden * (torch.rand(1, generator=on_gpu) < 0.8) if m.training else hidden)
 
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = torch.relu(self.norm(self.a(x)))
-            return self.b(hidden * (torch.rand(1, generator=on_gpu) < 0.8) if self.training else hidden)
-
+    model = zoo.Lambda(drops_paths, a=(4, 8), norm=nn.BatchNorm1d(8), b=(8, 3))
     before = on_gpu.get_state()
-    assert list(trace(DropsPaths(), torch.rand(2, 4))[0].groups) == ["a"]
+    assert list(trace(model, torch.rand(2, 4))[0].groups) == ["a"]
     assert torch.equal(on_gpu.get_state(), before)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from masked import convolutions, train_step
 from torch import Tensor, nn
+from zoo_base import Lambda
 
 import sparsekit as sk
 
@@ -123,7 +124,9 @@ def test_readers_that_are_frozen_are_measured_and_units_that_nothing_measures_ar
         for _ in range(4):
             train_step(masked, optimizer, x, y)
     assert all(bool((values > 1e-12).any()) for values in masked.importance().values())
-    model = nn.Sequential(nn.LSTM(3, 8, batch_first=True), _Last(), nn.Linear(8, 2)).requires_grad_(False)
+    model = nn.Sequential(
+        nn.LSTM(3, 8, batch_first=True), Lambda(lambda _, outputs: outputs[0][:, -1]), nn.Linear(8, 2)
+    ).requires_grad_(False)
     model.append(nn.Linear(2, 2))
     x = torch.randn(4, 5, 3)
     other = sk.LearnableMask(model, (x,), ratio=0.5, learning=sk.LearnedNarrowing(steps=8, least_steps=1, cuts=1, until=0.5))
@@ -131,11 +134,6 @@ def test_readers_that_are_frozen_are_measured_and_units_that_nothing_measures_ar
     train_step(other, optimizer, x, torch.tensor([0, 1, 0, 1]))
     with pytest.warns(UserWarning, match="no gradient reached the units of"):  # at the cut
         train_step(other, optimizer, x, torch.tensor([0, 1, 0, 1]))
-
-
-class _Last(nn.Module):
-    def forward(self, outputs: Any) -> Tensor:
-        return outputs[0][:, -1]
 
 
 def test_finetune_narrows_resumes_and_keeps_the_best_of_the_narrow_epochs(tmp_path: Any) -> None:

@@ -79,24 +79,11 @@ APART: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Parts(nn.Module):
-    def __init__(self, runs: dict[str, Callable[[Tensor], Tensor]]) -> None:
-        super().__init__()
-        conv = nn.Conv2d
-        self.parts = nn.ModuleDict(
-            {
-                name: Lambda(lambda m, x: m.b(m.f(m.a(x).sigmoid())), a=conv(3, 5, 1), b=conv(5, 2, 1), f=f)
-                for name, f in runs.items()
-            }
-        )
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        return [part(x) for part in self.parts.values()]
-
-
 def test_operators_in_no_table_keep_the_units_that_they_keep_apart() -> None:
     torch.manual_seed(0)
-    model, x = Parts(APART).eval(), torch.randn(2, 3, 6, 6)
+    run, conv = (lambda m, x: m.b(m.f(m.a(x).sigmoid()))), nn.Conv2d
+    parts = nn.ModuleDict({name: Lambda(run, a=conv(3, 5, 1), b=conv(5, 2, 1), f=f) for name, f in APART.items()})
+    model, x = Lambda(lambda m, x: [part(x) for part in m.parts.values()], parts=parts).eval(), torch.randn(2, 3, 6, 6)
     graph, warned = trace(model, x)
     assert {name.split(".")[1]: group.size for name, group in graph.groups.items()} == dict.fromkeys(APART, 5), warned
     check_masked_equals_compact(model, (x,), {}, graph, random_mask(graph, 0.5, 1), gradients=False)
@@ -208,20 +195,13 @@ def test_an_attribute_that_cannot_be_copied_is_named(inside: bool) -> None:
 def test_weights_that_share_memory_share_it_after_a_cut_and_tied_ones_are_counted_once() -> None:
     torch.manual_seed(0)
 
-    class Tied(nn.Module):
-        def __init__(self, by_data: bool) -> None:
-            super().__init__()
-            self.a, self.b, self.head = nn.Linear(3, 6, bias=False), nn.Linear(3, 6, bias=False), nn.Linear(6, 2)
-            if by_data:
-                self.b.weight.data = self.a.weight.data
-            else:
-                self.b.weight = self.a.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.a(x).relu() + self.b(x).tanh())
-
     for by_data in (True, False):
-        model = Tied(by_data)
+        a, b = (nn.Linear(3, 6, bias=False) for _ in range(2))
+        if by_data:
+            b.weight.data = a.weight.data
+        else:
+            b.weight = a.weight
+        model = Lambda(lambda m, x: m.head(m.a(x).relu() + m.b(x).tanh()), a=a, b=b, head=(6, 2))
         graph = sk.trace_units(model, torch.randn(4, 3))
         mask = sk.UnitMask({"a": torch.arange(6) < 3})
         small = sk.compact(model, graph, mask)
