@@ -15,11 +15,11 @@ from sparsekit.criteria.base import check_scores, refuse_nan
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 
-Scale = Literal["relative", "mean", "none"]
+Scale = Literal["relative", "none"]
 """How scores of different groups are made comparable.
 
 "relative" divides by the rest of the group when the unit goes (as LAMP does for weights), once for each layer that
-makes the units; "mean" divides by the mean of the group; "none" compares scores as they are.
+makes the units; "none" compares scores as they are.
 """
 
 _HUGE = 1e30
@@ -73,8 +73,6 @@ def global_ranking(problem: Problem, *, scale: Scale = "relative") -> Counts:
 def _ranked_saliency(graph: UnitGraph, scores: Mapping[str, Tensor], scale: Scale) -> dict[str, npt.NDArray[np.float64]]:
     """Return the importance of the units from the best of each group to its worst, at least 0 and comparable between groups.
 
-    Scores 3, 1 and 2 on scale "mean" give 1.5, 1 and 0.5.
-
     Source: Lee et al., Layer-adaptive sparsity for the magnitude-based pruning, ICLR 2021 (arXiv 2010.07611), for "relative",
         there for single weights.
     """
@@ -87,13 +85,7 @@ def _ranked_saliency(graph: UnitGraph, scores: Mapping[str, Tensor], scale: Scal
     lowest = min((float(values.min().clamp_max(0.0)) for values in given.values()), default=0.0)
     saliency = {}
     for name, values in given.items():
-        if scale == "none":
-            values = values - lowest
-        elif scale == "mean":
-            values = values - values.min().clamp_max(0.0)
-            values = values / values.mean() if values.max() > 0 else torch.ones_like(values)
-        else:
-            values = _makers(graph, name) * share_of_remaining(values)
+        values = values - lowest if scale == "none" else _makers(graph, name) * share_of_remaining(values)
         saliency[name] = np.sort(values.numpy())[::-1]
     return saliency
 

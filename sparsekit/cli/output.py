@@ -15,21 +15,18 @@ from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from typer.core import TyperCommand
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")]
 """The flag of a command with a result for machines."""
 
 
-def command_app(
-    command: Callable[..., None], *, examples: Sequence[str], cls: type[TyperCommand] = TyperCommand
-) -> typer.Typer:
+def command_app(command: Callable[..., None], *, examples: Sequence[str]) -> typer.Typer:
     """Return a Typer app with one command, for an entry point of `sparsekit.commands`; its help ends with the examples."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
     epilog = "\n\n".join(["Examples:", *(f"$ {escape(example)}" for example in examples)])
     # The lines of a paragraph are joined, so that a terminal breaks them where it ends.
     text = "\n\n".join(" ".join(part.split()) for part in (inspect.getdoc(command) or "").split("\n\n"))
-    app.command(cls=cls, help=text, epilog=epilog, context_settings={"help_option_names": ["-h", "--help"]})(command)
+    app.command(help=text, epilog=epilog, context_settings={"help_option_names": ["-h", "--help"]})(command)
     return app
 
 

@@ -52,11 +52,11 @@ def measured(*models: nn.Module) -> Iterator[None]:
         yield
 
 
-def median_ms(call: Callable[[], object], device: torch.device, *, seconds: float = 0.5, least: int = 5) -> float:
-    """Return the median milliseconds of a call, after two to warm up; takes `seconds`, and `least` calls."""
+def median_ms(call: Callable[[], object], device: torch.device, *, seconds: float = 0.5) -> float:
+    """Return the median milliseconds of a call, after two to warm up; takes `seconds`, and five calls."""
     timed = stopwatch(device)
     times: list[float] = []
     begun = time.perf_counter()
-    while len(times) < 200 and (len(times) < least + 2 or time.perf_counter() - begun < seconds):
+    while len(times) < 200 and (len(times) < 7 or time.perf_counter() - begun < seconds):
         times.append(timed(call))
     return float(np.median(times[2:])) * 1000

@@ -296,7 +296,7 @@ def _make(factory: Factory) -> nn.Module:
             f"the factory must make a torch.nn.Module, got {type(made).__name__};"
             " pass the dense model, a function that builds it, or 'package.module:function'"
         )
-    return _plain(made)
+    return without_compiler(made)
 
 
 def _check_architecture(

@@ -31,7 +31,7 @@ from sparsekit.graph.groups import UnitGroup
 from sparsekit.testing import AllocationContract, example_graph
 
 HALF = sk.Budget(flops="50%")
-ALL = [by_cost, partial(by_cost, scale="mean", width_penalty=0.0), global_ranking, uniform, partial(by_ratio, ratios=0.3)]
+ALL = [by_cost, partial(by_cost, scale="none", width_penalty=0.0), global_ranking, uniform, partial(by_ratio, ratios=0.3)]
 
 
 class TestAllocations(AllocationContract):
