@@ -22,18 +22,11 @@ _WARM, _TURNS = 2, 100
 
 @dataclass(frozen=True)
 class TimePair:
-    """Milliseconds of a forward pass without gradients, before and after a cut.
+    """Median milliseconds of a forward pass without gradients, before and after a cut.
 
-    Args:
-        batch: Examples in a pass.
-        threads: Threads of torch; 0 on another device than the CPU.
-        before_ms: Median of the dense model.
-        after_ms: Median of the pruned model.
-        faster: Median over the turns of time before ÷ time after.
-        low: First quartile of that ratio.
-        high: Third quartile.
-        turns: Number of turns; in each, both models run once, in a fresh order.
-        runtime: "eager", "compile", "export" or "onnx".
+    In each of the `turns`, both models run once, in a fresh order. `faster` is the median over the turns of time before ÷ time
+    after, with its quartiles `low` and `high`. `batch` counts the examples in a pass. `threads` is 0 on another device than the
+    CPU.
     """
 
     batch: int

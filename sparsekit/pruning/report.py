@@ -32,18 +32,9 @@ Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 @dataclass(frozen=True)
 class GroupReport:
-    """A group before and after.
+    """A group before and after: units, and FLOPs of one example and parameters of all weights that it touches.
 
-    Args:
-        name: Name of the group.
-        kind: Kind of unit.
-        before: Units of the dense model.
-        after: Units kept.
-        modules: Names of the modules that make the units.
-        flops_before: FLOPs of one example for weights that the group touches; those between two groups count for both.
-        flops_after: The same after the cut.
-        params_before: Parameters that the group touches.
-        params_after: The same after the cut.
+    Weights between two groups count for both. `modules` are the names of the modules that make the units.
     """
 
     name: str
