@@ -68,11 +68,11 @@ class Problem:
         if self.fits(counts):
             return
         least, dense = self.costs.costs(counts), self.costs.dense_costs()
-        above = [name for name, limit in self.limits.items() if least[name] > limit]
+        above = {name: limit for name, limit in self.limits.items() if least[name] > limit}
         told = "; ".join(
-            f"{name} ≤ {self._requested(name)} was requested, and {format_cost(name, least[name])}"
-            f" ({least[name] / dense[name]:.1%} of the dense model) is the minimum"
-            for name in above
+            f"{name} ≤ {format_cost(name, limit) if self.budget is None else self.budget.told(name, limit)} was requested, and"
+            f" {format_cost(name, least[name])} ({least[name] / dense[name]:.1%} of the dense model) is the minimum"
+            for name, limit in above.items()
         )
         holders = []
         for groups, allowed in self.free.items():
@@ -89,10 +89,6 @@ class Problem:
             " layer, and on what was kept"
         )
         raise BudgetError(f"the budget cannot be met: {told}; {because}. Ask for the minimum or more", least)
-
-    def _requested(self, metric: str) -> str:
-        limit = self.limits[metric]
-        return format_cost(metric, limit) if self.budget is None else self.budget.told(metric, limit)
 
     def walk(self, importance: Mapping[str, npt.NDArray[np.float64]], *, by_cost: bool) -> Counts:
         """Walk from the largest counts to the budget, by the importance of blocks per cost or per unit; then fill.

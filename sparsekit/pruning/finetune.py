@@ -200,7 +200,7 @@ def finetune(
         return score
 
     teachers = [] if distillation is None else [distillation.teacher]
-    kept = copy_state(model)
+    kept = copy.deepcopy(model.state_dict())
     with (
         evaluated(model, *teachers),
         torch_scope(np.random.default_rng(seed)),
@@ -210,7 +210,7 @@ def finetune(
         try:
             if path is not None and resume and path.exists():
                 history, best = _load(path, parts, batches)
-                kept = best[0] or copy_state(model)
+                kept = best[0] or copy.deepcopy(model.state_dict())
             for epoch in range(len(history) + 1, epochs + 1):
                 begun = time.perf_counter()
                 if getattr(model, "narrows", False):  # epochs of a wider model do not compete
@@ -223,7 +223,7 @@ def finetune(
                 rate = float(optimizer.param_groups[0]["lr"])
                 history.append(EpochRecord(epoch, mean, score, rate, time.perf_counter() - begun))
                 if score is None or best[1] is None or score > best[1]:
-                    kept = copy_state(model)
+                    kept = copy.deepcopy(model.state_dict())
                     best = best if score is None else (kept, score, epoch)
                 if path is not None:
                     _save(path, parts, history, best, batches)
@@ -235,10 +235,6 @@ def finetune(
         if best[0] is not None:
             model.load_state_dict(best[0])
     return FineTuned(model, tuple(history), best[2] or len(history))
-
-
-def copy_state(model: nn.Module) -> dict[str, Any]:
-    return {name: copy.deepcopy(value) for name, value in model.state_dict().items()}
 
 
 def _optimizer(
