@@ -27,15 +27,9 @@ from sparsekit_fl.stored import number_text, score_text, texts
 if TYPE_CHECKING:
     from rich.console import Console
 
-loggers = Registry(
-    "logger",
-    {
-        "best": "sparsekit_fl.callbacks:BestCheckpoint",
-        "early-stopping": "sparsekit_fl.callbacks:EarlyStopping",
-        "tensorboard": "sparsekit_fl.callbacks:TensorBoard",
-    },
-    group="sparsekit_fl.loggers",
-)
+_KINDS = {"best": "BestCheckpoint", "early-stopping": "EarlyStopping", "tensorboard": "TensorBoard"}
+_OURS = {name: f"sparsekit_fl.callbacks:{kind}" for name, kind in _KINDS.items()}
+loggers = Registry("logger", _OURS, group="sparsekit_fl.loggers")
 
 __all__ = ["BestCheckpoint", "Callback", "EarlyStopping", "LiveProgress", "RunView", "TensorBoard", "loggers"]
 

@@ -99,10 +99,7 @@ def _train(spec: RunSpec, client: Client, request: Request, memory: Memory) -> t
         delta, upload = _upload(spec, memory, result, received, start)
     work, scored = result.work or ctx.work(result.mask, result.log), sum(ctx.scored)
     cost = Cost(
-        flops=work.flops + scored,
-        flops_scoring=scored,
-        flops_paper=work.flops_paper,
-        wall_seconds=time.perf_counter() - began,
+        flops=work.flops + scored, flops_scoring=scored, flops_paper=work.flops_paper, wall_seconds=time.perf_counter() - began
     )
     update = Update(
         round=request.round,

@@ -69,8 +69,7 @@ class TrainingConfig(Checked):
     )
     momentum: Momentum = option(0.0, "Momentum of SGD and RMSprop, in [0, 1). Other optimizers refuse it. Default: 0.")
     weight_decay: NonNegative = option(  # type: ignore[assignment]
-        None,
-        "Weight decay of the optimizer. Default: 0 for SGD, the default of torch for another optimizer.",
+        None, "Weight decay of the optimizer. Default: 0 for SGD, the default of torch for another optimizer."
     )
     clip: Positive | None = option(
         None,

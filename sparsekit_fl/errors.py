@@ -3,14 +3,8 @@
 from sparsekit.errors import SparsekitError
 
 __all__ = [
-    "ClientError",
-    "ResumeError",
-    "RunInterrupted",
-    "StorageError",
-    "TooFewRepliesError",
-    "UpdateError",
-    "WorkerDiedError",
-]
+    "ClientError", "ResumeError", "RunInterrupted", "StorageError", "TooFewRepliesError", "UpdateError", "WorkerDiedError",
+]  # fmt: skip
 
 
 class ClientError(SparsekitError, RuntimeError):

@@ -43,11 +43,7 @@ class Server:
     """
 
     def __init__(
-        self,
-        spec: RunSpec,
-        clients: Mapping[int, Client],
-        state: State | None = None,
-        remembered: Memories | None = None,
+        self, spec: RunSpec, clients: Mapping[int, Client], state: State | None = None, remembered: Memories | None = None
     ) -> None:
         self.spec, self.clients, self._remembered = spec, clients, remembered
         self.state = state or State(0, clone(spec.initial))

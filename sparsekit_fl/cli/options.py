@@ -56,8 +56,7 @@ class RunOptions:
     """The options of a run and of a command that the user gave, by name in `given`; any other has its default, or None."""
 
     preset: str | None = option(
-        None,
-        "Experiment of the paper, by name (`sparsekit list presets`). Default: by the data set, or digits.",
+        None, "Experiment of the paper, by name (`sparsekit list presets`). Default: by the data set, or digits."
     )
     dataset: str | None = option(None, "A data set by name, or package.module:factory.")
     model: str | None = option(None, "A model by name, or package.module:factory.")
@@ -80,8 +79,7 @@ class RunOptions:
         "describe METHOD` list them.",
     )
     config: Path | None = option(
-        None,
-        "TOML file of options, such as the run.toml that --out writes. Options on the command line override it.",
+        None, "TOML file of options, such as the run.toml that --out writes. Options on the command line override it."
     )
     init: Path | None = option(
         None,

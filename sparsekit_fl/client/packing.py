@@ -11,16 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsekit.errors import DataError
-from sparsekit.graph import (
-    StateDict,
-    UnitGraph,
-    UnitMask,
-    WeightMask,
-    cut_axes,
-    gather,
-    narrow_shape,
-    scatter_,
-)
+from sparsekit.graph import StateDict, UnitGraph, UnitMask, WeightMask, cut_axes, gather, narrow_shape, scatter_
 from sparsekit_fl.config import Upload
 from sparsekit_fl.packed import plain_bytes
 

@@ -12,19 +12,10 @@ from sparsekit.registry import Registry
 from sparsekit_fl.problem.data import TensorData, Transform
 from sparsekit_fl.problem.models import Kind
 
-datasets = Registry(
-    "dataset",
-    {
-        "digits": "sparsekit_fl.problem.images:digits",
-        "mnist": "sparsekit_fl.problem.images:mnist",
-        "cifar10": "sparsekit_fl.problem.images:cifar10",
-        "cifar100": "sparsekit_fl.problem.images:cifar100",
-        "tiny-imagenet": "sparsekit_fl.problem.images:tiny_imagenet",
-        "reddit": "sparsekit_fl.problem.text:reddit",
-        "shakespeare": "sparsekit_fl.problem.text:shakespeare",
-    },
-    group="sparsekit_fl.datasets",
-)
+_IMAGES, _TEXTS = ("digits", "mnist", "cifar10", "cifar100", "tiny-imagenet"), ("reddit", "shakespeare")
+_HOMES = dict.fromkeys(_IMAGES, "images") | dict.fromkeys(_TEXTS, "text")
+_OURS = {name: f"sparsekit_fl.problem.{home}:{name.replace('-', '_')}" for name, home in _HOMES.items()}
+datasets = Registry("dataset", _OURS, group="sparsekit_fl.datasets")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -27,15 +27,8 @@ Concentration = Annotated[
     ),
 ]  # parameter of a symmetric Dirichlet distribution
 
-partitions = Registry(
-    "partition",
-    {
-        "pathological": "sparsekit_fl.problem.partition:pathological",
-        "dirichlet": "sparsekit_fl.problem.partition:dirichlet",
-        "natural": "sparsekit_fl.problem.partition:natural",
-    },
-    group="sparsekit_fl.partitions",
-)
+_OURS = {name: f"sparsekit_fl.problem.partition:{name}" for name in ("pathological", "dirichlet", "natural")}
+partitions = Registry("partition", _OURS, group="sparsekit_fl.partitions")
 
 
 class Partition(Protocol):
