@@ -113,14 +113,12 @@ def _is_number(value: object) -> bool:
 def _mapped(value: Any, path: Path, change: Callable[[Path, Any], Any], depth: int) -> Any:
     if type(value) is int:
         return change(path, value)
-    if isinstance(value, np.integer):
+    if isinstance(value, np.integer) or _is_number(value):
         number = int(value)
         new = change(path, number)
-        return value if new is number or type(new) is not int else type(value)(new)
-    if _is_number(value):
-        number = int(value)
-        new = change(path, number)
-        return value if new is number or type(new) is not int else torch.full_like(value, new)
+        if new is number or type(new) is not int:
+            return value
+        return torch.full_like(value, new) if isinstance(value, Tensor) else type(value)(new)
     if isinstance(value, Tensor):
         return change(path, value)
     if depth == 0 or value is None or isinstance(value, (bool, float, complex, *_SEALED)):

@@ -128,14 +128,14 @@ class LearnableMask(MovingMask):
             used = used_magnitudes(model, graph, example_inputs)
             self.scores = self._first_importance(self.vectors.magnitudes() if used is None else used)
         if narrows:
-            self._rule = self._steps(ratio, read_refits(batches, model))
+            self._rule = self._steps(learning, ratio, read_refits(batches, model))
         elif budget is not None or batches is not None:
             options: Any = {"budget": self.budget, "batches": batches, "loss": loss, "graph": graph, "rules": rules}
             self._begin(first_cut(model, example_inputs, ratio, **options), model)
         else:
             if learning is None and ratio < 1.0:
                 warn_without_data(model)
-            self._rule = self._steps(ratio, ())
+            self._rule = self._steps(learning, ratio, ())
             if graph.groups:
                 with torch.inference_mode(False), torch.no_grad():
                     self.vectors.set_mask(self._largest())
@@ -191,11 +191,10 @@ class LearnableMask(MovingMask):
         targets = self._targets(magnitudes)
         return torch.zeros_like(targets) if isinstance(self.learning, LearnedNarrowing) else targets
 
-    def _steps(self, ratio: float, batches: Sequence[Batch]) -> ImportanceSteps | NarrowingSteps | None:
-        if isinstance(self.learning, LearnedNarrowing):
-            options: Any = {"ratio": ratio, "budget": self.budget, "costs": self._costs, "batches": batches}
-            return NarrowingSteps(self.learning, self.graph, **options)
-        return None if self.learning is None else ImportanceSteps(self.learning, self.graph.units)
+    def _steps(self, rule: Learning | None, ratio: float, batches: Sequence[Batch]) -> ImportanceSteps | NarrowingSteps | None:
+        if isinstance(rule, LearnedNarrowing):
+            return NarrowingSteps(rule, self.graph, ratio=ratio, budget=self.budget, costs=self._costs, batches=batches)
+        return None if rule is None else ImportanceSteps(rule, self.graph.units)
 
     @property
     def ratio(self) -> float:
@@ -292,7 +291,7 @@ class LearnableMask(MovingMask):
             ForeignMaskError: the state, the mask or the importance belongs to another model.
             InvalidValueError: a ratio outside (0, 1], a ratio for a mask with a budget, or importance that is NaN or infinite.
         """
-        rule, rule_before = self.learning if learning is None else learning, self.learning
+        rule = self.learning if learning is None else learning
         widths = self._widths if ratio is None else check_ratio(ratio)
         if isinstance(rule, LearnedNarrowing):
             widths = 1.0
@@ -305,13 +304,9 @@ class LearnableMask(MovingMask):
             raise ForeignMaskError(f"importance must have shape ({self.graph.units},), got {tuple(importance.shape)}")
         elif importance is not None and not bool(torch.isfinite(importance).all()):
             raise InvalidValueError("importance must be finite")
+        refits = read_refits(batches if mask is None else None, self.model)
+        steps = None if mask is not None else self._steps(rule, 1.0 if ratio is None else ratio, refits)
         self.learning = rule
-        try:
-            refits = read_refits(batches if mask is None else None, self.model)
-            steps = None if mask is not None else self._steps(1.0 if ratio is None else ratio, refits)
-        except BaseException:
-            self.learning = rule_before
-            raise
         self._widths, self._rule, self._mask_given, self.mask_changed = widths, steps, mask is not None, False
         if learning is not None:
             self._watch()
