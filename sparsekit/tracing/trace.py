@@ -74,9 +74,10 @@ def trace_units(
         verify: Compare the outputs of a masked and a compacted copy, and mark every group as unprunable for which they differ
             by more than rounding, relative to the change that the mask makes in each channel. Models of 10 million numbers and
             more are not copied to float64 but converted operator by operator, so that a trace takes less than three times the
-            memory of the weights, activations aside. Models of 50 million numbers and more, and those on the meta device, are
-            compared block by block, so that a trace takes little more memory than the model; blocks on the meta device are
-            filled with random values for it.
+            memory of the weights, activations aside. Models of 50 million numbers and more are compared
+            block by block, so that a trace takes little more memory than the model. On the meta device, models and blocks get
+            random values for it. Of a larger model there, units that span it are compared by its operators and numbers alone:
+            trace it with values once before you rely on them.
         prune_hidden_size: Also find the units that a layer norm, an RMS norm or a plain mean averages over, such as the width
             of a transformer. A model under a mask then takes these statistics over the kept units, as the narrow model does. By
             default these units cannot be pruned, since removing some of them changes the statistics.
