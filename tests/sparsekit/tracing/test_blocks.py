@@ -130,8 +130,14 @@ def test_a_small_model_on_the_meta_device_is_verified_with_values() -> None:
     """Without values, a tensor of ones whose length is a width of the whole model looks like any other."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3)).eval()
-        model.register_forward_hook(lambda m, _, y: y * torch.ones(len(m[0].bias)).sum())
+        model.register_forward_hook(lambda m, _, y: y * torch.ones(len(m[0].bias), device=y.device).sum())
         assert set(sk.trace_units(model, torch.zeros(2, 8)).groups) == {"2"}
+
+
+def test_a_small_model_on_the_meta_device_that_refuses_random_values_has_its_groups() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3)).eval()
+        assert set(sk.trace_units(model, torch.zeros(2, 9, dtype=torch.long)).groups) == {"0", "1"}
 
 
 @pytest.mark.parametrize("tied", [False, True])
