@@ -123,20 +123,13 @@ class SizeAttribute:
     """An integer of a module that follows the number of units kept: `num_heads` of hand-written attention.
 
     An integer that counts units of several groups, such as the width of a concatenation, has an entry for each of them.
-
-    Args:
-        module: Qualified name of the module.
-        path: Name of its attribute, then the keys, indices and names that lead to the integer inside of it.
-        group: The group whose units it counts.
-        per_unit: The amount that one unit adds to it.
-        dense: Its value with all units.
     """
 
     module: str
     path: Path
     group: str
-    per_unit: int
-    dense: int
+    per_unit: int  # the amount that one unit adds to it
+    dense: int  # its value with all units
 
     @property
     def name(self) -> str:
@@ -146,17 +139,11 @@ class SizeAttribute:
 
 @dataclass(frozen=True)
 class Constant:
-    """A tensor outside the state dict that a module holds: a non-persistent buffer, or a tensor in an attribute, list or dict.
-
-    Args:
-        module: Qualified name of the module.
-        path: Name of its attribute, then the keys, indices and names that lead to the tensor inside of it.
-        shape: Shape in the dense model.
-    """
+    """A tensor that a module holds outside the state: a non-persistent buffer, or a tensor in an attribute, list or dict."""
 
     module: str
     path: Path
-    shape: torch.Size
+    shape: torch.Size  # in the dense model
 
     @property
     def name(self) -> str:
@@ -166,23 +153,14 @@ class Constant:
 
 @dataclass(frozen=True, eq=False)
 class NormSite:
-    """A call that averages over an axis of units and, under a mask, over the kept ones only.
+    """A call that averages over an axis of units and, under a mask, over the kept ones only."""
 
-    Args:
-        module: Qualified name of the innermost module that makes the call.
-        call: Which of the averaging calls in one forward pass of that module it is, from 0.
-        function: Name of the function, as in `NormCall`.
-        dim: The axis of units, counted from the end, so negative.
-        size: Positions along it in the dense model.
-        units: Group name → (int64 (n,) positions along the axis, int64 (n,) the unit at each).
-    """
-
-    module: str
-    call: int
-    function: str
-    dim: int
-    size: int
-    units: Mapping[str, tuple[Tensor, Tensor]]
+    module: str  # the innermost module that makes the call
+    call: int  # number among the averaging calls in one forward pass of that module, from 0
+    function: str  # as in `NormCall.name`
+    dim: int  # the axis of units, counted from the end, so negative
+    size: int  # positions along it in the dense model
+    units: Mapping[str, tuple[Tensor, Tensor]]  # group name → int64 (n,) positions, int64 (n,) the unit at each
 
     def stays(self, keep: Mapping[str, Tensor]) -> Tensor:
         """Return which positions of the axis are kept, bool (size,). `keep`: group name → bool (units,)."""

@@ -9,20 +9,15 @@ import torch
 
 @dataclass(frozen=True)
 class Layer:
-    """A module that reads at least one entry of two or more axes, with the entries read until the next such module.
-
-    Args:
-        name: Qualified name of the module.
-        entries: State-dict keys that this layer is the first to read; statistics that no pass reads are with their module.
-        reads: All entries that it reads. An entry shared with an earlier layer, such as a decoder tied to an embedding, is
-            among its reads, but belongs to the `entries` of the earlier layer.
-        frozen: The entries among them that need no gradient.
-    """
+    """A module that reads at least one entry of two or more axes, with the entries read until the next such module."""
 
     name: str
     entries: tuple[str, ...]
+    """State-dict keys that this layer is the first to read; statistics that no pass reads are with their module."""
     reads: tuple[str, ...]
+    """All that it reads, also entries of earlier layers, as a decoder tied to an embedding does."""
     frozen: tuple[str, ...] = ()
+    """The entries among them that need no gradient."""
 
 
 def head_entries(layers: Sequence[Layer], count: int = 1) -> tuple[str, ...]:

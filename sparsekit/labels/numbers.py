@@ -26,17 +26,12 @@ class Held:
 
 @dataclass(frozen=True, eq=False)
 class Size:
-    """An integer that follows the number of units by itself: the length of an axis, or a number that a layer rule sets.
+    """An integer that follows the number of units by itself: the length of an axis, or a number that a layer rule sets."""
 
-    Args:
-        nodes: int64, along the axis; empty if there are none.
-        equals: Takes (nodes, integers held) of every comparison that found them equal.
-        module: Name of the module whose rule sets the number, or empty.
-    """
-
-    nodes: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    nodes: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # along the axis, if there are any
     equals: list[tuple[IntArray, frozenset[Held]]] = field(default_factory=list)
-    module: str = ""
+    """Takes (nodes, integers held) of every comparison that found them equal."""
+    module: str = ""  # the module whose rule sets the number
 
 
 Source = Held | Size
@@ -183,17 +178,11 @@ def find_integers(value: Any) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Given:
-    """The integers of the current call.
+    """The integers of the current call."""
 
-    Args:
-        numbers: Value → the number with this value that was read.
-        plain: Integers that were not read from a tensor or module, such as literals.
-        shape: All integers, in order.
-    """
-
-    numbers: Mapping[int, Number] = field(default_factory=dict)
-    plain: frozenset[int] = frozenset()
-    shape: tuple[int, ...] = ()
+    numbers: Mapping[int, Number] = field(default_factory=dict)  # value → the number with this value that was read
+    plain: frozenset[int] = frozenset()  # integers that were not read from a tensor or module, such as literals
+    shape: tuple[int, ...] = ()  # all integers, in order
 
     @classmethod
     def of(cls, *arguments: Any) -> Given:

@@ -32,60 +32,42 @@ from sparsekit.labels.values import (
 class Tracer:
     """The facts about units from some passes of a model. All methods are vectorized over units.
 
-    Args:
-        kept_norms: Norms are taken over kept units, so that units may leave them.
-
-    Attributes:
-        nodes: Number of nodes.
-        entries: Parameters, buffers and constants, in the order of the state.
-        united: Pairs of node runs that are one unit, position by position.
-        fixed: Nodes whose units stay whole, with the cause.
-        made: Nodes that make the values of their units, in forward order, with the kind if it is known.
-        columns: Nodes of parameter axes that multiply the units which they read.
-        reads: (nodes, sources, cause) of every reader; the cause is set if nothing of a parameter multiplies the units.
-        tied: Runs of nodes that must keep equally many units.
-        least: (nodes, number): at least so many units of the run must stay.
-        unsure: Nodes whose values may not be zero when gated, because they start from a state that is passed in.
-        heads: Nodes whose units are attention heads: each makes a map of its own over the positions.
-        lengths: Axes of units whose lengths were given by integers.
-        equals: (nodes, integers held) of comparisons of the length of an axis that were true.
-        compared: Module whose code ran → sources of integers that it has compared, rounded or converted.
-        literals: (nodes, number, where) of lengths that were given and read from nowhere.
-        borrowed: (nodes, nodes, cause) of axes whose length was given as the length of an axis of other units.
-        attempts: Module → how many choices of integers that follow the number of its units have failed.
-        held: Module → the integers that it holds.
-        given: The integers of the call that runs now.
-        norms: (module, number of the call in a forward pass of it) → what each such call averaged over; None where no units.
-        used: Numbers of the entries that some operator has met.
-        answers: Call → (labels of its inputs, labels of its outputs), for another pass over the code.
-        rearranged: What rearranging operators do to the numbers of positions, for later calls on the same shapes.
-        watching: False while an opaque layer runs, whose rule says what its operators do.
+    `kept_norms`: Norms are taken over kept units, so that units may leave them.
     """
 
     def __init__(self, *, kept_norms: bool = False) -> None:
         self.kept_norms = kept_norms
-        self.nodes = 0
-        self.entries: list[Entry] = []
-        self.united: list[tuple[IntArray, IntArray]] = []
-        self.fixed: list[tuple[IntArray, Cause]] = []
+        self.nodes = 0  # number of nodes
+        self.entries: list[Entry] = []  # parameters, buffers and constants, in the order of the state
+        self.united: list[tuple[IntArray, IntArray]] = []  # pairs of node runs that are one unit, position by position
+        self.fixed: list[tuple[IntArray, Cause]] = []  # nodes whose units stay whole
+        # Nodes that make the values of their units, in forward order, with the kind if it is known.
         self.made: list[tuple[IntArray, Kind | None]] = []
-        self.columns: list[IntArray] = []
+        self.columns: list[IntArray] = []  # nodes of parameter axes that multiply the units which they read
+        # (nodes, sources, cause) of every reader; the cause is set if no parameter multiplies the units.
         self.reads: list[tuple[IntArray, IntArray, Cause | None]] = []
-        self.tied: list[tuple[IntArray, ...]] = []
-        self.least: list[tuple[IntArray, int]] = []
+        self.tied: list[tuple[IntArray, ...]] = []  # runs of nodes that must keep equally many units
+        self.least: list[tuple[IntArray, int]] = []  # at least so many units of the run must stay
+        # Nodes whose values may not be zero when gated, because they start from a state that is passed in.
         self.unsure: list[IntArray] = []
-        self.heads: list[IntArray] = []
+        self.heads: list[IntArray] = []  # nodes of attention heads: each makes a map of its own over the positions
         self.lengths: list[GivenLength] = []
+        # (nodes, integers held) of comparisons of the length of an axis that were true.
         self.equals: list[tuple[IntArray, frozenset[Held]]] = []
+        # Module whose code ran → sources of integers that it has compared, rounded or converted.
         self.compared: dict[str, set[Source]] = {}
-        self.literals: list[tuple[IntArray, int, Cause]] = []
+        self.literals: list[tuple[IntArray, int, Cause]] = []  # lengths that were given and read from nowhere
+        # Axes whose length was given as the length of an axis of other units.
         self.borrowed: list[tuple[IntArray, IntArray, Cause]] = []
-        self.attempts: dict[str, int] = {}
-        self.held: dict[str, list[Held]] = {}
+        self.attempts: dict[str, int] = {}  # module → failed choices of integers that follow the number of its units
+        self.held: dict[str, list[Held]] = {}  # by module
         self.given = Given()
+        # (module, number of the call in a forward pass of it) → averages of each such call; None without units.
         self.norms: dict[tuple[str, int], list[NormNote | None]] = {}
-        self.used: set[int] = set()
+        self.used: set[int] = set()  # numbers of the entries that some operator has met
+        # Call → (labels of its inputs, labels of its outputs), for another pass over the code.
         self.answers: dict[tuple[Any, ...], tuple[Any, list[TensorLabels | None]]] = {}
+        # Effects of rearranging operators on the numbers of positions, for later calls on the same shapes.
         self.rearranged: dict[Any, list[IntArray]] = {}
         self._entry_labels: dict[int, TensorLabels] = {}
         self._constants: dict[tuple[Any, ...], Entry] = {}
@@ -99,7 +81,7 @@ class Tracer:
     def begin(self, tensors: Mapping[str, Tensor], constants: Iterable[tuple[Constant, Tensor]] = ()) -> None:
         """Begin a pass with a state. Other tensors that modules hold get nodes once an operator meets them."""
         self.modules: list[str] = [""]
-        self.watching = True
+        self.watching = True  # False while an opaque layer runs, whose rule describes its operators
         self.alive: list[Tensor] = []  # ids and storages must not be reused while the pass runs
         self._known: dict[int, TensorLabels] = {}
         self.numbers: dict[int, int] = {}  # id of the tensor of each state entry → number of the entry

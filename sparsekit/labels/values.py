@@ -27,20 +27,12 @@ LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).resolv
 
 @dataclass(frozen=True)
 class Cause:
-    """Why units stay whole.
-
-    Args:
-        module: Qualified name of the module where it happened.
-        reason: One phrase.
-        kind: See `Unprunable`.
-        where: The user's own line, as `user_line` returns it.
-        remedy: What to write instead, if that is known.
-    """
+    """Why units stay whole; the fields are as in `Unprunable`."""
 
     module: str
     reason: str
     kind: Refusal = "operator"
-    where: str = ""
+    where: str = ""  # the user's own line, from `user_line`
     remedy: str = ""
 
 
@@ -76,18 +68,14 @@ class Labels:
 
     Operators that follow decide which of several axes has the units: one that is summed over, sliced or combined with ordinary
     values stays whole.
-
-    Args:
-        nodes: int64; a node, NO_UNIT or ANY. Of one axis (size,); of several of the rank of the tensor, of size 1 along
-            every axis that does not tell units apart.
-        sources: int64, of the same shape; which state entries must be gated for the value to be exactly zero, as an id of
-            `Tracer.source`; NOT_ZERO if no gate does it.
-        numbers: Integers of a module that may have given the length of an axis along which the value is constant.
     """
 
     nodes: IntArray
+    """int64; a node, NO_UNIT or ANY: (size,) for one axis, or of the rank of the tensor, of size 1 along axes without units."""
     sources: IntArray
+    """int64, of the same shape: the id in `Tracer.source` of the entries whose gates make the value exactly zero."""
     numbers: frozenset[Held] = frozenset()
+    """Integers of a module that may have given the length of an axis along which the value is constant."""
 
     @property
     def size(self) -> int:
@@ -157,46 +145,32 @@ def constant(shape: Sequence[int]) -> tuple[Labels | None, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """One parameter, buffer or other tensor that modules hold, whatever names it has.
+    """One parameter, buffer or other tensor that modules hold, whatever names it has."""
 
-    Args:
-        names: All its state-dict keys, or names of constants; more than one if it is tied.
-        shape: Shape of the dense tensor.
-        is_parameter: False for buffers, which are cut but never gated.
-        number: Position in `Tracer.entries`.
-        first: First node of each axis; None if the axis has one position.
-        constants: Where modules hold it, if it is not part of the state.
-    """
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    is_parameter: bool
-    number: int
-    first: tuple[int | None, ...]
-    constants: tuple[Constant, ...] = ()
+    names: tuple[str, ...]  # state-dict keys, or names of constants
+    shape: tuple[int, ...]  # of the dense tensor
+    is_parameter: bool  # False for buffers, which are cut but never gated
+    number: int  # position in `Tracer.entries`
+    first: tuple[int | None, ...]  # first node of each axis; None if the axis has one position
+    constants: tuple[Constant, ...] = ()  # places in modules, if it is not part of the state
 
 
 @dataclass(frozen=True, eq=False)
 class TensorLabels:
-    """Labels of a tensor in a trace.
-
-    Args:
-        axes: Labels per axis; None for an ordinary axis such as batch, time or space, and for the axes of `joint`.
-        entry: Set if the tensor holds nothing but rearranged values of this entry.
-        parts: If set, the tensor is a stack along axis 0 of parts with different units (the last states of the layers
-            of an LSTM); `axes` are then all None.
-        joint: If set, labels that vary along two axes or more, of the rank of the tensor.
-        mixed: Nodes of units whose values are mixed in this tensor (weights averaged over heads): operators that use it keep
-            them whole.
-        from_state: True if the tensor was computed from entries alone, as the weight of a parametrized layer.
-    """
+    """Labels of a tensor in a trace."""
 
     axes: tuple[Labels | None, ...]
+    """Labels of each axis; None for an ordinary axis such as batch, time or space, and for the axes of `joint`."""
     entry: Entry | None = None
+    """The entry whose values the tensor rearranges, if it holds nothing else."""
     parts: tuple[TensorLabels, ...] | None = None
+    """Parts with different units, stacked along axis 0 (the last states of the layers of an LSTM); `axes` are then None."""
     joint: Labels | None = None
+    """Labels that vary along two axes or more, of the rank of the tensor."""
     mixed: IntArray | None = None
+    """Nodes of units that this tensor mixes (weights averaged over heads): operators that use it keep them whole."""
     from_state: bool = False
+    """Whether the tensor was computed from entries alone, such as the weight of a parametrized layer."""
 
     @property
     def has_units(self) -> bool:
@@ -251,17 +225,14 @@ class TensorLabels:
 
 @dataclass(frozen=True, eq=False)
 class GivenLength:
-    """Axes of units whose lengths were given by integers.
-
-    Args:
-        nodes: int64, one axis for each axis of a tensor along which units differ.
-        numbers: For each axis, integers of a module that the length is proportional to; empty if it follows by itself.
-        how: "rule" if a layer rule says so, "read" if the length was read from there, "equal" if only the values are equal.
-    """
+    """Axes of units whose lengths were given by integers."""
 
     nodes: IntArray
+    """int64, one axis for each axis of a tensor along which units differ."""
     numbers: tuple[frozenset[Held], ...]
+    """For each axis, integers of a module to which the length is proportional; empty if it follows by itself."""
     how: Literal["rule", "read", "equal"] = "read"
+    """By a layer rule, by reading the length from there, or only by equal values."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,24 +23,17 @@ from sparsekit.graph.index import along, wide
 
 @dataclass(frozen=True, eq=False)
 class NormCall:
-    """A call that averages over some axes of a tensor.
+    """A call that averages over some axes of a tensor."""
 
-    Args:
-        name: Name of the function: layer_norm, rms_norm, group_norm, softmax, topk, mean, var, std, var_mean or std_mean.
-        x: The tensor that is averaged.
-        dims: The axes that are averaged over, counted from the front.
-        weight: Scale of a norm, shaped like the last axes of `x`, or like axis 1 for group_norm.
-        bias: Shift of a norm, likewise.
-        over: Computes the call over some positions along one axis of `dims`: (axis, int64 positions). A norm also normalizes
-            the other positions, with the same statistics.
-    """
-
-    name: str
+    name: str  # layer_norm, rms_norm, group_norm, softmax, topk, mean, var, std, var_mean or std_mean
     x: Tensor
-    dims: tuple[int, ...]
-    weight: Tensor | None
+    dims: tuple[int, ...]  # the axes that are averaged over, counted from the front
+    weight: Tensor | None  # scale and shift of a norm, shaped like the last axes of `x`; for group_norm, like axis 1
     bias: Tensor | None
     over: Callable[[int, Tensor], Any]
+    """Computes the call over some positions along one axis of `dims`: (axis, int64 positions). A norm also normalizes the other
+    positions, with the same statistics.
+    """
 
     @property
     def is_norm(self) -> bool:

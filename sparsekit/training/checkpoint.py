@@ -17,23 +17,14 @@ _OWN = "sparsekit."  # prefix of the keys that are not the model's own
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a learnable mask.
+    """The state of a learnable mask."""
 
-    Args:
-        dense: The dense state under the model's own keys.
-        importance: Group name → float (units,).
-        mask: The units that are kept.
-        ratio: Share of units kept.
-        budget: The budget as text; empty for a mask without a budget.
-        rule: State of the rule of learning; empty for a fixed mask.
-    """
-
-    dense: Mapping[str, Tensor]
-    importance: Mapping[str, Tensor]
+    dense: Mapping[str, Tensor]  # under the model's own keys
+    importance: Mapping[str, Tensor]  # group name → float (units,)
     mask: UnitMask
     ratio: float
-    budget: str
-    rule: Mapping[str, Tensor]
+    budget: str  # as text; empty for a mask without a budget
+    rule: Mapping[str, Tensor]  # state of the rule of learning; empty for a fixed mask
 
     def entries(self) -> dict[str, Tensor]:
         """Return the entries of a state dict; their keys depend on the model and the rule alone."""
