@@ -245,6 +245,25 @@ add("rotary-complex", images(2, 5, 6), {"q": 3})(
 )
 
 
+class Latent(nn.Module):
+    """Keys of two parts, the second one shared by all heads, written into one tensor, as in DeepSeek."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = nn.Linear(6, 18), nn.Linear(6, 12), nn.Linear(6, 12), nn.Linear(12, 2)
+        self.shared = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, own, v = (layer(x).unflatten(-1, (-1, n)).transpose(1, 2) for layer, n in ((self.q, 6), (self.k, 4), (self.v, 4)))
+        key = own.new_empty(*own.shape[:-1], 6)
+        key[..., :4].copy_(own)
+        key[..., 4:].copy_(self.shared(x)[:, None].expand(-1, own.shape[1], -1, -1))
+        return self.out(F.scaled_dot_product_attention(q, key, v).transpose(1, 2).flatten(2))
+
+
+add("keys-written-in-parts", images(2, 5, 6), {"q": 3}, fixed=("written in place through a view by 'copy'",))(Latent)
+
+
 class Windows(nn.Module):
     """Attention within shifted windows, with a learned bias for each head and relative position, as in Swin."""
 

@@ -6,10 +6,11 @@ from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import Labels, TensorLabels
 
 
-def written_over(tracer: Tracer, tensor: Tensor, target: Tensor, written: TensorLabels) -> TensorLabels | None:
+def written_over(tracer: Tracer, tensor: Tensor, target: Tensor, written: TensorLabels, reason: str) -> TensorLabels | None:
     """Labels of a tensor after values with the labels `written` were written to `target`, a view of the same memory.
 
-    Units that meet there become one. None if units would be next to values that belong to no unit, or axes do not match.
+    Units that meet there become one. Units along an axis of ordinary values, such as part of a key, are fixed for `reason`;
+    those along other axes, such as heads, are not. None if ordinary values were written over units.
     """
     before = tracer.joint_labels(tensor)
     if before.parts or before.joint or before.entry or written.parts or written.joint:
@@ -21,9 +22,9 @@ def written_over(tracer: Tracer, tensor: Tensor, target: Tensor, written: Tensor
         d = _same_axis(tensor, target, k)
         own = before.axes[d] if d is not None else None
         if d is None or own is None:
-            if labels.is_uniform:
-                continue  # a constant does no harm where no units are
-            return None
+            if not labels.is_uniform:  # a constant does no harm where no units are
+                tracer.fix(labels, reason)
+            continue
         if own.is_uniform and labels.is_uniform:
             continue  # two constants are not one
         if not own.is_uniform and not labels.is_uniform:

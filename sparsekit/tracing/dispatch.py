@@ -200,13 +200,13 @@ class Dispatcher(DispatchMode):
         views = [other for other in self.tracer.alive if storage_id(other) == storage]
         shared = [other for other in views if self.tracer.known(other) is not None]
         known = before is not None and after is not None and len(shared) == len(views)
+        reason = f"written in place through a view by {call.name!r}"
         if known and after is not None:
-            found = {other: written_over(self.tracer, other, tensor, after) for other in (*shared, tensor)}
+            found = {other: written_over(self.tracer, other, tensor, after, reason) for other in (*shared, tensor)}
             if all(found.values()):
                 for other, labels in found.items():
                     self.tracer.set(other, labels)
                 return
-        reason = f"written in place through a view by {call.name!r}"
         if after is not None and after.has_units:
             call.fix_inputs(reason)
         for other in [*shared, tensor]:
