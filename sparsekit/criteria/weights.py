@@ -63,13 +63,10 @@ class _Watch(TorchFunctionMode):
         elif known and isinstance(result, Tensor) and id(result) not in self._known:
             names = frozenset(chain.from_iterable(names for _, names, _ in known))
             # A view shows the same values, and its axes are not the axes of the units.
-            views = [value for tensor, _, value in known if _shares(tensor, result)]
+            place = result.untyped_storage().data_ptr()
+            views = [value for tensor, _, value in known if tensor.untyped_storage().data_ptr() == place != 0]
             self._known[id(result)] = result, names, views[0] if views else result
         return result
-
-
-def _shares(first: Tensor, second: Tensor) -> bool:
-    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr() != 0
 
 
 def used_weights(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[UsedWeight]:

@@ -17,8 +17,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.layers import Rules
 from sparsekit.pruning.prune import prune
 from sparsekit.pruning.result import Pruned, PrunePlan
-from sparsekit.pruning.settings import CANDIDATES
-from sparsekit.pruning.trained import UncalibratedWarning, signs_of_training
+from sparsekit.pruning.settings import CANDIDATES, UncalibratedWarning, signs_of_training
 from sparsekit.surgery.compaction import expand
 from sparsekit.tracing.blocks import refuse_meta
 from sparsekit.tracing.inputs import ModelInputs, refuse_inference

@@ -12,8 +12,7 @@ from torch import nn
 import sparsekit as sk
 from sparsekit.pruning.cutting import StarvedGroupsWarning
 from sparsekit.pruning.reconstruction import statistics_prior
-from sparsekit.pruning.settings import CANDIDATES
-from sparsekit.pruning.trained import UncalibratedWarning
+from sparsekit.pruning.settings import CANDIDATES, UncalibratedWarning
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from sparsekit import Budget, GradientImportance, LearnableMask, LearnedNarrowin
 from sparsekit.allocation import Schedule, by_ratio
 from sparsekit.criteria.weights import unit_magnitudes
 from sparsekit.errors import ForeignMaskError, InvalidValueError
-from sparsekit.pruning.trained import UncalibratedWarning
+from sparsekit.pruning.settings import UncalibratedWarning
 from sparsekit.training.importance import importance_targets
 
 
