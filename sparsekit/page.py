@@ -40,13 +40,7 @@ def row(*parts: str) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, texts: Sequence[str] = ()) -> str:
-    """Return a table; empty without rows.
-
-    Args:
-        head: Titles of the columns; the first one names the rows.
-        rows: A cell for each column.
-        texts: Titles of columns of prose, which are aligned to the left and may wrap.
-    """
+    """Return a table; empty without rows. `texts`: titles of columns of prose, which are aligned to the left and may wrap."""
     if not rows:
         return ""
     kinds = [' class="text"' if title in texts else "" for title in head]

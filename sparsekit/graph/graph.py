@@ -121,15 +121,9 @@ class UnitGraph:
                 raise InvalidValueError(f"groups {', '.join(tied)} share one size and must keep equally many units, got {kept}")
 
     def check_state(self, state: StateDict, mask: Mapping[str, Tensor] | None = None, *, what: str = "the state") -> None:
-        """Raise unless `state` has the keys and shapes of the model that was traced.
+        """Raise ForeignMaskError unless `state` has the keys and shapes of the model that was traced; other keys are ignored.
 
-        Args:
-            state: State-dict key → tensor; keys that the model does not have are ignored.
-            mask: Group name → bool (units,): the state then belongs to the model compacted with it.
-            what: Names the state in the message.
-
-        Raises:
-            ForeignMaskError: a key or a shape differs.
+        With a mask, group name → bool (units,), the state belongs to the compacted model. `what` names it in the message.
         """
         kept = {} if mask is None else self.kept_indices(mask)
         for name, dense in self.shapes.items():
@@ -170,14 +164,9 @@ class UnitGraph:
         return gated
 
     def kept_indices(self, keep: Mapping[str, Tensor]) -> dict[str, dict[int, Tensor]]:
-        """Return which positions stay along each axis that units touch.
+        """Return state-dict key → axis → int64 (kept,): the positions that stay, ascending, along each axis with units.
 
-        Args:
-            keep: Group name → bool (units,), for every group.
-
-        Returns:
-            State-dict key → axis → int64 (kept,), ascending; the tensors are read-only. Axes and keys that no unit touches are
-            absent.
+        `keep`: group name → bool (units,), for every group. The tensors are read-only.
         """
         return {name: dict(axes) for name, axes in self._kept(keep).items() if name not in self.constants}
 

@@ -71,14 +71,7 @@ def scatter_(narrow: Tensor, dense: Tensor, axes: Axes) -> Tensor:
 
 
 def gate(dense: Tensor, dim: int, index: Tensor, gates: Tensor) -> Tensor:
-    """Multiply the positions of each unit by its gate. Differentiable in both.
-
-    Args:
-        dense: Any tensor.
-        dim: The axis of the units.
-        index: int64 (units, span), the positions of each unit; others keep their values.
-        gates: float (units,).
-    """
+    """Multiply the positions of each unit, `index`, int64 (units, span), along an axis by its gate; differentiable in both."""
     entries = wide(dense)  # the gradient of a gate is a sum over many entries
     values = gates.to(entries.dtype).repeat_interleave(index.shape[1])
     vector = torch.ones(dense.shape[dim], dtype=entries.dtype, device=dense.device)

@@ -14,10 +14,8 @@ class Layer:
     name: str
     entries: tuple[str, ...]
     """State-dict keys that this layer is the first to read; statistics that no pass reads are with their module."""
-    reads: tuple[str, ...]
-    """All that it reads, also entries of earlier layers, as a decoder tied to an embedding does."""
-    frozen: tuple[str, ...] = ()
-    """The entries among them that need no gradient."""
+    reads: tuple[str, ...]  # all that it reads, also entries of earlier layers, as a decoder tied to an embedding does
+    frozen: tuple[str, ...] = ()  # the entries among them that need no gradient
 
 
 def head_entries(layers: Sequence[Layer], count: int = 1) -> tuple[str, ...]:

@@ -274,13 +274,9 @@ class Tracer:
         quiet: bool = False,
         averaged: bool = False,
     ) -> None:
-        """Keep units whole.
+        """Keep units whole. `quiet` and `averaged` set the kinds "expected" and "average".
 
-        Args:
-            what: Labels, several of them, or nodes.
-            reason: Why; if it is not a `Cause`, the line of the user's code is added.
-            quiet: The kind is "expected".
-            averaged: The kind is "average".
+        A reason that is not a `Cause` gets the line of the user's code.
         """
         if what is None:
             return
@@ -388,13 +384,10 @@ class Tracer:
         self.read(Labels(left.nodes, np.where(first.sources != NOT_ZERO, first.sources, second.sources)), None)
 
     def sized(self, nodes: IntArray, lengths: Sequence[int], dims: Sequence[int] = (), rank: int = 0) -> None:
-        """Note the lengths of axes of units that the current call was given, or computes.
+        """Note the lengths of axes of units, in the dense model, that the current call was given, or computes.
 
-        Args:
-            nodes: One axis for each of `lengths`; several if one axis of units is laid over them.
-            lengths: Lengths in the dense model.
-            dims: Which axes of the result they are, if the call was given its shape.
-            rank: Number of axes of the result.
+        `nodes` has an axis for each of `lengths`; several if one axis of units is laid over them. If the call was given its
+        shape, they are the axes `dims` of a result with `rank` axes.
         """
         if (nodes < 0).any():
             if nodes.ndim > 1:

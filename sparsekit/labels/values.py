@@ -161,16 +161,13 @@ class TensorLabels:
 
     axes: tuple[Labels | None, ...]
     """Labels of each axis; None for an ordinary axis such as batch, time or space, and for the axes of `joint`."""
-    entry: Entry | None = None
-    """The entry whose values the tensor rearranges, if it holds nothing else."""
+    entry: Entry | None = None  # the entry whose values the tensor rearranges, if it holds nothing else
     parts: tuple[TensorLabels, ...] | None = None
     """Parts with different units, stacked along axis 0 (the last states of the layers of an LSTM); `axes` are then None."""
-    joint: Labels | None = None
-    """Labels that vary along two axes or more, of the rank of the tensor."""
+    joint: Labels | None = None  # labels that vary along two axes or more, of the rank of the tensor
     mixed: IntArray | None = None
     """Nodes of units that this tensor mixes (weights averaged over heads): operators that use it keep them whole."""
-    from_state: bool = False
-    """Whether the tensor was computed from entries alone, such as the weight of a parametrized layer."""
+    from_state: bool = False  # whether the tensor was computed from entries alone, such as the weight of a parametrized layer
 
     @property
     def has_units(self) -> bool:
@@ -227,12 +224,10 @@ class TensorLabels:
 class GivenLength:
     """Axes of units whose lengths were given by integers."""
 
-    nodes: IntArray
-    """int64, one axis for each axis of a tensor along which units differ."""
+    nodes: IntArray  # int64, one axis for each axis of a tensor along which units differ
     numbers: tuple[frozenset[Held], ...]
     """For each axis, integers of a module to which the length is proportional; empty if it follows by itself."""
-    how: Literal["rule", "read", "equal"] = "read"
-    """By a layer rule, by reading the length from there, or only by equal values."""
+    how: Literal["rule", "read", "equal"] = "read"  # by a layer rule, by reading the length from there, or only by equal values
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,8 +34,7 @@ class GateSquares:
         self._readers = (
             {} if compiled else unit_readers(model, compact_graph(vectors.narrow_model.graph, vectors.narrow_model.mask))
         )
-        self.version = vectors.narrow_model.version
-        """Version of the narrow model for whose mask this was made."""
+        self.version = vectors.narrow_model.version  # version of the narrow model for whose mask this was made
         self._passes: list[dict[str, Tensor]] = []
         """Group name → Σ x·∂L/∂x, float (examples, units), of each pass since the last step; empty before its backward pass."""
 
@@ -58,11 +57,8 @@ class GateSquares:
     def take(self, gradients: Mapping[Tensor, Tensor] | None, examples: int, scale: Tensor | None, group: Any) -> Tensor:
         """Return ½·B·g² of every unit, float (J,), 0 for absent units, and begin again.
 
-        Args:
-            gradients: Weight → gradient; None takes `.grad` of the weights.
-            examples: Examples of the step.
-            scale: The factor of a GradScaler that gradients still contain.
-            group: The process group over which gradients of the weights were averaged, if any.
+        `gradients`: weight → gradient, or None for `.grad`; `scale`: the factor of a GradScaler that they still contain;
+        `group`: the process group over which gradients of the weights were averaged.
         """
         ranks = 1 if group is None else torch.distributed.get_world_size(group)
         graph = self._vectors.narrow_model.graph

@@ -94,13 +94,10 @@ class ImportanceSteps:
 
     def __init__(self, settings: GradientImportance, units: int) -> None:
         self.settings = settings
-        self.due = False
-        """Whether importance has not yet taken the step of the latest backward pass."""
+        self.due = False  # whether importance has not yet taken the step of the latest backward pass
         self._target = torch.zeros(units)
-        self._gates = torch.zeros(units)
-        """∂L/∂gate of each unit when last computed, 0 for dropped ones."""
-        self._gates_of = -1
-        """The version of the narrow model for which they were computed."""
+        self._gates = torch.zeros(units)  # ∂L/∂gate of each unit when last computed, 0 for dropped ones
+        self._gates_of = -1  # the version of the narrow model for which they were computed
         self._age = 0
 
     def count(self, _examples: int) -> None:
@@ -200,10 +197,8 @@ class GateReader(NamedTuple):
 
     leaf: nn.Parameter
     dim: int
-    name: str
-    """State-dict key of the leaf."""
-    units: Tensor
-    """int64 (dense size,), the unit of each dense position; J where none."""
+    name: str  # state-dict key of the leaf
+    units: Tensor  # int64 (dense size,), the unit of each dense position; J where none
 
     def products(self, gradients: Mapping[Tensor, Tensor] | None) -> Tensor:
         """Return Σ gradient · weight at each position along the axis: (narrow size,)."""
@@ -274,8 +269,7 @@ class UnitVectors:
         mask, device = self.narrow_model.mask, self.group_of.device
         kept = torch.cat([mask[name].cpu() for name in self.offsets])
         self._any_dropped = not bool(kept.all())
-        self.kept = kept.to(device)
-        """bool (J,)."""
+        self.kept = kept.to(device)  # bool (J,)
         positions = self.narrow_model.positions
         units = [each.units[positions(each.name)[each.dim]].to(device) for each in self._consumers]
         self._consumer_units = torch.cat(units) if units else torch.zeros(0, dtype=torch.int64, device=device)

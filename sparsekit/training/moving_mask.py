@@ -44,16 +44,11 @@ class MovingMask(nn.Module):
             vars(self)[table] = vars(self.model)[table]
         self.learning = learning
         self.optimizers = OptimizerSet()
-        self._widths: float | Mapping[str, int] = 1.0
-        """Share of units kept in each group, or group name → units kept."""
-        self._chosen_for: object = None
-        """The widths for which the mask was last chosen."""
-        self._mask_given = False
-        """Whether the mask stays until the next `load`, whatever importance says."""
-        self.mask_changed = False
-        """Whether the mask has changed since an optimizer may have been loaded."""
-        self._watched = False
-        """Whether hooks look for optimizers and wrappers: only if the mask may change."""
+        self._widths: float | Mapping[str, int] = 1.0  # share of units kept in each group, or group name → units kept
+        self._chosen_for: object = None  # the widths for which the mask was last chosen
+        self._mask_given = False  # whether the mask stays until the next `load`, whatever importance says
+        self.mask_changed = False  # whether the mask has changed since an optimizer may have been loaded
+        self._watched = False  # whether hooks look for optimizers and wrappers: only if the mask may change
         self._rule: ImportanceSteps | NarrowingSteps | None = None
         # Float32 for models in bfloat16 or float16.
         self.scores: Tensor = torch.zeros(0)

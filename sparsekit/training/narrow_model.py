@@ -36,8 +36,7 @@ from sparsekit.surgery.rebuild import (
 class _Entry:
     """One parameter or buffer of the narrow module, under all its state-dict keys."""
 
-    key: str
-    """The name under which units touch it, if there is one."""
+    key: str  # the name under which units touch it, if there is one
     names: list[str]
     homes: list[tuple[nn.Module, str]]
     parameter: nn.Parameter | None
@@ -78,14 +77,9 @@ def _find_entries(module: nn.Module, graph: UnitGraph) -> list[_Entry]:
 
 
 class NarrowModel:
-    """A narrow copy of a model that follows its mask.
+    """A narrow copy of a model that follows its mask; it begins with the model's state under the full mask.
 
     One narrow model serves any number of trainings: `load` gives it another state and mask without copying the module again.
-
-    Args:
-        model: The dense model; never edited. Its current state is loaded under the full mask.
-        graph: Its units.
-        rules: Rules for layers of your own, as given to `trace_units`.
     """
 
     def __init__(self, model: nn.Module, graph: UnitGraph, *, rules: Rules | None = None) -> None:
@@ -106,8 +100,7 @@ class NarrowModel:
         self._dense: dict[str, Tensor] = {}
         self._owned: set[str] = set()
         self._axes: dict[str, dict[int, Tensor]] = {}
-        self.version = 0
-        """Counts loads and changes of the mask."""
+        self.version = 0  # counts loads and changes of the mask
         self.mask = UnitMask.full(graph)
         self.load(model.state_dict(), None)
 
@@ -131,11 +124,7 @@ class NarrowModel:
         return cut_axes(self.graph.shapes[entry.key], self.positions(entry.key))
 
     def load(self, state: StateDict, mask: UnitMask | None) -> None:
-        """Start from a dense state under a mask; clear the state of optimizers, or make new ones.
-
-        Args:
-            state: The dense state; never written to.
-            mask: Units to keep; None keeps all.
+        """Start from a dense state, never written to, under a mask, or with all units. Optimizers need fresh state afterwards.
 
         Raises:
             ForeignMaskError: the state or the mask belongs to another model.

@@ -144,10 +144,8 @@ class NarrowingSteps:
         if budget is None and ratio == 1.0:
             raise InvalidValueError("learning=LearnedNarrowing(…) needs a ratio below 1 or a budget to narrow to")
         self.settings, self.graph, self.costs, self.batches = settings, graph, costs, batches
-        self.due = False
-        """Whether importance has not yet been measured in the latest backward pass."""
-        self.examples = 0
-        """Examples of the backward passes since the last step."""
+        self.due = False  # whether importance has not yet been measured in the latest backward pass
+        self.examples = 0  # examples of the backward passes since the last step
         self._ratio = ratio
         self._limits: dict[str, tuple[float, float]] = {}
         if budget is not None:
@@ -158,13 +156,11 @@ class NarrowingSteps:
             ends = {name: end for name, (_, end) in self._limits.items()}
             Problem(graph, {}, costs, ends, free_counts(graph, {}, 1), budget).check_reachable()
         shares = [self._share(number / settings.cuts) for number in range(settings.cuts + 1)]
-        self.cut_steps = settings.cut_steps(shares)
-        """Steps after which cuts are made, ascending."""
+        self.cut_steps = settings.cut_steps(shares)  # steps after which cuts are made, ascending
         self._moments = torch.zeros(graph.units)
         self._weight, self._steps, self._flops, self._dense_flops = 0.0, 0, 0.0, 0.0
         self._squares: GateSquares | None = None
-        self._cuts: list[tuple[int, list[int]]] = []
-        """Step and units of each group, of each cut so far."""
+        self._cuts: list[tuple[int, list[int]]] = []  # step and units of each group, of each cut so far
 
     def _share(self, progress: float) -> float:
         """Return the estimated cost of a step as a share of a dense step, after a part of the cuts."""

@@ -36,10 +36,8 @@ class OptimizerSet:
         self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # ordered, where a WeakSet is not
         self.just_loaded: weakref.WeakSet[Any] = weakref.WeakSet()
         """Those with newly loaded state, which have neither stepped nor followed a change of the mask since."""
-        self.process_group: Any = None
-        """Of the DistributedDataParallel that averages gradients, if there is one."""
-        self.stepping: list[Any] = []
-        """Those in the middle of a step, the outermost first: one may step another."""
+        self.process_group: Any = None  # of the DistributedDataParallel that averages gradients, if there is one
+        self.stepping: list[Any] = []  # those in the middle of a step, the outermost first: one may step another
         self._freezes = 0
 
     @property
