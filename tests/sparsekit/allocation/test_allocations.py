@@ -86,19 +86,6 @@ def test_shares_by_hand_go_by_name_before_expression() -> None:
     assert allocate(rule, graph, scores, costs) == {"0": 3, "2": 12, "4": 8, "7": 20}
     assert allocate(rule, graph, scores, costs, multiple_of=4) == {"0": 4, "2": 12, "4": 8, "7": 20}
     assert ratio_counts(graph, {"0": 0.25}, default=0.5) == {"0": 3, "2": 12, "4": 8, "7": 20}
-    with pytest.raises(UnknownNameError, match="names and matches no group"):
-        ratio_counts(graph, {"conv": 0.5})
-    with pytest.raises(InvalidValueError, match="ratio must be in"):
-        ratio_counts(graph, {"0": 50})
-
-
-def test_an_allocation_that_exceeds_the_budget_is_refused_and_one_that_needs_a_budget_says_so() -> None:
-    graph, costs, scores = _traced()
-    with pytest.raises(sk.BudgetError, match="'by_ratio' exceeds the budget: flops ≤"):
-        allocate(partial(by_ratio, ratios=0.9), graph, scores, costs, budget=HALF)
-    for rule in (by_cost, global_ranking, uniform):
-        with pytest.raises(InvalidValueError, match="needs a budget"):
-            allocate(rule, graph, scores, costs)
 
 
 def test_of_two_units_of_equal_importance_the_dearer_one_goes() -> None:
@@ -144,6 +131,13 @@ def test_a_budget_that_cannot_be_met_names_the_minimum_and_what_holds_it_up() ->
     ("more", "error", "told"),
     [
         ({"limits": {"0": (0.5, 0.2)}}, InvalidValueError, "least ≤ largest"),
+        *(
+            ({"allocation": each, "budget": None}, InvalidValueError, "needs a budget")
+            for each in (by_cost, global_ranking, uniform)
+        ),
+        ({"allocation": partial(by_ratio, ratios=0.9)}, sk.BudgetError, "'by_ratio' exceeds the budget: flops ≤"),
+        ({"allocation": partial(by_ratio, ratios={"conv": 0.5})}, UnknownNameError, "names and matches no group"),
+        ({"allocation": partial(by_ratio, ratios={"0": 50})}, InvalidValueError, "ratio must be in"),
         ({"allocation": partial(by_cost, scale="median")}, InvalidValueError, "scale must be one of"),
         ({"limits": {"00": (0.1, 0.2)}}, UnknownNameError, "names no group"),
         ({"multiple_of": {"chanel": 8}}, UnknownNameError, "did you mean 'channel'"),
