@@ -87,7 +87,7 @@ def ran(name: str, code: Callable[[], Any], *, how: str = "", advice: str = "fix
 
 @contextlib.contextmanager
 def calling(what: str | Callable[[], str]) -> Iterator[None]:
-    """Add a note to an exception of a user's code: `what` was called, such as "the loss", or a function for the text."""
+    """Add a note to exceptions of a user's code: `what` names the call, a text such as "the loss", or a function for it."""
     try:
         yield
     except SparsekitError:  # which says what to do

@@ -108,7 +108,7 @@ class CostModel:
         return {name: group.size for name, group in self.graph.groups.items()} if mask is None else mask.counts()
 
     def forward_flops(self, mask: UnitMask | None = None) -> int:
-        """Return the FLOPs of one example through the compact model; backward costs twice as much again."""
+        """Return the FLOPs of a forward pass of one example through the compact model; a backward pass costs twice that."""
         return self._pass_flops(mask) // self.examples
 
     def _pass_flops(self, mask: UnitMask | None) -> int:

@@ -150,7 +150,7 @@ def _totals(count: GivenLength, numbers: frozenset[Held]) -> list[Held]:
 def _followed(
     held: Held, row: IntArray, group_of: Mapping[int, str], groups: Mapping[str, UnitGroup]
 ) -> Iterator[SizeAttribute]:
-    """Yield how an integer follows the units at the positions of an axis: one entry for each group; none if it cannot."""
+    """Yield the attributes by which an integer counts the units of an axis, one for each group; none if it cannot."""
     positions = Counter(row.tolist())
     names = Counter(group_of.get(unit) for unit in positions)
     entries = []
