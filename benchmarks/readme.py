@@ -1,30 +1,56 @@
 """The table and the chart of the README that compare accuracy with measured milliseconds.
 
-    python benchmarks/readme.py measure     cells that results/readme.jsonl lacks; a quarter of an hour of one idle core
+    python benchmarks/readme.py measure     cells that results/readme.jsonl lacks; half an hour of one core
     python benchmarks/readme.py write       the table in README.md, and docs/pictures/accuracy.svg
 
-Accuracies of sparsekit come from results/real.csv; `measure` makes the same cuts again to time them. Torch-Pruning ranks
-by its Taylor importance over all layers, and rounds widths to multiples of 8, as sparsekit does. Pruned and dense network run
-in turns, on one thread, for one image of 96 pixels; times are processor time. A speed-up is the median ratio of a turn.
+Three draws of 40 batches of 32 calibration images: `prune` scores and refits on the first 32 of them, and so does
+Torch-Pruning, which ranks by its Taylor importance over all layers, and rounds widths to multiples of 8. The networks of the
+first draw are timed in turns with the dense one, on one thread, for one image of 96 pixels, in processor time. A speed-up is
+the median ratio of a turn.
 """
 
-import csv
 import re
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
+import numpy as np
 from common import ROOT, add, in_turns, over, read, spread
 
 sys.path.insert(1, str(ROOT / "docs" / "make"))
-OUT, SHARES = ROOT / "results" / "readme.jsonl", (0.75, 0.5, 0.35)
+OUT, SHARES, TRAINED = ROOT / "results" / "readme.jsonl", (0.75, 0.5, 0.35), 0.5
 RUNTIMES = {"eager": "PyTorch", "onnx": "ONNX Runtime"}
-LABELS = ("sparsekit", "Torch-Pruning, with sparsekit's reconstruction", "Torch-Pruning, batch norms recalibrated")
+ARMS = {
+    "sparsekit": ("sparsekit", "reconstructed"),
+    "Torch-Pruning, with sparsekit's reconstruction": ("torch-pruning", "reconstructed"),
+    "Torch-Pruning, batch norms recalibrated": ("torch-pruning", "recalibrated"),
+}
+"""Label → tool, and its measurement."""
 
 
 def measure() -> None:
+    """Add the rows that the file lacks; times for the first draw alone."""
+    import torch
+    from real_nets import efficientnet_lite0
+
+    torch.set_num_threads(1)
+    if not _found("dense", 1.0, "dense"):
+        network = efficientnet_lite0()
+        add(OUT, {"tool": "dense", "share": 1.0, "draw": 0, "dense": network.judge(network.model, network.test)["accuracy"]})
+    for draw in range(3):
+        wanted = [
+            (share, tool)
+            for share, tool in product(SHARES, ("sparsekit", "torch-pruning"))
+            if not any((row["tool"], row["share"], row["draw"]) == (tool, share, draw) for row in read(OUT))
+        ]
+        if wanted:
+            _measure(draw, wanted)
+
+
+def _measure(draw: int, wanted: Sequence[tuple[float, str]]) -> None:
     import torch
     import torch.nn.functional as F
     from real import torch_pruning
@@ -34,76 +60,70 @@ def measure() -> None:
     from sparsekit.measure.paired import prepare
     from sparsekit.pruning.reconstruction import statistics_prior
 
-    torch.set_num_threads(1)
-    network = efficientnet_lite0()
+    network = efficientnet_lite0(draw=draw)
     model, example, fit = network.model, network.example, network.calibration[:32]
-    graph, dense = sk.trace_units(model, example), sk.count_cost(model, example[0]).flops
-    known: dict[str, Any] = {"criterion": "fisher"}
-
-    def ours(share: float) -> sk.UnitMask:
-        data = {} if known["criterion"] != "fisher" else {"batches": fit, "loss": F.cross_entropy}
-        done = sk.prune(
-            model, example, budget=f"flops={100 * share:.0f}%", graph=graph, allocation="by_cost", dry_run=True, **known, **data
-        )
-        known["criterion"] = done.scores
-        return done.mask
-
-    cuts: dict[str, Callable[[float], sk.UnitMask]] = {
-        "sparsekit": ours,
-        "torch-pruning": lambda share: torch_pruning(network, graph, share, "taylor", fit, round_to=8),
-    }
-    for share, tool in product(SHARES, cuts):
-        if any((row["tool"], row["share"]) == (tool, share) for row in read(OUT)):
-            continue
-        mask = cuts[tool](share)
+    graph, dense, prior = sk.trace_units(model, example), sk.count_cost(model, example[0]).flops, statistics_prior(model, fit)
+    criterion: Any = "fisher"
+    for share, tool in wanted:
+        row: dict[str, Any] = {"tool": tool, "share": share, "draw": draw}
+        if tool == "sparsekit":
+            budget = f"flops={100 * share:.0f}%"
+            settings: dict[str, Any] = {"criterion": criterion, "batches": network.calibration, "loss": F.cross_entropy}
+            pruned = sk.prune(model, example, budget=budget, graph=graph, allocation="by_cost", **settings)
+            criterion, mask = pruned.scores, pruned.mask
+        else:
+            mask = torch_pruning(network, graph, share, "taylor", fit, round_to=8)
         small = sk.compact(model, graph, mask).eval()
-        row: dict[str, Any] = {"tool": tool, "share": share, "flops": sk.count_cost(small, example[0]).flops / dense}
-        for runtime in RUNTIMES:
+        row["flops"] = sk.count_cost(small, example[0]).flops / dense
+        for runtime in RUNTIMES if draw == 0 else ():
             with torch.no_grad():
                 cases = {"dense": prepare(model, runtime, example, {}), "small": prepare(small, runtime, example, {})}
                 times = in_turns(cases, 100, warm=10)
             row[f"{runtime}_dense_ms"] = round(1000 * statistics.median(times["dense"]), 3)
             row[f"{runtime}_speedup"] = [round(each, 3) for each in over(times, "dense", "small")]
-        if tool != "sparsekit":
+        if tool == "sparsekit":
+            row["reconstructed"] = network.judge(pruned.model.eval(), network.test)["accuracy"]
+            if share == TRAINED:
+                steps = [network.training[place] for place in np.random.default_rng(draw).permutation(100)]
+                sgd, teacher = partial(torch.optim.SGD, lr=0.004), sk.Distillation(model)
+                sk.finetune(pruned.model, steps, F.cross_entropy, epochs=1, optimizer=sgd, distillation=teacher)
+                sk.recalibrate_batchnorm(pruned.model, network.training)
+                row["finetuned"] = network.judge(pruned.model.eval(), network.test)["accuracy"]
+        else:
             sk.recalibrate_batchnorm(small, fit)
             row["recalibrated"] = network.judge(small.eval(), network.test)["accuracy"]
             small = sk.compact(model, graph, mask)
             sk.reconstruct(model, small, graph, mask, fit)
-            indices, prior = graph.kept_indices(mask), statistics_prior(model, fit)
+            indices = graph.kept_indices(mask)
             kept = {name: value[indices[name][0]] if name in indices else value for name, value in prior.items()}
             sk.recalibrate_batchnorm(small, fit, prior=kept)
             row["reconstructed"] = network.judge(small.eval(), network.test)["accuracy"]
         add(OUT, row)
 
 
-def stored() -> dict[tuple[str, float, str], float]:
-    """Arm, share, what followed → accuracy of EfficientNet-Lite0 in %, from results/real.csv."""
-    with (ROOT / "results" / "real.csv").open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["network"] == "efficientnet-lite0"]
-    return {(row["arm"], float(row["share"]), row["how"]): 100 * float(row["accuracy"]) for row in rows}
+def accuracies() -> dict[str, list[list[float]]]:
+    dense = _found("dense", 1.0, "dense")
+    return {label: [dense, *(_found(tool, share, field) for share in SHARES)] for label, (tool, field) in ARMS.items()}
 
 
-def accuracies() -> dict[str, list[float]]:
-    theirs = {row["share"]: row for row in read(OUT) if row["tool"] == "torch-pruning"}
-    ours = [stored()["fisher/by_cost", share, "reconstructed"] for share in SHARES]
-    found = [ours, *([100 * theirs[share][how] for share in SHARES] for how in ("reconstructed", "recalibrated"))]
-    return {label: [stored()["dense", 1.0, "as it is"], *values] for label, values in zip(LABELS, found)}
+def _found(tool: str, share: float, field: str) -> list[float]:
+    return [100 * row[field] for row in read(OUT) if (row["tool"], row["share"]) == (tool, share) and field in row]
 
 
 def speedups(tool: str, runtime: str) -> list[float]:
     """Of the dense network, which is 1, and at each share."""
-    rows = {(row["tool"], row["share"]): row for row in read(OUT)}
+    rows = {(row["tool"], row["share"]): row for row in read(OUT) if f"{runtime}_speedup" in row}
     return [1.0, *(rows[tool, share][f"{runtime}_speedup"][1] for share in SHARES)]
 
 
 def table() -> str:
     """Accuracies and speed-ups, as in README.md."""
-    after = spread([value for (arm, share, _), value in stored().items() if (arm, share) == ("fixed", 0.5)])
     lines = ["| EfficientNet-Lite0, accuracy in % | all FLOPs | 75 % | 50 % | 35 % |", "|---|---|---|---|---|"]
     for label, values in accuracies().items():
-        lines.append(f"| {label} | {' | '.join(f'{value:.1f}' for value in values)} |")
+        lines.append(f"| {label} | {' | '.join(map(spread, values))} |")
         if label == "sparsekit":
-            lines.append(f"| the same, after 100 steps of fine-tuning (three seeds) | | | {after} | |")
+            after = spread(_found("sparsekit", TRAINED, "finetuned"))
+            lines.append(f"| the same, after 100 steps of fine-tuning | | | {after} | |")
     pairs = zip(*(speedups("sparsekit", runtime) for runtime in RUNTIMES), strict=True)
     cells = " | ".join(" / ".join(f"{value:.2f}" for value in pair) for pair in pairs)
     return "\n".join([*lines, f"| speed-up of sparsekit's networks in {' / '.join(RUNTIMES.values())} | {cells} |"])
@@ -113,10 +133,10 @@ def chart() -> None:
     from draw import ACCENT, INK, KEPT, LINE, SOFT, Sheet
 
     sheet = Sheet(760, 330, "Accuracy of EfficientNet-Lite0 against milliseconds of an image, by sparsekit and Torch-Pruning")
-    styles = dict(zip(LABELS, ((KEPT, False), (ACCENT, False), (ACCENT, True)), strict=True))
+    styles = dict(zip(ARMS, ((KEPT, False), (ACCENT, False), (ACCENT, True)), strict=True))
     for place, (runtime, title) in enumerate(RUNTIMES.items()):
         left, top, width, height = 50 + 375 * place, 40, 315, 200
-        dense = statistics.median(row[f"{runtime}_dense_ms"] for row in read(OUT))
+        dense = statistics.median(row[f"{runtime}_dense_ms"] for row in read(OUT) if f"{runtime}_dense_ms" in row)
         most = 1.12 * dense
 
         def at(ms: float, accuracy: float) -> tuple[float, float]:
@@ -135,15 +155,15 @@ def chart() -> None:
         for label, values in accuracies().items():
             color, dashed = styles[label]
             points = [
-                at(dense / speedup, value)
-                for speedup, value in zip(speedups(label.split(",")[0].lower(), runtime), values, strict=True)
+                at(dense / speedup, statistics.mean(each))
+                for speedup, each in zip(speedups(ARMS[label][0], runtime), values, strict=True)
             ]
             sheet.curve(points, color, dashed=dashed)
             for (x, y), share in zip(points[1:], SHARES, strict=True):
                 sheet.box(x - 4, y - 4, 8, 8, color, "none", round=4)
                 if label == "sparsekit":
                     sheet.text(x - 6, y - 8, f"{share:.0%}", size=11, fill=SOFT, anchor="end")
-        x, y = at(dense, next(iter(accuracies().values()))[0])
+        x, y = at(dense, *_found("dense", 1.0, "dense"))
         sheet.box(x - 5, y - 5, 10, 10, INK, "none", round=5)
         sheet.text(x, y - 10, "dense", size=12)
     for number, (label, (color, dashed)) in enumerate(styles.items()):

