@@ -64,11 +64,7 @@ def _run_file(place: str) -> ModuleType:
 def ran(name: str, code: Callable[[], Any], *, how: str = "", advice: str = "fix it, or name another") -> Any:
     """Return `code()`, which runs a user's code; if it fails, raise InvalidValueError with the error and its line.
 
-    Args:
-        name: As the user wrote it.
-        code: The function to call.
-        how: How it is called, for messages.
-        advice: Remedy if it cannot be called like that.
+    `name` is as the user wrote it; `how` it is called and `advice` are for messages.
     """
     try:
         return code()
@@ -102,13 +98,7 @@ class Registry(Mapping[str, Any]):
     """Names of one kind of plug-in. Looking a name up imports it; listing names imports nothing."""
 
     def __init__(self, kind: str, table: Mapping[str, str], *, group: str) -> None:
-        """Set up a registry.
-
-        Args:
-            kind: For error messages, such as "criterion".
-            table: Name → `"module:object"`, for objects of this project.
-            group: The entry-point group of other packages.
-        """
+        """`kind` is for messages, such as "criterion"; `table`: name → `"module:object"`; `group`: entry points of others."""
         self.kind = kind
         self.group = group
         self._table = dict(table)

@@ -44,12 +44,9 @@ class LayerRule:
         return type(self).trace is not LayerRule.trace
 
     def resize(self, module: nn.Module) -> None:
-        """Set `out_features` and the like from the shapes of the module's parameters, which have just changed.
+        """Set `out_features` and the like of a module of one of `types` from the shapes of its parameters, which have changed.
 
-        Must change nothing on a module whose shapes are as it was built; nothing is set unless a rule says so.
-
-        Args:
-            module: A module of one of `types`, with its narrow parameters in place.
+        On a module with the shapes it was built with, nothing may change.
         """
 
     def trace(self, tracer: Tracer, module: nn.Module, run: Run, args: Args, kwargs: Kwargs) -> Any:
@@ -58,12 +55,9 @@ class LayerRule:
         Args:
             tracer: Its methods `labels`, `set`, `unite`, `read`, `make` and `fix` describe units.
             module: The layer.
-            run: Its own forward; operators inside it are not traced.
+            run: Its own forward; operators inside it are not traced. Return what it returns for `args` and `kwargs`.
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
-
-        Returns:
-            What `run(*args, **kwargs)` returned.
         """
         del tracer, module
         return run(*args, **kwargs)
