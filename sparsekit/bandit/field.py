@@ -58,21 +58,16 @@ class Field(Tree):
         # points never count as noise: if noise counts as variation, cells are split, points are not repeated, and the mistake
         # is never noticed.
         self._within = self._replicates = self._repeats = 0.0
-        # Whether the rewards of the first arms differ, as they do unless rewards are counts or classes.
-        self._distinct = False
-        # S of `_falls`.
-        self._fall = 0.0
+        self._distinct = False  # whether the rewards of the first arms differ, as they do unless rewards are counts or classes
+        self._fall = 0.0  # S of `_falls`
         # Second term of the index of each cell, from a better neighboring arm, when all arms last learned.
         self._beside: Floats = np.zeros(0)
-        # Index of each arm without open pulls; None if it must be computed.
-        self._index: Floats | None = None
+        self._index: Floats | None = None  # index of each arm without open pulls; None if it must be computed
         # Rewards since all arms learned from each other, and whether they must before the next proposal.
         self._since = 0.0
         self._stale = True
-        # Rewards since the first, or since arms fell.
-        self._clock = 0.0
-        # Open pull → arm; -1 if no cell could hold one.
-        self.open: dict[int, int] = {}
+        self._clock = 0.0  # rewards since the first, or since arms fell
+        self.open: dict[int, int] = {}  # open pull → arm; -1 if no cell could hold one
 
     def _middle(self, low: Floats, high: Floats) -> Floats:
         point: Floats = low + (high - low) * (0.5 + _JITTER * (self._rng.random(len(low)) - 0.5))
@@ -149,8 +144,7 @@ class Field(Tree):
         if self._stale:
             self._index = None
         elif self._index is not None and self.scale:
-            # Only this arm has learned anything yet.
-            self._index[arm] = self._index_of(arm, 0)
+            self._index[arm] = self._index_of(arm, 0)  # only this arm has learned anything yet
 
     def fail(self, arm: int) -> None:
         """Count a failed trial as a visit with the worst reward, which says nothing about the noise.

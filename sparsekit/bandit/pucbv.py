@@ -126,8 +126,7 @@ class PUCBV(LoggedBandit):
         if any(low >= high for low, high in pairwise(edges)):
             raise InvalidValueError(f"{space!r} holds too few numbers for so many arms; take fewer, or a wider space")
         self._arms = [Arm(low, high) for low, high in pairwise(edges)]
-        # Values that failed before any reward was told.
-        self._failures: list[float] = []
+        self._failures: list[float] = []  # values that failed before any reward was told
 
     @property
     def arms(self) -> tuple[Arm, ...]:

@@ -93,8 +93,7 @@ class SplitUCBV(LoggedBandit):
         super().__init__(space, {"discount": self.discount}, rng)
         self._field = Field(1 if isinstance(space, Interval) else len(space.intervals), discount=self.discount, rng=rng)
         self._unit_cost: float | None = None
-        # Arm → value, of arms proposed so far.
-        self._values: dict[int, Any] = {}
+        self._values: dict[int, Any] = {}  # arm → value, of arms proposed so far
 
     def _choose(self, bound: float | None) -> Any:
         upper = None if bound is None else self._point(bound)[0]

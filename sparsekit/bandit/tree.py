@@ -41,8 +41,7 @@ class Tree:
         self.depth: Integers = np.zeros(most, dtype=np.int64)
         self.born: Integers = np.zeros(most, dtype=np.int64)
         self.deepest = 0
-        # The cell from which each was split off; the cell itself at the start.
-        self.parent: Integers = np.arange(most)
+        self.parent: Integers = np.arange(most)  # the cell from which each was split off; the cell itself at the start
         # Columns 2 axis and 2 axis + 1: below and above.
         self.facing: Integers = np.full((most, 2 * axes), -1)
         numbers = np.full([parts + 2 for parts in cuts], -1)

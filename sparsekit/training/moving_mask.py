@@ -50,8 +50,7 @@ class MovingMask(nn.Module):
         self.mask_changed = False  # whether the mask has changed since an optimizer may have been loaded
         self._watched = False  # whether hooks look for optimizers and wrappers: only if the mask may change
         self._rule: ImportanceSteps | NarrowingSteps | None = None
-        # Float32 for models in bfloat16 or float16.
-        self.scores: Tensor = torch.zeros(0)
+        self.scores: Tensor = torch.zeros(0)  # Float32 for models in bfloat16 or float16
 
     @property
     def model(self) -> nn.Module:
