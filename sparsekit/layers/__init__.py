@@ -15,19 +15,8 @@ from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, Labels, TensorLabels
 from sparsekit.layers.base import LayerRule, Rules, of_type
 from sparsekit.registry import Registry
 
-__all__ = [
-    "ALWAYS_ZERO",
-    "NOT_ZERO",
-    "Labels",
-    "LayerRule",
-    "Rules",
-    "TensorLabels",
-    "Tracer",
-    "find_rule",
-    "is_convolution",
-    "resize",
-    "rules",
-]
+__all__ = ["ALWAYS_ZERO", "NOT_ZERO", "Labels", "LayerRule", "Rules", "TensorLabels", "Tracer", "find_rule"]
+__all__ += ["is_convolution", "resize", "rules"]
 
 rules = Registry(
     "layer rule",
