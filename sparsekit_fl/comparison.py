@@ -76,6 +76,10 @@ class Comparison:
     results: Sequence[Mapping[str, Any]]
     methods: tuple[str, ...]
 
+    @property
+    def dataset(self) -> str:
+        return str(self.results[0]["config"].get("experiment", {}).get("dataset", ""))
+
     @cached_property
     def columns(self) -> tuple[Column, ...]:
         return columns_of(self.results)

@@ -1,4 +1,4 @@
-"""The report of finished runs: one HTML page with tables and charts."""
+"""The report of finished runs: one HTML page with tables and charts, and published numbers where runs have their protocol."""
 
 import math
 import statistics
@@ -10,6 +10,7 @@ from sparsekit.errors import require
 from sparsekit.page import chart, code, heading, page, paragraph, row, strips, table
 from sparsekit_fl.checkpoint import write_atomically
 from sparsekit_fl.comparison import Comparison
+from sparsekit_fl.paper.published import RULE, published_beside, published_source
 from sparsekit_fl.results import primary_metric
 from sparsekit_fl.stored import flat, number_text, texts
 
@@ -31,15 +32,38 @@ _MOST_RATIO_CHARTS = 3
 def write_report(comparisons: Sequence[Comparison], out: Path | str, *, command: str = "", failed: Sequence[str] = ()) -> Path:
     """Write `report.html` into a folder, a section for each comparison, with the command and the failed runs; return it."""
     parts = [code(command), *(paragraph(line, "failed") for line in failed)]
-    for comparison in comparisons:
+    published = [published_beside(one) for one in comparisons]
+    for comparison, beside in zip(comparisons, published, strict=True):
         parts += [heading(comparison.title)] if len(comparisons) > 1 else []
         parts += _section(comparison)
+        if beside is not None:
+            parts += [
+                heading("Published numbers", 3),
+                paragraph(f"{RULE} Both count training alone.", "soft"),
+                _table(published_table(beside), texts=("why they differ",)),
+            ]
+    parts.append(paragraph(published_source() if any(one is not None for one in published) else "", "soft"))
     title = comparisons[0].title if len(comparisons) == 1 else "Comparison of methods"
     path = Path(out) / PAGE
     path.parent.mkdir(parents=True, exist_ok=True)
     # Another `compare` may write the page of its own trials at the same time.
     write_atomically(path, page(title, parts).encode())
     return path
+
+
+def published_table(published: Any) -> Any:
+    """Return the DataFrame of `paper.published_beside` as text: a row per run, `*` where it differs by more than chance."""
+    rows = []
+    for run, own in published.groupby(["table", "run"], sort=False):
+        row = {"run": run[1], "published as": own["method"].iloc[0], "runs": str(own["n"].min())}
+        for one in own.itertuples():
+            title, digits = ("%", 2) if one.quantity == "accuracy_percent" else ("10¹² FLOPs", 3)
+            for whose, value, deviation in (("published", one.published, one.published_deviation), ("ours", one.ours, None)):
+                text = f"{value:,.{digits}f}" + (f" ± {deviation:.{digits}f}" if deviation is not None else "")
+                row[f"{whose}, {title}"] = text + ("*" if whose == "ours" and one.flagged else "")
+        row["why they differ"] = " ".join(dict.fromkeys(filter(None, own["reason"])))
+        rows.append(row)
+    return require("pandas").DataFrame(rows).set_index("run")
 
 
 def _section(comparison: Comparison) -> list[str]:
@@ -68,9 +92,9 @@ def _section(comparison: Comparison) -> list[str]:
     ]
 
 
-def _table(frame: Any) -> str:
+def _table(frame: Any, *, texts: Sequence[str] = ()) -> str:
     rows = [(name, *cells) for name, cells in zip(frame.index, frame.values.tolist(), strict=True)]
-    return table([frame.index.name or "", *frame], rows)
+    return table([frame.index.name or "", *frame], rows, texts=texts)
 
 
 def _settings(comparison: Comparison) -> list[tuple[str, str]]:

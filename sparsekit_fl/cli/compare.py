@@ -102,13 +102,14 @@ def _compare(
 def _distinct(texts: Sequence[str]) -> dict[str, Method]:
     """Make each method, by its name; `all` adds the other methods of the registry."""
     from sparsekit_fl.methods import make_method, registry
+    from sparsekit_fl.paper.published import in_published_order
 
     made: dict[str, Method] = {}
     for method in (make_method(text) for text in texts if text != ALL):
         if method.name in made:
             raise InvalidValueError(f"method {method.name!r} was given twice; name each method once")
         made[method.name] = method
-    for method in map(make_method, registry if ALL in texts else ()):
+    for method in map(make_method, in_published_order(registry) if ALL in texts else ()):
         made.setdefault(method.name, method)
     return made
 

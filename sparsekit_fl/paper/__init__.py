@@ -1,1 +1,1 @@
-"""Experiments by name: the presets of the FedLPS paper, and their problems."""
+"""Experiments by name: the presets of the FedLPS paper, their problems, its ablations and published tables."""

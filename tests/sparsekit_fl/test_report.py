@@ -25,11 +25,13 @@ def test_it_prints_the_tables_and_says_where_the_page_is(tmp_path, capsys):
     assert execute(["report", str(tmp_path)]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
-    for part in ("cnn on mnist, 100 clients, 100 rounds", "75.0%", "fedavg: A note."):
+    for part in ("cnn on mnist, 100 clients, 100 rounds", "75.0%", "fedavg: A note.", "Published numbers", "88.15 ± 1.14"):
         assert part in captured.out
     assert f"tables and charts are in {tmp_path / 'report.html'}" in captured.out.replace("\n", "")
     first = page(tmp_path)
     command = f"<pre>sparsekit report {tmp_path}</pre>"
+    assert "<th>fedavg</th><td>FedAvg</td><td>1</td>" in first, "number of our runs"
+    assert "differs by more than two standard errors" in first
     assert "T10:00:00" not in first, "the day alone"
     for part in ("75.0%", "<svg", "0.2.0", "2026-11-22", "<th>classes per client</th><td>2</td>", command):
         assert part in first
