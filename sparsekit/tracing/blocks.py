@@ -149,7 +149,6 @@ class BlockVerifier:
         # A size that follows other units now may break what has passed in the same module.
         if self._passed_with != (graph.sizes, graph.ties):
             self._passed, self._passed_with = set(), (graph.sizes, graph.ties)
-        self._results = {kind: failed for kind, failed in self._results.items() if not failed}
         self._narrow = self._cut_everywhere(graph)
         places = {names: self._home(_places(graph, names)) for names in graph.tied_sets}
         homes: dict[str, list[tuple[str, ...]]] = {}
@@ -161,7 +160,7 @@ class BlockVerifier:
         homes.pop("", None)
         while homes:
             above: dict[str, list[tuple[str, ...]]] = {}
-            for home in sorted(homes, key=lambda name: -name.count(".")):
+            for home in homes:
                 inside = [names for names, place in places.items() if place.startswith(f"{home}.")]
                 failed = self._block(graph, home, homes[home] + inside)
                 for names in homes[home] + inside:

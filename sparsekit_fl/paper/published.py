@@ -66,7 +66,7 @@ def protocol_difference(comparison: Comparison) -> str:
     dataset = comparison.dataset
     if dataset not in _data("published.json")["datasets"]:
         return f"The paper has no {dataset or 'such'} data."
-    preset, config = PRESETS[dataset], comparison.config
+    preset, config = PRESETS[dataset], comparison.results[0]["config"]
     about = config.get("experiment", {})
     wanted = {
         "model": preset.model, "clients": preset.clients, "partition": preset.partition, **preset.options,

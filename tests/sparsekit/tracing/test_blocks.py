@@ -257,11 +257,14 @@ class Double(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = (nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8)) for _ in range(2))
+        self.first, self.second = nn.Linear(8, 12), nn.Linear(8, 12)
+        self.down, self.low = nn.Linear(12, 8), nn.Linear(12, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        first, second = (len(self.get_parameter(f"{name}.0.bias")) / 12 for name in ("first", "second"))
-        return x + self.first(x) * first + self.second(x) * (second if self.training else 1.0)
+        first, second = len(self.first.bias) / 12, len(self.second.bias) / 12
+        return (
+            x + self.down(self.first(x).tanh()) * first + self.low(self.second(x).tanh()) * (second if self.training else 1.0)
+        )
 
 
 @pytest.mark.usefixtures("all_are_large")
@@ -270,6 +273,47 @@ class Double(nn.Module):
 def test_a_group_is_not_cleared_by_a_comparison_that_another_one_has_ended(device: str) -> None:
     model = nn.Sequential(Double(), Double(), nn.Linear(8, 12), nn.Linear(12, 3)).eval().to(device)
     assert set(sk.trace_units(model, torch.randn(2, 8, device=device)).groups) == {"2"}
+
+
+class Within(nn.Module):
+    """A block that returns its width too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, float]:
+        return x + self.down(self.up(x).tanh()), len(self.up.bias) / 12
+
+
+class Around(Within):
+    """A block with units of its own around another one, whose output it multiplies with what is read off both."""
+
+    def __init__(self, reads: Callable[[float, float], float]) -> None:
+        super().__init__()
+        self.inner, self.reads = Within(), reads
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        (x, inner), own = self.inner(x), len(self.up.bias) / 12
+        return x * self.reads(inner, own) + self.down(self.up(x).tanh())
+
+
+@pytest.mark.usefixtures("all_are_large")
+@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("reads", "most"),
+    [(lambda inner, _: inner, 3), (max, 3), (lambda *_: 1.0, 6)],
+    ids=["width of the inner", "maximum", "nothing"],
+)
+def test_what_a_block_does_with_widths_inside_it_is_found(
+    reads: Callable[[float, float], float], most: int, device: str
+) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Around(reads) for _ in range(3))).double().eval(), torch.randn(2, 8, dtype=torch.float64)
+    graph = sk.trace_units(copy.deepcopy(model).to(device), x.to(device))
+    assert 0 < len(graph.groups) <= most
+    assert is_wrong(model, x, graph) is None
 
 
 @pytest.mark.usefixtures("all_are_large")
