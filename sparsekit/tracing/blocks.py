@@ -126,7 +126,7 @@ class BlockVerifier:
         self._runs: dict[str, list[str]] = {}  # what runs in these modules
         self._results: dict[str, dict[int, str]] = {}  # kind of block → number of a group of it → why it is not exact
         self._narrow: dict[str, object] = {}  # path → module or entry of the model with all groups cut
-        self._passed: set[tuple[Any, ...]] = set()
+        self._passed: dict[tuple[Any, ...], str] = {}  # key of a set → the module that it was compared in
         self._passed_with: tuple[Any, ...] = ()
         self._masks = Masks(torch.Generator().manual_seed(20130))
         with contextlib.suppress(Exception):  # a model may refuse other tokens than its example
@@ -148,31 +148,30 @@ class BlockVerifier:
         """
         # A size that follows other units now may break what has passed in the same module.
         if self._passed_with != (graph.sizes, graph.ties):
-            self._passed, self._passed_with = set(), (graph.sizes, graph.ties)
+            self._passed, self._passed_with = {}, (graph.sizes, graph.ties)
         self._narrow = self._cut_everywhere(graph)
-        places = {names: self._home(_places(graph, names)) for names in graph.tied_sets}
-        homes: dict[str, list[tuple[str, ...]]] = {}
-        for names, home in places.items():
+        places: dict[Tied, str] = {}
+        homes: dict[str, None] = {}
+        for names in graph.tied_sets:
+            places[names] = self._passed.get(self._key(graph, names)) or self._home(_places(graph, names))
             if self._key(graph, names) not in self._passed:
-                homes.setdefault(home, []).append(names)
+                homes[places[names]] = None
         self._capture(homes)
         reasons: dict[str, str] = {}
-        homes.pop("", None)
         while homes:
-            above: dict[str, list[tuple[str, ...]]] = {}
-            for home in homes:
-                inside = [names for names, place in places.items() if place.startswith(f"{home}.")]
-                failed = self._block(graph, home, homes[home] + inside)
-                for names in homes[home] + inside:
+            above: dict[str, None] = {}
+            for home in filter(None, homes):
+                # With blocks inside it, whose widths its code may compare with its own.
+                sets = [names for names, place in places.items() if f"{place}.".startswith(f"{home}.")]
+                failed = self._block(graph, home, sets)
+                for names in sets:
                     if not failed.keys() & set(names):
-                        self._passed.add(self._key(graph, names))
+                        self._passed[self._key(graph, names)] = places[names]
                         continue
                     # A module may return what the one above does not look at, such as the maps of its attention heads.
                     reasons.update({name: failed.get(name, "") for name in names})
-                    parent = self._home(home.rpartition(".")[0])
-                    places[names] = parent
-                    above.setdefault(parent, []).append(names)
-            above.pop("", None)
+                    places[names] = self._home(home.rpartition(".")[0])
+                    above[places[names]] = None
             homes = above
         if self._meta:
             return self._without_values(graph, places, reasons, compared)
@@ -243,6 +242,8 @@ class BlockVerifier:
     def _block(self, graph: UnitGraph, home: str, sets: list[tuple[str, ...]]) -> dict[str, str]:
         """Group name → why it is not exact within one module. Of modules that are alike, one is compared."""
         names = [name for tied in sets for name in tied]
+        if not names:
+            return {}
         if home not in self._captured:
             return dict.fromkeys(names, f"{home!r} is not called on the example inputs")
         kind = self._kind(graph, home, names)
@@ -252,7 +253,7 @@ class BlockVerifier:
         found = {names[number]: why for number, why in self._results[kind].items()}
         # A comparison ends at the first trial that convicts somebody: the others have not been through all of them.
         left = [tied for tied in sets if not found.keys() & set(tied)] if found else []
-        return found | self._block(graph, home, left) if left else found
+        return found | self._block(graph, home, left)
 
     def _kind(self, graph: UnitGraph, home: str, names: list[str]) -> str:
         """Return what tells a module with its units from others: its operators, entries and index tables, not its values.

@@ -303,14 +303,15 @@ class Around(Within):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(
     ("reads", "most"),
-    [(lambda inner, _: inner, 3), (max, 3), (lambda *_: 1.0, 6)],
+    [(lambda inner, _: inner, 4), (max, 4), (lambda *_: 1.0, 7)],
     ids=["width of the inner", "maximum", "nothing"],
 )
 def test_what_a_block_does_with_widths_inside_it_is_found(
     reads: Callable[[float, float], float], most: int, device: str
 ) -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(*(Around(reads) for _ in range(3))).double().eval(), torch.randn(2, 8, dtype=torch.float64)
+    model = nn.Sequential(*(Around(reads) for _ in range(3)), nn.Linear(8, 12), nn.Linear(12, 3)).double().eval()
+    x = torch.randn(2, 8, dtype=torch.float64)
     graph = sk.trace_units(copy.deepcopy(model).to(device), x.to(device))
     assert 0 < len(graph.groups) <= most
     assert is_wrong(model, x, graph) is None
