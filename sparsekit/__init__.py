@@ -65,12 +65,45 @@ if TYPE_CHECKING:
     from sparsekit.training.narrow_model import NarrowModel as NarrowModel
     from sparsekit.training.narrowing import LearnedNarrowing as LearnedNarrowing
 
-# What a script can rely on. Other names are for authors of plug-ins, and may change.
-__all__ = ["PUCBV", "Box", "Budget", "Distillation", "Interval", "LearnableMask", "LearnedNarrowing", "PrunePlan", "Pruned"]
-__all__ += ["SplitUCBV", "UnitGraph", "UnitMask", "allocation", "compact", "count_cost", "criteria", "errors", "expand"]
-__all__ += ["export_onnx", "finetune", "load_compact", "load_pretrained", "make_mask", "prune", "recalibrate_batchnorm"]
-__all__ += ["reconstruct", "save_compact", "save_pretrained", "trace_units"]
-__getattr__ = lazy_names(__name__)
+_HOMES = {
+    "sparsekit": "allocation criteria errors",
+    "sparsekit.allocation.shares": "make_mask",
+    "sparsekit.bandit": "PUCBV Box Interval SplitUCBV",
+    "sparsekit.finetuning": "finetune recalibrate_batchnorm reconstruct Distillation",
+    "sparsekit.graph.graph": "UnitGraph",
+    "sparsekit.graph.mask": "UnitMask",
+    "sparsekit.measure.budget": "Budget",
+    "sparsekit.measure.cost": "count_cost",
+    "sparsekit.pruning.prune": "prune",
+    "sparsekit.pruning.result": "Pruned PrunePlan",
+    "sparsekit.surgery.compaction": "compact expand",
+    "sparsekit.transformers.pretrained": "load_pretrained save_pretrained",
+    "sparsekit.surgery.saving": "load_compact save_compact",
+    "sparsekit.tracing.trace": "trace_units",
+    "sparsekit.training.learnable": "LearnableMask",
+    "sparsekit.training.narrowing": "LearnedNarrowing",
+    "sparsekit.surgery.onnx": "export_onnx",
+}
+"""What a script can rely on."""
+_FURTHER = {
+    "sparsekit": "bandit finetuning graph layers measure surgery tracing training",
+    "sparsekit.allocation.shares": "mask_from_scores",
+    "sparsekit.allocation.problem": "Allocation",
+    "sparsekit.bandit": "Bandit Pull",
+    "sparsekit.criteria.base": "Criterion ScoringContext",
+    "sparsekit.graph.groups": "UnitGroup UnitSlice",
+    "sparsekit.graph.mask": "WeightMask",
+    "sparsekit.layers": "LayerRule",
+    "sparsekit.measure.budget": "BudgetError",
+    "sparsekit.measure.cost": "Cost cost_model",
+    "sparsekit.pruning.report": "PruneReport",
+    "sparsekit.transformers.pretrained_config": "fit_config",
+    "sparsekit.surgery.saving": "load_mask",
+    "sparsekit.training.importance": "GradientImportance",
+    "sparsekit.training.narrow_model": "NarrowModel",
+}
+"""For authors of plug-ins, and for sparsekit itself; these names may change."""
+__all__, __getattr__ = lazy_names(__name__, _HOMES, _FURTHER)
 
 
 def __dir__() -> list[str]:

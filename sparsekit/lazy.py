@@ -1,20 +1,27 @@
 """lazy_names(): names of a package that are imported when they are first used."""
 
-import ast
 import importlib
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def lazy_names(package: str) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package: it imports a name that the package imports below `if TYPE_CHECKING:`.
+def lazy_names(
+    package: str, homes: Mapping[str, str], further: Mapping[str, str] | None = None
+) -> tuple[list[str], Callable[[str], Any]]:
+    """Make `__all__` and `__getattr__` of a package. Type checkers need the same imports below `if TYPE_CHECKING:`.
 
-    So Python and type checkers read the same list.
+    Args:
+        package: Name of the package.
+        homes: Module → the public names in it, separated by spaces; for the package itself, the names of its modules.
+        further: The same for names that can be imported, but are not in `__all__`.
+
+    Returns:
+        The public names, sorted, and the function that imports a name.
     """
-    loader: Any = sys.modules[package].__spec__.loader  # type: ignore[union-attr]
-    block = next(node for node in ast.parse(loader.get_source(package)).body if isinstance(node, ast.If))
-    home_of = {name.name: str(node.module) for node in block.body if isinstance(node, ast.ImportFrom) for name in node.names}
+    homes, further = (
+        {name: module for module, names in each.items() for name in names.split()} for each in (homes, further or {})
+    )
+    home_of = homes | further
 
     def find(name: str) -> Any:
         if name not in home_of:
@@ -25,4 +32,4 @@ def lazy_names(package: str) -> Callable[[str], Any]:
             return getattr(module, name)
         return importlib.import_module(f"{home_of[name]}.{name}")
 
-    return find
+    return sorted(homes), find

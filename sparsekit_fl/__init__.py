@@ -39,11 +39,36 @@ if TYPE_CHECKING:
     from sparsekit_fl.client.messages import Evaluation as Evaluation, Reply as Reply, Request as Request
     from sparsekit_fl.client.messages import Update as Update, Cost as Cost
 
-# What a script can rely on. Other names are for authors of plug-ins, and may change.
-__all__ = ["Capability", "Client", "ClientData", "Method", "Problem", "RunConfig", "RunResult", "TensorData"]
-__all__ += ["TrainingConfig", "build_problem", "callbacks", "errors", "load_model", "load_result", "methods", "metrics"]
-__all__ += ["preset_for", "run"]
-__getattr__ = lazy_names(__name__)
+_HOMES = {
+    "sparsekit_fl": "callbacks errors methods",
+    "sparsekit_fl.paper.build": "build_problem",
+    "sparsekit_fl.methods.base": "Method",
+    "sparsekit_fl.config": "RunConfig TrainingConfig",
+    "sparsekit_fl.paper.presets": "preset_for",
+    "sparsekit_fl.problem": "metrics",
+    "sparsekit_fl.problem.data": "Capability Client ClientData TensorData",
+    "sparsekit_fl.problem.problem": "Problem",
+    "sparsekit_fl.results": "load_result RunResult",
+    "sparsekit_fl.models": "load_model",
+    "sparsekit_fl.rounds": "run",
+}
+"""What a script can rely on."""
+_FURTHER = {
+    "sparsekit_fl": "engines",
+    "sparsekit_fl.callbacks": "Callback RunView",
+    "sparsekit_fl.client.context": "ClientContext",
+    "sparsekit_fl.methods.server": "ServerContext Setup mean",
+    "sparsekit_fl.problem.datasets": "datasets DataSource",
+    "sparsekit_fl.engines": "Engine Processes",
+    "sparsekit_fl.methods.client": "sgd Model Result Task",
+    "sparsekit_fl.methods.submodels": "units",
+    "sparsekit_fl.options": "option",
+    "sparsekit_fl.problem.partition": "partitions Partition",
+    "sparsekit_fl.results": "RoundRecord",
+    "sparsekit_fl.client.messages": "Evaluation Reply Request Update Cost",
+}
+"""For authors of plug-ins, and for sparsekit itself; these names may change."""
+__all__, __getattr__ = lazy_names(__name__, _HOMES, _FURTHER)
 
 
 def __dir__() -> list[str]:

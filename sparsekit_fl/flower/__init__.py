@@ -12,9 +12,15 @@ from typing import TYPE_CHECKING
 from sparsekit.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from sparsekit_fl.flower.client import Submodel as Submodel, load_submodel as load_submodel
-    from sparsekit_fl.flower.client import train_submodel as train_submodel
+    from sparsekit_fl.flower.client import (
+        Submodel as Submodel,
+        load_submodel as load_submodel,
+        train_submodel as train_submodel,
+    )
     from sparsekit_fl.flower.strategy import BanditRatios as BanditRatios, SubmodelStrategy as SubmodelStrategy
 
-__all__ = ["BanditRatios", "Submodel", "SubmodelStrategy", "load_submodel", "train_submodel"]
-__getattr__ = lazy_names(__name__)
+_HOMES = {
+    "sparsekit_fl.flower.client": "Submodel load_submodel train_submodel",
+    "sparsekit_fl.flower.strategy": "BanditRatios SubmodelStrategy",
+}
+__all__, __getattr__ = lazy_names(__name__, _HOMES)

@@ -1,8 +1,11 @@
 """Names from tables, entry points and lazy packages, the nearest name, families of errors, and progress."""
 
+import ast
+import importlib
 import math
 import sys
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +64,18 @@ def test_every_error_is_ours_and_a_builtin_and_shows_its_message_as_it_was_writt
 )
 def test_the_closest_name_is_proposed_even_with_letters_in_another_order(name: str, known: list[str], said: str) -> None:
     assert nearest(name, known) == said
+
+
+@pytest.mark.parametrize("package", ["sparsekit", "sparsekit_fl", "sparsekit_fl.flower"])
+def test_type_checkers_find_each_name_where_it_is_imported_from(package: str) -> None:
+    module = importlib.import_module(package)
+    tree = ast.parse(Path(str(module.__file__)).read_text())
+    [block] = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    found = {(node.module, name.name) for node in block.body if isinstance(node, ast.ImportFrom) for name in node.names}
+    promised = {(home, name) for home, names in module._HOMES.items() for name in names.split()}
+    further = {(home, name) for home, names in getattr(module, "_FURTHER", {}).items() for name in names.split()}
+    assert promised | further == found
+    assert {name for _, name in promised} == set(module.__all__)
 
 
 @pytest.mark.parametrize(("show", "terminal", "drawn"), [
