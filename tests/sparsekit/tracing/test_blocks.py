@@ -134,6 +134,35 @@ def test_a_small_model_on_the_meta_device_is_verified_with_values() -> None:
         assert set(sk.trace_units(model, torch.zeros(2, 8)).groups) == {"2"}
 
 
+@pytest.mark.usefixtures("all_are_large")
+@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
+@pytest.mark.parametrize(
+    "reads",
+    [
+        lambda y, layer: y * (len(layer.bias) / 12),
+        lambda y, layer: y * torch.ones(len(layer.bias)).sum(),
+        lambda y, layer: (y, y.new_zeros(len(layer.bias))),
+        lambda y, layer: y * (2.0 if layer.out_features % 12 == 6 else 1.0),
+    ],
+    ids=["number", "tensor with values", "shape", "one width"],
+)
+def test_what_code_does_with_widths_of_a_whole_model_on_the_meta_device_is_found(reads: Callable[..., Any]) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3)).eval()
+        model.register_forward_hook(lambda m, _, y: reads(y, m[0]))
+        assert set(sk.trace_units(model, torch.zeros(2, 8)).groups) == {"2"}
+
+
+@pytest.mark.usefixtures("all_are_large")
+@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
+def test_a_block_that_holds_a_weight_of_another_one_keeps_its_units() -> None:
+    torch.manual_seed(0)
+    blocks = [Neighbor(None, lambda self, weight, _h: len(weight) / 12) for _ in range(4)]
+    blocks[2].other[0] = blocks[0].up.weight
+    model = nn.Sequential(*blocks, nn.Linear(8, 3)).eval()
+    assert set(sk.trace_units(model, torch.randn(2, 8)).groups) == {"1.up", "2.up", "3.up"}
+
+
 def test_a_small_model_on_the_meta_device_that_refuses_random_values_has_its_groups() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3)).eval()
