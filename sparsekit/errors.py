@@ -33,6 +33,7 @@ _EXTRAS: Mapping[str, tuple[str, ...]] = {
     "fl": ("PIL", "pandas", "pyarrow", "pydantic", "sklearn"),
     "flower": ("flwr", "ray"),
     "log": ("tensorboard",),
+    "torch-pruning": ("torch_pruning",),
     "tune": ("optuna",),
 }
 """Extras of this project, and the packages of each that are imported only where they are needed."""

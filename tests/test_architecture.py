@@ -80,7 +80,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
 
 # Folders whose every file is in the table of the package, but for these helpers.
 SHELVES: dict[str, set[str]] = {
-    "sparsekit.criteria": {"base", "batches", "gate_gradients"},
+    "sparsekit.criteria": {"base", "batches", "gate_gradients", "torch_pruning"},
     "sparsekit.allocation": {"limits", "problem", "schedule", "walk"},
     "sparsekit.bandit": {"base", "field", "logged", "make", "optuna", "tree", "search_space"},
     "sparsekit_fl.methods": {"base", "client", "masks", "server"},
@@ -175,7 +175,7 @@ def test_no_circle_of_files() -> None:
         (
             "import numpy as np; from sparsekit.bandit import Interval, make_bandit, registry\nfor name in registry:"
             " bandit = make_bandit(name, Interval(0.0, 1.0), rng=np.random.default_rng(0)); bandit.tell(bandit.ask(), 1.0)",
-            ("torch", "typer", "rich", "flwr", "scipy", "optuna"),
+            ("torch", "torch_pruning", "typer", "rich", "flwr", "scipy", "optuna"),
         ),
         (
             "for package in (sparsekit, sparsekit_fl): [getattr(package, name) for name in package.__all__]",

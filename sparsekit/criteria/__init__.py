@@ -8,6 +8,7 @@ from sparsekit.criteria.base import Criterion, ScoringContext, is_comparable
 from sparsekit.criteria.batches import Batch, DataDriven, Loss
 from sparsekit.criteria.orders import Ordered, Random, Scored
 from sparsekit.criteria.taylor import Fisher, Taylor
+from sparsekit.criteria.torch_pruning import TorchPruning
 from sparsekit.criteria.wanda import Wanda
 from sparsekit.criteria.weights import Magnitude, unit_magnitudes
 from sparsekit.errors import InvalidValueError
@@ -22,6 +23,7 @@ __all__ = [
     "Scored",
     "ScoringContext",
     "Taylor",
+    "TorchPruning",
     "Wanda",
     "is_comparable",
     "registry",
