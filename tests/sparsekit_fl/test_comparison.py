@@ -4,12 +4,16 @@ import contextlib
 import io
 import json
 import math
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from personal import tiny_config, tiny_run
 from saved_results import compared, result, save
 
+import sparsekit_fl as fl
 from sparsekit.errors import DataError
 from sparsekit_fl.cli.report import show
 from sparsekit_fl.comparison import comparisons_of, read_results
@@ -86,6 +90,27 @@ def test_a_run_that_is_unlike_the_others_is_named_below_the_table_and_no_other_i
     other = result("a", 5)
     change(other)
     assert compared(result("a"), other, result("b")).troubles() == [says]
+
+
+def test_real_runs_that_were_stopped_or_lost_clients_are_named_below_the_table():
+    class Stop(fl.Callback):
+        def on_round_end(self, run, record):
+            run.stop("enough")
+
+    class Broken(fl.methods.fedprox):
+        def train(self, client, task):
+            if client.client.id % 2:
+                raise RuntimeError("no battery")
+            return super().train(client, task)
+
+    config = replace(tiny_config(), min_replies=1)
+    runs = [tiny_run("local", config=config), tiny_run(config=config, callbacks=[Stop()]), tiny_run(Broken(), config=config)]
+    (comparison,) = comparisons_of([one.to_dict() for one in runs])
+    remarks = comparison.troubles()
+    assert "fedavg, seed 3: ended after 1 of 4 rounds: enough" in remarks
+    assert any(re.fullmatch(r"broken, seed 3: \d of \d clients that were asked could never train", one) for one in remarks)
+    assert not any(one.startswith("local") for one in remarks)
+    assert comparison.table().loc["local", "global accuracy"] == "–"
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

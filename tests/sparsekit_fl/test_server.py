@@ -190,3 +190,12 @@ def test_a_method_that_goes_by_capability_says_so_where_every_device_is_a_full_o
         made.requests(made.context(1))
         assert ("Draw them from levels" in caplog.text) == expected
         assert made.note.startswith("Every client has the full capability") == expected
+
+
+def test_bytes_and_seconds_are_the_servers_own_whatever_a_client_says(server):
+    first, *_ = server.requests(server.context(1))
+    lies = fl.Cost(uplink_bytes=1, downlink_bytes=2, simulated_seconds=1e9, simulated_seconds_scoring=3.0)
+    honest, lying = (server.priced(first, reply(good(server, first, cost=cost))).update.cost for cost in (fl.Cost(), lies))
+    assert honest == lying
+    assert (honest.uplink_bytes, honest.downlink_bytes) == (sum(tensor.nbytes for tensor in first.state.values()),) * 2
+    assert honest.simulated_seconds > 0, "also of a client that says that it did nothing"
