@@ -94,11 +94,23 @@ def test_each_cut_is_refitted_on_the_batches() -> None:
     assert spent[1] > spent[0]
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast", "scaled"])
-def test_any_precision_trains_through_the_cuts(precision: str) -> None:
-    """Of the optimizers, the matrix tells that each follows a change of the mask."""
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, nesterov=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "fused AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.002),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.001),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [*((name, "float32") for name in OPTIMIZERS), *(("fused AdamW", p) for p in ("bfloat16", "autocast", "scaled"))],
+)
+def test_any_optimizer_and_precision_trains_through_the_cuts(name: str, precision: str) -> None:
     masked, x, y = _masked(torch.bfloat16 if precision == "bfloat16" else torch.float32)
-    optimizer, losses = torch.optim.AdamW(masked.parameters(), lr=0.01, fused=True), list[float]()
+    optimizer, losses = OPTIMIZERS[name](masked.parameters()), list[float]()
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "scaled", init_scale=2.0**10)
     dtype = torch.float16 if precision == "scaled" else torch.bfloat16
     for _ in range(STEPS):
