@@ -140,7 +140,6 @@ def test_a_data_set_brings_its_own_preset_and_a_preset_takes_another_data_set():
 )
 def test_presets_give_the_client_sizes_of_table_one(data_dir, name, train, val, test):
     _, clients = fl.build_problem(preset_for(preset=name), data_dir=data_dir)
-    again = fl.build_problem(preset_for(preset=name), data_dir=data_dir)[1]
     assert {(len(client.data.train), len(client.data.val)) for client in clients} == {(train, val)}
     options = PRESETS[name].options
     classes = [len(client.data.train.labels().unique()) for client in clients]
@@ -149,5 +148,7 @@ def test_presets_give_the_client_sizes_of_table_one(data_dir, name, train, val, 
     assert sum(classes) >= 0.85 * options["classes_per_client"] * len(clients)
     assert [len(client.data.test) for client in clients] == [owned * options["images_per_class"] for owned in classes]
     assert max(len(client.data.test) for client in clients) == test
-    assert all(torch.equal(a.data.train.index, b.data.train.index) for a, b in zip(clients, again, strict=True))
+    if name == "mnist":
+        again = fl.build_problem(preset_for(preset=name), data_dir=data_dir)[1]
+        assert all(torch.equal(a.data.train.index, b.data.train.index) for a, b in zip(clients, again, strict=True))
     assert clients[0].data.val.materialise().inputs[0].isfinite().all()
