@@ -100,7 +100,7 @@ MASKS: dict[str, Callable[..., sk.UnitMask]] = {
 
 @torch.no_grad()
 def fluctuation(network: Network, graph: sk.UnitGraph, batches: Sequence[Any]) -> Scores:
-    """Of every unit the variance of what its readers read, times the squared norm of their weights: the scores of FLAP."""
+    """Return the scores of FLAP: the variance of a unit's values, times the squared norm of the weights that read them."""
     readers = unit_readers(network.model, graph)
     sums: dict[nn.Module, list[Tensor]] = {}
     layers = {layer for found in readers.values() for layer, _, _ in found or ()}
@@ -122,7 +122,7 @@ def fluctuation(network: Network, graph: sk.UnitGraph, batches: Sequence[Any]) -
 
 @torch.no_grad()
 def with_bias(network: Network, small: nn.Module, graph: sk.UnitGraph, mask: sk.UnitMask, batches: Sequence[Any]) -> nn.Module:
-    """The mean of what was dropped, as a bias of the layer that read it: what Wanda-sp and FLAP have in place of a refit."""
+    """Add the mean of the dropped values to the bias of the layer that read them, as Wanda-sp and FLAP do."""
     indices, modules = graph.kept_indices(mask), dict(small.named_modules())
     cut = {
         layer: (name, indices[f"{name}.weight"][1])

@@ -327,7 +327,7 @@ class Field(Tree):
         return self._split(cell, axis, 0.5 * (at + float(point[axis])) if between else middle, point)
 
     def _below(self, index: Floats, upper: float) -> int:
-        """Return the arm of largest index below a bound, made if necessary; -1 if there is no room."""
+        """Return the arm with the largest index below a bound, and make it if it is new; -1 if there is no room."""
         for arm in np.argsort(-index, kind="stable").tolist():
             if index[arm] == -math.inf:
                 break

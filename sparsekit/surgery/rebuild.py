@@ -74,8 +74,8 @@ def copy_with(
 
     Replaced tensors are not copied, so that this is cheap where they are most of the model. Every reference to an entry (a
     second, tied name, a list of flat weights) becomes a reference to its replacement. Of tied names, the first one counts.
-    `requires_grad` flags and training modes stay. `outside`: id of an object that is no part of `model` → the object that the
-    copy refers to instead.
+    `requires_grad` flags and training modes stay. `outside`: id of an object outside of `model` → the object that the copy
+    refers to instead.
     """
     memo: dict[int, object] = dict(outside or {})
     shared: dict[tuple[Any, ...], Tensor] = {}
