@@ -16,20 +16,18 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from filelock import FileLock, Timeout
+from torch import Tensor
 
-from sparsekit.errors import DataError, InvalidValueError
+from sparsekit.errors import DataError
 from sparsekit.version import __version__
 from sparsekit_fl.errors import ResumeError
-
-if TYPE_CHECKING:
-    from torch import Tensor  # drawing a report writes files too, and needs no torch
+from sparsekit_fl.packing import dumps, loads
 
 _CHECKPOINT, _RECORDS = "checkpoint.state", "rounds.jsonl"
 _FOLDERS_OPEN = os.name != "nt"  # Windows cannot fsync directories
-_HASH_BYTES = 32
 # Linux can wait for a whole file system by one call, in the time of one file.
 _SYNCFS: Any = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None) if sys.platform == "linux" else None
 _ONE_SYNC = _SYNCFS is not None
@@ -68,65 +66,6 @@ def write_atomically(path: Path, payload: bytes, *, durable: bool = True, sync: 
         raise
     if durable and sync:
         sync_folder(path.parent)
-
-
-def dumps(value: Any) -> bytes:
-    """Return tensors, numbers, strings, None, and lists, tuples and dicts of these as safetensors, after their SHA-256."""
-    from sparsekit_fl.packed import pack
-
-    tensors: dict[str, Tensor] = {}
-    try:
-        payload = pack(tensors, {"value": _written(value, tensors)})
-    except DataError as error:
-        raise InvalidValueError(f"a memory holds a tensor that cannot be saved: {error}") from error
-    return hashlib.sha256(payload).digest() + payload
-
-
-def loads(payload: bytes) -> Any:
-    """Undo `dumps`; raise DataError if the bytes are damaged, or come from elsewhere."""
-    from sparsekit_fl.packed import unpack
-
-    if hashlib.sha256(payload[_HASH_BYTES:]).digest() != payload[:_HASH_BYTES]:
-        raise DataError("it is damaged: its checksum does not match its content")
-    tensors, meta = unpack(payload[_HASH_BYTES:])
-    try:
-        return _read_back(meta["value"], tensors)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise DataError(f"it was not written by this package: {error!r}") from error
-
-
-def _written(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return a value as JSON; its tensors go into `tensors`, and their names stand in their places."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        name = str(len(tensors))
-        tensors[name] = value.detach()
-        return {"tensor": name}
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if isinstance(value, list | tuple):
-        items = [_written(item, tensors) for item in value]
-        return {"tuple": items} if isinstance(value, tuple) else items
-    if isinstance(value, Mapping) and {type(key) for key in value} <= {str, int}:
-        return {"dict": [[key, _written(item, tensors)] for key, item in value.items()]}
-    raise InvalidValueError(
-        f"a memory holds {value!r:.200}; allowed are tensors, numbers, strings, None, and lists, tuples and dicts of these,"
-        " whose keys are strings or integers; convert it, for example with float() or torch.from_numpy()"
-    )
-
-
-def _read_back(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_read_back(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    ((kind, held),) = value.items()
-    if kind == "tensor":
-        return tensors[held]
-    if kind == "tuple":
-        return tuple(_read_back(item, tensors) for item in held)
-    return {key: _read_back(item, tensors) for key, item in held}
 
 
 class Memories:

@@ -15,12 +15,12 @@ from sparsekit.graph import StateDict, UnitMask
 from sparsekit.surgery import save_compact
 from sparsekit_fl.checkpoint import Memories
 from sparsekit_fl.client.context import ClientContext, Memory
-from sparsekit_fl.client.messages import Cost, Evaluation, Reply, Request, Update
-from sparsekit_fl.client.packing import Kept, Mask, mask_state, upload_dtype
+from sparsekit_fl.client.messages import Cost, Evaluation, Reply, Request, Update, upload_dtype
 from sparsekit_fl.errors import ClientError
 from sparsekit_fl.methods.client import Result, Task, keep_model, kept_model, load
 from sparsekit_fl.methods.submodels import calibrate
 from sparsekit_fl.models import model_path
+from sparsekit_fl.packing import Kept, Mask, mask_state
 from sparsekit_fl.problem.data import CAPABILITY_LEVELS, Client
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.streams import Purpose, Rngs, Streams

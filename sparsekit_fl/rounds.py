@@ -15,12 +15,12 @@ from sparsekit.surgery import save_compact
 from sparsekit_fl.callbacks import Callback, RunView
 from sparsekit_fl.checkpoint import RunFolder, State
 from sparsekit_fl.client.messages import Cost, Reply, Update, request_bytes
-from sparsekit_fl.client.packing import clone, digest
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.engines import Engine, Processes, RunClients, describe_environment
 from sparsekit_fl.errors import ClientError, RunInterrupted, StorageError, TooFewRepliesError, UpdateError, WorkerDiedError
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.models import model_path, write_recipe
+from sparsekit_fl.packing import clone, digest
 from sparsekit_fl.problem.data import Client
 from sparsekit_fl.problem.problem import Problem, check_fit
 from sparsekit_fl.results import ClientScores, FinalScores, RoundRecord, RoundScores, RunResult, load_result, primary_metric

@@ -12,12 +12,12 @@ from sparsekit.errors import InvalidValueError, SparsekitError
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit_fl.checkpoint import Memories, Remembered, State
 from sparsekit_fl.client.context import rowmask_flops, timed
-from sparsekit_fl.client.messages import Reply, Request, Update, request_bytes, update_bytes
-from sparsekit_fl.client.packing import Kept, clone, is_finite, upload_dtype
+from sparsekit_fl.client.messages import Reply, Request, Update, request_bytes, update_bytes, upload_dtype
 from sparsekit_fl.config import Upload
 from sparsekit_fl.errors import ClientError, UpdateError
 from sparsekit_fl.methods.client import Task
 from sparsekit_fl.methods.server import ClientInfo, Roster, ServerContext
+from sparsekit_fl.packing import Kept, clone, is_finite
 from sparsekit_fl.problem.data import Capability, Client
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.streams import Rngs, Streams

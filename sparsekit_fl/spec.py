@@ -19,11 +19,10 @@ from sparsekit.rng import torch_scope
 from sparsekit.tracing import trace_layers, trace_units
 from sparsekit.training import GradientImportance, LearnableMask
 from sparsekit_fl.client.fit import check_training
-from sparsekit_fl.client.packing import clone, digest
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.methods.base import Method, Setup
 from sparsekit_fl.models import read_initial
-from sparsekit_fl.packed import plain_bytes
+from sparsekit_fl.packing import clone, digest, plain_bytes
 from sparsekit_fl.problem.data import Client, TensorData
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.streams import Streams

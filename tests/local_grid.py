@@ -17,7 +17,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from sparsekit_fl.checkpoint import Memories
 from sparsekit_fl.flower.app import Node, make_app
 from sparsekit_fl.flower.engine import GridEngine, read
-from sparsekit_fl.packed import unpack
+from sparsekit_fl.packing import unpack
 
 __all__ = ["Fault", "InProcess", "LocalGrid", "StillClock", "gone", "over_the_wire", "planted", "task_of"]
 

@@ -58,7 +58,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("config",),
         ("options",),
         ("checkpoint", "stored"),
-        ("errors", "packed", "streams"),
+        ("errors", "packing", "streams"),
     ),
 }
 

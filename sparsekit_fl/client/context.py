@@ -17,8 +17,8 @@ from sparsekit.measure import CostModel
 from sparsekit.training import LearnableMask
 from sparsekit_fl.client.fit import Batches, Examples, Step, TrainingLog, evaluate, fit
 from sparsekit_fl.client.messages import Cost, Scores
-from sparsekit_fl.client.packing import Mask
 from sparsekit_fl.config import CapabilityOf, Deploy, TrainingConfig
+from sparsekit_fl.packing import Mask
 from sparsekit_fl.problem.data import CAPABILITY_LEVELS, Capability, Client
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.streams import Purpose

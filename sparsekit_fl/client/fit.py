@@ -15,8 +15,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.rng import torch_scope
 from sparsekit_fl.client.messages import Scores
-from sparsekit_fl.client.packing import is_finite
 from sparsekit_fl.config import Amp, TrainingConfig, optimizer_class
+from sparsekit_fl.packing import is_finite
 from sparsekit_fl.problem.data import TensorData, arranged, read
 from sparsekit_fl.problem.metrics import loss_weight
 from sparsekit_fl.problem.problem import Problem

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from sparsekit.errors import DataError
 from sparsekit.graph import StateDict, UnitGraph
-from sparsekit_fl.client.packing import Kept, Mask, pack_mask, unpack_mask
+from sparsekit_fl.config import Upload
 from sparsekit_fl.options import Checked, NonNegativeCount, Ratio
-from sparsekit_fl.packed import pack, unpack
+from sparsekit_fl.packing import Kept, Mask, pack, pack_mask, unpack, unpack_mask
 from sparsekit_fl.problem.data import Capability
 
 MAX_TEXT = 4000
@@ -164,6 +164,10 @@ class Reply:
     traceback: str = ""
     stored: bool = False
     note: str = ""
+
+
+def upload_dtype(dtype: torch.dtype, upload: Upload) -> torch.dtype:
+    return torch.bfloat16 if upload == "bfloat16" and dtype.is_floating_point else dtype
 
 
 _HOW = ("task", "memory_round", "with_shared", "with_model")

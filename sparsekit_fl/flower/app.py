@@ -29,7 +29,7 @@ from sparsekit_fl.engines import check_device, one_thread, use_exact_arithmetic
 from sparsekit_fl.flower.engine import GridEngine, content, describe_clients, identity_of, read
 from sparsekit_fl.methods import make_method
 from sparsekit_fl.models import model_path, write_recipe
-from sparsekit_fl.packed import unpack
+from sparsekit_fl.packing import unpack
 from sparsekit_fl.problem.data import Client
 from sparsekit_fl.problem.problem import check_fit
 from sparsekit_fl.spec import RunSpec, by_id

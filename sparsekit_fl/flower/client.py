@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.errors import DataError, InvalidValueError
-from sparsekit_fl.client.packing import pack_mask, unpack_mask
-from sparsekit_fl.packed import pack, unpack
+from sparsekit_fl.packing import pack, pack_mask, unpack, unpack_mask
 
 KEY = "sparsekit"
 """Name of the record with a ratio and a mask, in the content of messages and replies."""

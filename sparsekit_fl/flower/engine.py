@@ -21,7 +21,7 @@ from sparsekit_fl.client.messages import MAX_TEXT, Reply, Request, decode_reply,
 from sparsekit_fl.engines import one_thread
 from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.flower.client import raw
-from sparsekit_fl.packed import pack
+from sparsekit_fl.packing import pack
 from sparsekit_fl.problem.data import Capability, Client, ClientData
 from sparsekit_fl.spec import RunSpec
 

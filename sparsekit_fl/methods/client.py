@@ -13,8 +13,8 @@ from sparsekit.training import LearnableMask
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.fit import Adjust, Batch, Batches, LocalStep, Step, TrainingLog, make_step
 from sparsekit_fl.client.messages import Cost, Scores
-from sparsekit_fl.client.packing import Kept, Mask, mask_state, recall_mask, remember_mask
 from sparsekit_fl.config import TrainingConfig
+from sparsekit_fl.packing import Kept, Mask, mask_state, recall_mask, remember_mask
 
 Leaves = Mapping[str, Tensor]
 """State-dict key → leaf of the narrow model, in the order of the state."""

@@ -19,9 +19,9 @@ from sparsekit.graph import StateDict, UnitGraph
 from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import Memory, width_of
 from sparsekit_fl.client.messages import Update
-from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.config import CapabilityOf, RunConfig
 from sparsekit_fl.methods.client import Task
+from sparsekit_fl.packing import Kept
 from sparsekit_fl.problem.data import Capability, Client
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.streams import Streams

@@ -11,8 +11,9 @@ from personal import chain, tiny_clients, tiny_run
 import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl import checkpoint
-from sparsekit_fl.checkpoint import RunFolder, State, dumps, loads
+from sparsekit_fl.checkpoint import RunFolder, State
 from sparsekit_fl.errors import ResumeError
+from sparsekit_fl.packing import dumps, loads
 
 MEMORY = {
     "personal": {"state": {"w.x": torch.ones(2, 3), "n": torch.tensor(4)}, "ratio": 0.1 + 0.2, "none": None, "yes": True},

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import sparsekit_fl as fl
-from sparsekit_fl.packed import pack, unpack
+from sparsekit_fl.packing import pack, unpack
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
 

@@ -18,10 +18,9 @@ from safetensors.torch import save
 from sparsekit.errors import DataError
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit_fl.client.messages import Cost, Evaluation, Reply, Request, Update, decode_reply, encode_reply
-from sparsekit_fl.client.packing import Kept, digest
 from sparsekit_fl.errors import ClientError, UpdateError
 from sparsekit_fl.methods.base import Method, Task
-from sparsekit_fl.packed import pack
+from sparsekit_fl.packing import Kept, digest, pack
 from sparsekit_fl.results import ClientScores, RoundRecord, RoundScores
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec, by_id

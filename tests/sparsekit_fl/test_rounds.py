@@ -17,7 +17,7 @@ from personal import Read, Watching, tiny_run
 import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.checkpoint import holds_run
-from sparsekit_fl.client.packing import digest
+from sparsekit_fl.packing import digest
 from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config, tiny_problem
 
 

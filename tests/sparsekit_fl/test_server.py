@@ -10,8 +10,8 @@ from personal import watched
 import sparsekit_fl as fl
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit_fl.client.messages import decode_reply, decode_request, encode_reply, encode_request, request_bytes, update_bytes
-from sparsekit_fl.client.packing import Kept, digest
 from sparsekit_fl.methods import registry
+from sparsekit_fl.packing import Kept, digest
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec, by_id
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem

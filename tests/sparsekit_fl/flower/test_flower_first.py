@@ -21,7 +21,7 @@ import sparsekit as sk
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.flower import BanditRatios, SubmodelStrategy, train_submodel
 from sparsekit_fl.flower.client import KEY, mask_record, packed, read_mask, traced
-from sparsekit_fl.packed import unpack
+from sparsekit_fl.packing import unpack
 from sparsekit_fl.testing import TinyNet
 
 pytestmark = pytest.mark.flower

@@ -22,7 +22,7 @@ from sparsekit_fl.client.messages import encode_reply
 from sparsekit_fl.flower.engine import content, read
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.whole_models import Local
-from sparsekit_fl.packed import pack, unpack
+from sparsekit_fl.packing import pack, unpack
 from sparsekit_fl.testing import tiny_clients, tiny_config
 
 

@@ -13,9 +13,9 @@ from zoo import ZOO
 import sparsekit_fl as fl
 from sparsekit.graph import WeightMask
 from sparsekit_fl.checkpoint import Memories
-from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.client_round import run_client
 from sparsekit_fl.methods import prunefl, registry
+from sparsekit_fl.packing import Kept
 from sparsekit_fl.problem.models import NextWordLstm
 from sparsekit_fl.spec import RunSpec
 

@@ -6,7 +6,7 @@ from personal import server_context
 
 import sparsekit_fl as fl
 from sparsekit.graph import UnitGraph, UnitGroup, UnitMask, UnitSlice, WeightMask
-from sparsekit_fl.client.packing import Kept
+from sparsekit_fl.packing import Kept
 from sparsekit_fl.server import check_answer
 
 INDEX = torch.arange(3).view(3, 1)

@@ -1,19 +1,25 @@
-"""The parts of a state that are sent under a mask, and masks as bits."""
+"""Tensors as bytes, and back: parts of a state under a mask, masks as bits, messages and memories in the safetensors format.
+
+Never a pickled object: what comes from a wire or a disk is parsed by the safetensors library, which checks it.
+"""
 
 import hashlib
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
-from sparsekit.errors import DataError
+from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph, UnitMask, WeightMask, cut_axes, gather, narrow_shape, scatter_
-from sparsekit_fl.config import Upload
-from sparsekit_fl.packed import plain_bytes
+
+_HASH_BYTES = 32
 
 
 def clone(state: StateDict) -> dict[str, Tensor]:
@@ -113,10 +119,6 @@ def mask_state(graph: UnitGraph, mask: Mask | None, state: StateDict) -> dict[st
     return result
 
 
-def upload_dtype(dtype: torch.dtype, upload: Upload) -> torch.dtype:
-    return torch.bfloat16 if upload == "bfloat16" and dtype.is_floating_point else dtype
-
-
 def pack_mask(mask: Mask | None) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
     """Return a mask as bytes: the tensor to send (uint8) and its description.
 
@@ -190,3 +192,109 @@ def remember_mask(memory: dict[str, Any], mask: Mask | None) -> None:
 
 def recall_mask(memory: Mapping[str, Any]) -> Mask | None:
     return unpack_mask(memory.get("bits", {}), memory.get("description"))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def plain_bytes(tensor: Tensor) -> memoryview:
+    """Return the raw bytes of a tensor in row-major order; of a view, the bytes of the values that it shows."""
+    whole = _whole(tensor)
+    # A tensor of one number counts as contiguous with any stride, and cannot be viewed as bytes with it.
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
+def pack(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> bytes:
+    """Return tensors and plain JSON values as one safetensors file, equal bytes for equal input, or raise DataError."""
+    found, seen = dict[str, Tensor](), set[int]()
+    for name, tensor in tensors.items():
+        whole = _whole(tensor)
+        storage = whole.untyped_storage()
+        # The library writes tensors that own their memory.
+        found[name] = whole.clone() if storage.nbytes() > whole.nbytes or storage.data_ptr() in seen else whole
+        seen.add(storage.data_ptr())
+    try:
+        return save(found, {"meta": json.dumps(meta, sort_keys=True, separators=(",", ":"))})
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise DataError(f"a tensor cannot be sent: {error!r}; convert it, as with .float()") from error
+
+
+def unpack(payload: bytes, *, shapes: Mapping[str, Sequence[int]] | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read what `pack` wrote.
+
+    Args:
+        payload: Any bytes; reading takes at most three times their number in memory.
+        shapes: Name → expected shape of each tensor, which are compared before a tensor is made; None reads all shapes.
+
+    Raises:
+        DataError: they are other bytes, or tensors of other names or shapes.
+    """
+    try:
+        header = json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])
+        meta = json.loads(header.pop("__metadata__")["meta"])
+        if shapes is not None and {name: tuple(one["shape"]) for name, one in header.items()} != {
+            name: tuple(shape) for name, shape in shapes.items()
+        }:
+            raise ValueError("tensors of other names or shapes")
+        # Copies begin where torch lets tensors begin, on which the last bits of products depend.
+        tensors = {name: tensor.clone() for name, tensor in load(payload).items()}
+        if not isinstance(meta, dict):
+            raise ValueError("metadata that `pack` does not write")
+    except Exception as error:
+        # Whoever wrote them: of what the two parsers and torch raise, no list would be complete.
+        raise DataError(f"these {len(payload)} bytes are not a packed message: {error}") from error
+    return tensors, meta
+
+
+def dumps(value: Any) -> bytes:
+    """Return tensors, numbers, strings, None, and lists, tuples and dicts of these as safetensors, after their SHA-256."""
+    tensors: dict[str, Tensor] = {}
+    try:
+        payload = pack(tensors, {"value": _written(value, tensors)})
+    except DataError as error:
+        raise InvalidValueError(f"a memory holds a tensor that cannot be saved: {error}") from error
+    return hashlib.sha256(payload).digest() + payload
+
+
+def loads(payload: bytes) -> Any:
+    """Undo `dumps`; raise DataError if the bytes are damaged, or come from elsewhere."""
+    if hashlib.sha256(payload[_HASH_BYTES:]).digest() != payload[:_HASH_BYTES]:
+        raise DataError("it is damaged: its checksum does not match its content")
+    tensors, meta = unpack(payload[_HASH_BYTES:])
+    try:
+        return _read_back(meta["value"], tensors)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"it was not written by this package: {error!r}") from error
+
+
+def _written(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return a value as JSON; its tensors go into `tensors`, and their names stand in their places."""
+    if isinstance(value, torch.Tensor):
+        name = str(len(tensors))
+        tensors[name] = value.detach()
+        return {"tensor": name}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, list | tuple):
+        items = [_written(item, tensors) for item in value]
+        return {"tuple": items} if isinstance(value, tuple) else items
+    if isinstance(value, Mapping) and {type(key) for key in value} <= {str, int}:
+        return {"dict": [[key, _written(item, tensors)] for key, item in value.items()]}
+    raise InvalidValueError(
+        f"a memory holds {value!r:.200}; allowed are tensors, numbers, strings, None, and lists, tuples and dicts of these,"
+        " whose keys are strings or integers; convert it, for example with float() or torch.from_numpy()"
+    )
+
+
+def _read_back(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_read_back(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, held),) = value.items()
+    if kind == "tensor":
+        return tensors[held]
+    if kind == "tuple":
+        return tuple(_read_back(item, tensors) for item in held)
+    return {key: _read_back(item, tensors) for key, item in held}

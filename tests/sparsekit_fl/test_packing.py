@@ -8,8 +8,7 @@ from torch import nn
 
 from sparsekit import trace_units
 from sparsekit.graph import UnitMask, WeightMask
-from sparsekit_fl.client.packing import Kept, digest, is_finite, pack_mask, unpack_mask
-from sparsekit_fl.packed import pack, unpack
+from sparsekit_fl.packing import Kept, digest, is_finite, pack, pack_mask, unpack, unpack_mask
 
 
 @pytest.fixture(scope="module")
