@@ -15,7 +15,7 @@ from torch import Tensor
 
 import sparsekit_fl as fl
 from sparsekit.graph import StateDict
-from sparsekit_fl.methods.server import mean_change, moved
+from sparsekit_fl.methods.base import mean_change, moved
 
 ROUNDS = 10
 

@@ -22,7 +22,7 @@ from pydantic import Field
 
 import sparsekit_fl as fl
 from sparsekit.graph import StateDict
-from sparsekit_fl.methods.server import moved
+from sparsekit_fl.methods.base import moved
 
 ROUNDS = 10
 

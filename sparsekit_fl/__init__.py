@@ -16,15 +16,12 @@ if TYPE_CHECKING:
     from sparsekit_fl import callbacks as callbacks, engines as engines, errors as errors, methods as methods
     from sparsekit_fl.callbacks import Callback as Callback, RunView as RunView
     from sparsekit_fl.client.context import ClientContext as ClientContext
-    from sparsekit_fl.methods.server import ServerContext as ServerContext, Setup as Setup
     from sparsekit_fl.problem.datasets import datasets as datasets, DataSource as DataSource
     from sparsekit_fl.engines import Engine as Engine, Processes as Processes
     from sparsekit_fl.paper.build import build_problem as build_problem
-    from sparsekit_fl.methods.base import Method as Method
-    from sparsekit_fl.methods.client import sgd as sgd
-    from sparsekit_fl.methods.server import mean as mean
-    from sparsekit_fl.methods.submodels import units as units
-    from sparsekit_fl.methods.client import Model as Model, Result as Result, Task as Task
+    from sparsekit_fl.methods.base import Method as Method, ServerContext as ServerContext, Setup as Setup
+    from sparsekit_fl.methods.base import mean as mean, units as units
+    from sparsekit_fl.methods.client import sgd as sgd, Model as Model, Result as Result, Task as Task
     from sparsekit_fl.config import RunConfig as RunConfig, TrainingConfig as TrainingConfig
     from sparsekit_fl.options import option as option
     from sparsekit_fl.paper.presets import preset_for as preset_for
@@ -57,11 +54,10 @@ _FURTHER = {
     "sparsekit_fl": "engines",
     "sparsekit_fl.callbacks": "Callback RunView",
     "sparsekit_fl.client.context": "ClientContext",
-    "sparsekit_fl.methods.server": "ServerContext Setup mean",
+    "sparsekit_fl.methods.base": "ServerContext Setup mean units",
     "sparsekit_fl.problem.datasets": "datasets DataSource",
     "sparsekit_fl.engines": "Engine Processes",
     "sparsekit_fl.methods.client": "sgd Model Result Task",
-    "sparsekit_fl.methods.submodels": "units",
     "sparsekit_fl.options": "option",
     "sparsekit_fl.problem.partition": "partitions Partition",
     "sparsekit_fl.results": "RoundRecord",

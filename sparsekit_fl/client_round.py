@@ -18,7 +18,6 @@ from sparsekit_fl.client.context import ClientContext, Memory
 from sparsekit_fl.client.messages import Cost, Evaluation, Reply, Request, Update, upload_dtype
 from sparsekit_fl.errors import ClientError
 from sparsekit_fl.methods.client import Result, Task, keep_model, kept_model, load
-from sparsekit_fl.methods.submodels import calibrate
 from sparsekit_fl.models import model_path
 from sparsekit_fl.packing import Kept, Mask, mask_state
 from sparsekit_fl.problem.data import CAPABILITY_LEVELS, Client
@@ -136,14 +135,13 @@ def _upload(
 
 def _score(spec: RunSpec, client: Client, request: Request, memory: Memory, out: Path | None) -> Reply:
     ctx = make_context(spec, client, request, memory, purpose="personal")
-    method, module = spec.method, spec.masked.model
-    state = request.state
+    method, state = spec.method, request.state
     with _named(request, spec, "deploy"):
         full = _complete(spec, memory, state)
         best = kept_model(ctx) if ctx.deploy == "best" else None
         model = best or method.deploy(ctx, full)
         load(ctx, model.state, model.mask)
-        calibrated = (model.calibrate or best is not None) and calibrate(ctx, module)
+        calibrated = (model.calibrate or best is not None) and ctx.calibrate()
         test, validation = ctx.score("test"), ctx.score("val")
         private = any(name not in state and name not in spec.frozen for name in full)
         is_global = model.state is full and model.mask is None and not private
@@ -158,7 +156,7 @@ def _score(spec: RunSpec, client: Client, request: Request, memory: Memory, out:
             asked = model if best is None else method.deploy(ctx, full)
             ctx.load({name: state.get(name, tensor) for name, tensor in spec.initial.items()}, None)
             if asked.calibrate:
-                calibrate(ctx, module)
+                ctx.calibrate()
             shared = ctx.score("test")
     evaluation = Evaluation(
         client_id=client.id,

@@ -1,7 +1,7 @@
 """Server: writes the requests of a round, checks the updates, and changes the model."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,10 @@ from sparsekit.graph import StateDict, UnitGraph
 from sparsekit_fl.checkpoint import Memories, Remembered, State
 from sparsekit_fl.client.context import rowmask_flops, timed
 from sparsekit_fl.client.messages import Reply, Request, Update, request_bytes, update_bytes, upload_dtype
-from sparsekit_fl.config import Upload
+from sparsekit_fl.config import RunConfig, Upload
 from sparsekit_fl.errors import ClientError, UpdateError
+from sparsekit_fl.methods.base import ClientInfo, ServerContext
 from sparsekit_fl.methods.client import Task
-from sparsekit_fl.methods.server import ClientInfo, Roster, ServerContext
 from sparsekit_fl.packing import Kept, clone, is_finite
 from sparsekit_fl.problem.data import Capability, Client
 from sparsekit_fl.spec import RunSpec
@@ -33,6 +33,40 @@ _MAX_SECONDS = 1e15
 
 # Methods score and refit on this many examples, however few a client has.
 _FURTHER_EXAMPLES = 256
+
+
+class Roster(Mapping[int, ClientInfo]):
+    """Client id → `ClientInfo` of one round, from 1; a level is drawn when first read, so ten thousand clients cost nothing."""
+
+    def __init__(self, clients: Mapping[int, Client], config: RunConfig, round: int) -> None:
+        self._clients = clients
+        self._config = config
+        self._round = round
+        self._read: dict[int, ClientInfo] = {}
+
+    def __getitem__(self, client_id: int) -> ClientInfo:
+        if client_id not in self._read:
+            client, config = self._clients[client_id], self._config
+            capability = client.capability
+            if config.capability_levels is not None:
+                rng = Streams(config.seed).capability(self._round if config.redraw_capability else 0, client_id)
+                capability = capability.at(config.capability_levels[int(rng.integers(len(config.capability_levels)))])
+            self._read[client_id] = ClientInfo(len(client.data.train), capability)
+        return self._read[client_id]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._clients)
+
+    def __contains__(self, client_id: object) -> bool:
+        return client_id in self._clients
+
+    @property
+    def was_read(self) -> bool:
+        """Whether somebody has looked a client up."""
+        return bool(self._read)
+
+    def __len__(self) -> int:
+        return len(self._clients)
 
 
 class Server:

@@ -17,7 +17,7 @@ from sparsekit.cli.main import execute
 from sparsekit.graph import Layer, UnitGraph, WeightMask
 from sparsekit_fl.client_round import make_context
 from sparsekit_fl.methods import make_method
-from sparsekit_fl.methods.server import ClientInfo
+from sparsekit_fl.methods.base import ClientInfo
 from sparsekit_fl.packing import Kept
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem

@@ -83,7 +83,7 @@ SHELVES: dict[str, set[str]] = {
     "sparsekit.criteria": {"base", "batches", "gate_gradients", "torch_pruning"},
     "sparsekit.allocation": {"limits", "problem", "schedule", "walk"},
     "sparsekit.bandit": {"base", "field", "logged", "make", "optuna", "tree", "search_space"},
-    "sparsekit_fl.methods": {"base", "client", "masks", "server"},
+    "sparsekit_fl.methods": {"base", "client", "masks"},
 }
 
 

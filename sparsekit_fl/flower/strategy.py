@@ -20,7 +20,7 @@ from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.graph import StateDict
 from sparsekit_fl.client.messages import Cost, Request, Update
 from sparsekit_fl.flower.client import KEY, arrays_of, mask_record, read_mask, traced, unpacked
-from sparsekit_fl.methods.server import Over, mean_change, moved
+from sparsekit_fl.methods.base import Over, mean_change, moved
 from sparsekit_fl.packing import Kept
 from sparsekit_fl.server import check_update
 

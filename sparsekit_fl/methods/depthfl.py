@@ -23,9 +23,8 @@ from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import part_flops
 from sparsekit_fl.client.fit import Adjust, Batch
 from sparsekit_fl.client.messages import Cost
-from sparsekit_fl.methods.base import ClientContext, Method, Result, ServerContext, Setup, Task, Update, sgd
+from sparsekit_fl.methods.base import ClientContext, Method, Result, ServerContext, Setup, Task, Update, mean_change, moved, sgd
 from sparsekit_fl.methods.client import Leaves, pull_towards, trained_leaves
-from sparsekit_fl.methods.server import mean_change, moved
 from sparsekit_fl.problem.metrics import IGNORED
 
 _ALPHA = 0.1  # α of FedDyn

@@ -23,10 +23,23 @@ from sparsekit.graph import StateDict, UnitMask, head_entries
 from sparsekit.training import GradientImportance, LearnableMask
 from sparsekit_fl.client.context import Memory
 from sparsekit_fl.client.fit import Adjust
-from sparsekit_fl.methods.base import ClientContext, Method, Model, Result, ServerContext, Setup, Task, Update, mean, sgd
+from sparsekit_fl.methods.base import (
+    ClientContext,
+    Method,
+    Model,
+    Result,
+    ServerContext,
+    Setup,
+    Task,
+    Update,
+    affordable,
+    learn_limits,
+    mean,
+    offered,
+    sgd,
+    units,
+)
 from sparsekit_fl.methods.client import descend, keep_model, kept_model, trained_leaves
-from sparsekit_fl.methods.server import learn_limits, offered
-from sparsekit_fl.methods.submodels import affordable, units
 from sparsekit_fl.options import Fraction, NonNegative, Ratio, option
 from sparsekit_fl.packing import Kept, recall_mask, remember_mask
 

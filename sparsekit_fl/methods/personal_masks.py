@@ -14,10 +14,21 @@ from sparsekit.graph import StateDict, UnitGraph, WeightMask, group_order
 from sparsekit.rng import torch_generator
 from sparsekit_fl.client.context import Split
 from sparsekit_fl.client.fit import Adjust
-from sparsekit_fl.methods.base import ClientContext, Method, Model, Result, ServerContext, Setup, Task, Update, mean, sgd
+from sparsekit_fl.methods.base import (
+    ClientContext,
+    Method,
+    Model,
+    Over,
+    Result,
+    ServerContext,
+    Setup,
+    Task,
+    Update,
+    mean,
+    sgd,
+    units,
+)
 from sparsekit_fl.methods.client import Leaves
-from sparsekit_fl.methods.server import Over
-from sparsekit_fl.methods.submodels import units
 from sparsekit_fl.methods.weight_masks import SparseWeights, keep_largest, largest_weights, prunable_weights, weight_count
 from sparsekit_fl.options import Fraction, NonNegative, Ratio, Share, option
 from sparsekit_fl.packing import Mask, recall_mask, remember_mask, unpack_mask

@@ -11,8 +11,20 @@ import torch
 from torch import Tensor
 
 from sparsekit_fl.client.fit import Batch
-from sparsekit_fl.methods.base import ClientContext, Method, Result, ServerContext, StateDict, Task, Update, mean, sgd
-from sparsekit_fl.methods.server import ClientInfo, drawn, mean_change
+from sparsekit_fl.methods.base import (
+    ClientContext,
+    ClientInfo,
+    Method,
+    Result,
+    ServerContext,
+    StateDict,
+    Task,
+    Update,
+    drawn,
+    mean,
+    mean_change,
+    sgd,
+)
 from sparsekit_fl.options import NonNegativeCount, Ratio, option
 
 # Oort

@@ -16,68 +16,35 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from sparsekit.allocation import make_mask, mask_from_scores, ratio_counts
+from sparsekit.allocation import mask_from_scores, ratio_counts
 from sparsekit.bandit import Interval
-from sparsekit.criteria import Criterion, Magnitude, Ordered, Random, ScoringContext
-from sparsekit.finetuning import recalibrate_batchnorm
+from sparsekit.criteria import Criterion, Magnitude, Ordered, Random
 from sparsekit.graph import StateDict, UnitMask
 from sparsekit.layers import is_convolution
-from sparsekit.rng import torch_generator
 from sparsekit_fl.client.context import Memory, rowmask_flops
 from sparsekit_fl.client.fit import Batch
 from sparsekit_fl.client.messages import Cost
-from sparsekit_fl.methods.base import ClientContext, Method, Model, Result, ServerContext, Setup, Task, Update, mean, sgd
+from sparsekit_fl.methods.base import (
+    ClientContext,
+    Method,
+    Model,
+    Result,
+    ServerContext,
+    Setup,
+    Task,
+    Update,
+    affordable,
+    learn_limits,
+    mean,
+    offered,
+    sgd,
+    units,
+)
 from sparsekit_fl.methods.client import keep_model
-from sparsekit_fl.methods.server import learn_limits, offered
 from sparsekit_fl.options import Fraction, Positive, option
 
-_LARGEST_BATCH = 256
 _DISCOUNT, _MIN_WIDTH = 0.98, 0.05  # of E-UCB; ours, as we know the paper in outline
 _LEAST_GAP = 0.1  # so that finishing exactly on time does not give FedMP an infinite reward; ours
-
-
-def units(side: ServerContext | ClientContext, criterion: Criterion, ratio: float, state: StateDict | None = None) -> UnitMask:
-    """Return the mask of the units that a criterion ranks first.
-
-    Args:
-        side: The context of the server, or of a client; random criteria draw from its generator "mask".
-        criterion: Computes importance; it sees the weights.
-        ratio: What stays, in (0, 1]: a share of the FLOPs, or of the units of each group, as the run says.
-        state: The weights, dense; None: the global state, on the server.
-    """
-    if state is None:
-        assert isinstance(side, ServerContext), "on a client, pass the state that training starts from"
-        state = side.state
-    context = ScoringContext(weights=state, generator=torch_generator(side.rngs["mask"]))
-    return make_mask(criterion, side.graph, side.width(ratio), context)
-
-
-def affordable(client: ClientContext, state: StateDict) -> Model:
-    """Return as much of the global model as the device of a client can run: its first units."""
-    ratio = client.capability.ratio
-    return Model(state=state, mask=None if ratio == 1.0 else units(client, Ordered(), ratio, state), ratio=ratio)
-
-
-def calibrate(client: ClientContext, module: nn.Module) -> bool:
-    """Replace the batch norm statistics of a module by the mean over a few large batches of the client's training data.
-
-    Statistics averaged over submodels of several widths fit none of them. Returns whether the module was changed, in place; it
-    is not if it has no batch norm, or if the client has one example.
-
-    Source: Diao, Ding, Tarokh, HeteroFL, ICLR 2021, static batch normalization, there with the data of all clients.
-    """
-    count = len(client.client.data.train)
-    if count < 2:
-        return False
-
-    def inputs() -> Iterator[tuple[Any, ...]]:
-        for epoch in client.batches(epochs=1, batch_size=math.ceil(count / math.ceil(count / _LARGEST_BATCH))):
-            # With targets, since the last item of a batch is not an input.
-            yield from ((*batch.inputs, batch.targets) for batch in epoch)
-
-    found = bool(recalibrate_batchnorm(module, inputs(), progress=False))
-    module.eval()
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)

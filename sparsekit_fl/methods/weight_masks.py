@@ -17,9 +17,20 @@ from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import part_flops
 from sparsekit_fl.client.fit import Adjust, TrainingLog
 from sparsekit_fl.client.messages import Cost
-from sparsekit_fl.methods.base import ClientContext, Method, Result, ServerContext, Setup, Task, Update, mean, sgd
+from sparsekit_fl.methods.base import (
+    ClientContext,
+    Method,
+    Result,
+    ServerContext,
+    Setup,
+    Task,
+    Update,
+    mean,
+    mean_change,
+    moved,
+    sgd,
+)
 from sparsekit_fl.methods.client import Leaves
-from sparsekit_fl.methods.server import mean_change, moved
 from sparsekit_fl.options import Count, NonNegativeCount, Positive, Ratio, option
 from sparsekit_fl.packing import mask_state, recall_mask, remember_mask
 from sparsekit_fl.problem.data import Capability

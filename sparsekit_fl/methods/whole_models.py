@@ -18,9 +18,21 @@ from sparsekit.graph import Layer, StateDict, UnitGraph, WeightMask, head_entrie
 from sparsekit_fl.client.context import part_flops
 from sparsekit_fl.client.fit import Adjust, Batch, Batches, LocalStep
 from sparsekit_fl.client.messages import Cost
-from sparsekit_fl.methods.base import ClientContext, Method, Model, Result, ServerContext, Setup, Task, Update, mean, sgd
+from sparsekit_fl.methods.base import (
+    ClientContext,
+    Method,
+    Model,
+    Result,
+    ServerContext,
+    Setup,
+    Task,
+    Update,
+    affordable,
+    mean,
+    sgd,
+    units,
+)
 from sparsekit_fl.methods.client import Leaves, keep_model, kept_model, load, trained_leaves
-from sparsekit_fl.methods.submodels import affordable, units
 from sparsekit_fl.methods.weight_masks import largest_weights
 from sparsekit_fl.options import Count, NonNegative, Ratio, option
 

@@ -23,8 +23,8 @@ from personal import (
 
 import sparsekit_fl as fl
 from sparsekit_fl.methods import fedlps, fedlps_paper, make_method, rcr_fix, registry
+from sparsekit_fl.methods.base import ClientInfo
 from sparsekit_fl.methods.fedlps import FedLPS, utility
-from sparsekit_fl.methods.server import ClientInfo
 from sparsekit_fl.packing import Kept
 from sparsekit_fl.testing import tiny_config
 

@@ -23,9 +23,9 @@ from sparsekit.allocation.shares import keep_count
 from sparsekit.graph import UnitMask
 from sparsekit_fl.client.fit import TrainingLog
 from sparsekit_fl.methods import efd, fedavg, fedrolex, fjord, heterofl
+from sparsekit_fl.methods.base import ClientInfo
 from sparsekit_fl.methods.client import Task, _sample, keep_model
-from sparsekit_fl.methods.server import ClientInfo
-from sparsekit_fl.methods.submodels import EUCB, FedMP, calibrate
+from sparsekit_fl.methods.submodels import EUCB, FedMP
 from sparsekit_fl.models import load_model
 from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
 
@@ -155,7 +155,7 @@ def test_statistics_are_those_of_the_clients_own_training_data():
     client, problem, config = one_client([0, 1, 2, 0], model=Normed, inputs=x)
     spec, _, ctx = client_context(fedavg(), problem, config, client=client, purpose="personal")
     module = ctx.masked.model
-    assert calibrate(ctx, module)
+    assert ctx.calibrate()
     assert module.norm.running_mean.tolist() == [4.0, 25.0]
     assert torch.allclose(module.norm.running_var, x.var(0))
     assert module.norm.momentum == 0.1
