@@ -10,9 +10,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from sparsekit._torch import set_packed_projections
-from sparsekit.labels.tracer import Tracer
-from sparsekit.labels.values import NOT_ZERO, IntArray, Labels, TensorLabels
-from sparsekit.layers.base import Args, Kwargs, LayerRule, Run
+from sparsekit.labels.values import IntArray
+from sparsekit.layers import NOT_ZERO, Args, Kwargs, Labels, LayerRule, Run, TensorLabels, Tracer
 from sparsekit.runtime.narrow_attention import NarrowMultiheadAttention
 
 _ARGUMENTS = tuple(inspect.signature(nn.MultiheadAttention.forward).parameters)[1:]

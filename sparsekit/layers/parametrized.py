@@ -6,9 +6,8 @@ from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from sparsekit._torch import ParametrizedOrthogonal, ParametrizedSpectralNorm, ParametrizedWeightNorm, pre_hooks
-from sparsekit.labels.tracer import Tracer
-from sparsekit.labels.values import Cause, TensorLabels
-from sparsekit.layers.base import Args, Kwargs, LayerRule, Run
+from sparsekit.labels.values import Cause
+from sparsekit.layers import Args, Kwargs, LayerRule, Run, TensorLabels, Tracer
 
 _SPECTRAL = "spectral_norm divides by a norm of the whole weight"
 

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from sparsekit._torch import flat_weights, parameters_of, reset_flat_weights, tree_leaves
-from sparsekit.labels.tracer import Tracer
-from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, IntArray, Labels, TensorLabels, joined
-from sparsekit.layers.base import Args, Kwargs, LayerRule, Run
+from sparsekit.labels.values import IntArray, joined
+from sparsekit.layers import ALWAYS_ZERO, NOT_ZERO, Args, Kwargs, Labels, LayerRule, Run, TensorLabels, Tracer
 
 _KINDS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 

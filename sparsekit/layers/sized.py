@@ -8,9 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from sparsekit._torch import ConvNd, InstanceNorm, NormBase, buffers_of, channel_axis, parameters_of
-from sparsekit.labels.tracer import Tracer
-from sparsekit.labels.values import TensorLabels
-from sparsekit.layers.base import Args, Kwargs, LayerRule, Run, of_type
+from sparsekit.layers import Args, Kwargs, LayerRule, Run, TensorLabels, Tracer, of_type
 
 _Sizes: TypeAlias = Callable[[Any, Sequence[int]], Mapping[str, Any]]
 

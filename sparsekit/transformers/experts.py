@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor, nn
 
-from sparsekit.labels.tracer import Tracer
-from sparsekit.labels.values import IntArray, NormNote, TensorLabels
-from sparsekit.layers.base import Args, Kwargs, LayerRule, Run, of_type
+from sparsekit.labels.values import IntArray, NormNote
+from sparsekit.layers import Args, Kwargs, LayerRule, Run, TensorLabels, Tracer, of_type
 
 _FAMILIES = {
     "flex_olmo": "FlexOlmo",

@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor, nn
 
-from sparsekit.labels.tracer import Tracer
-from sparsekit.labels.values import IntArray, Labels, NormNote, TensorLabels
-from sparsekit.layers.base import Args, Kwargs, LayerRule, Run
+from sparsekit.labels.values import IntArray, NormNote
+from sparsekit.layers import Args, Kwargs, Labels, LayerRule, Run, TensorLabels, Tracer
 
 
 class Mamba2Rule(LayerRule):
