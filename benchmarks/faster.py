@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.allocation import PreferredMultiple
-from sparsekit.measure.paired import prepare
+from sparsekit.measure.timing import prepare
 
 ARMS = ("1", "up to 8", "default", "16", "torch-pruning 1", "torch-pruning 8", "torch-pruning 16")
 

@@ -57,7 +57,7 @@ def _measure(draw: int, wanted: Sequence[tuple[float, str]]) -> None:
     from real_nets import efficientnet_lite0
 
     import sparsekit as sk
-    from sparsekit.measure.paired import prepare
+    from sparsekit.measure.timing import prepare
     from sparsekit.pruning.reconstruction import statistics_prior
 
     network = efficientnet_lite0(draw=draw)

@@ -32,7 +32,7 @@ from sparsekit.criteria.orders import Scored
 from sparsekit.finetuning import Distillation, recalibrate_batchnorm, reconstruct
 from sparsekit.measure.budget import Budget
 from sparsekit.measure.cost import CostModel, cost_model
-from sparsekit.measure.paired import measure_turns
+from sparsekit.measure.timing import measure_turns
 from sparsekit.pruning.reconstruction import statistics_prior
 from sparsekit.pruning.settings import CANDIDATES
 

@@ -80,7 +80,7 @@ def metric_of(batches: Iterable[Any] | None, loss: Callable[..., Any] | None) ->
         return None
 
     from sparsekit.criteria.batches import call_model, example_count, read_batches, run_model
-    from sparsekit.measure.clock import measured
+    from sparsekit.measure.timing import measured
 
     def mean(model: nn.Module, score: Callable[[nn.Module, Any], tuple[float, int]]) -> float:
         """Return the mean over batches of a score, which is a sum and the number of its terms."""

@@ -16,7 +16,7 @@ from sparsekit._torch import tree_leaves, without_fast_path
 from sparsekit.criteria.base import ScoringContext
 from sparsekit.errors import DataError, InvalidValueError, MissingImportanceError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.measure.clock import evaluated
+from sparsekit.measure.timing import evaluated
 from sparsekit.progress import track
 from sparsekit.registry import calling
 from sparsekit.rng import same_random_state

@@ -17,7 +17,7 @@ from sparsekit.errors import InvalidValueError, MissingImportanceError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice
 from sparsekit.graph.index import StateDict, wide
-from sparsekit.measure.clock import measured
+from sparsekit.measure.timing import measured
 from sparsekit.registry import calling
 
 Order = Literal[1, 2]

@@ -19,8 +19,7 @@ from sparsekit.errors import InvalidValueError, level_of_user
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.measure.budget import Budget, BudgetError
-from sparsekit.measure.clock import device_of, evaluated, stopwatch
-from sparsekit.measure.paired import prepare, time_turns
+from sparsekit.measure.timing import device_of, evaluated, prepare, stopwatch, time_turns
 from sparsekit.progress import working
 from sparsekit.pruning.calibration import Calibration
 from sparsekit.pruning.reconstruction import recalibrate_batchnorm, refit, refits_in_sequence, statistics_prior

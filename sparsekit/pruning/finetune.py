@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sparsekit.criteria.batches import Batch, Loss, loss_of, read_batches, run_model, split_batch
 from sparsekit.errors import InvalidValueError
-from sparsekit.measure.clock import evaluated, measured
+from sparsekit.measure.timing import evaluated, measured
 from sparsekit.pruning.distillation import Distillation
 from sparsekit.registry import calling
 from sparsekit.rng import torch_scope

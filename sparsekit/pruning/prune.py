@@ -20,9 +20,8 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule
 from sparsekit.measure.budget import Budget
-from sparsekit.measure.clock import device_of, evaluated, measured, median_ms
 from sparsekit.measure.cost import cost_model
-from sparsekit.measure.paired import prepare
+from sparsekit.measure.timing import device_of, evaluated, measured, median_ms, prepare
 from sparsekit.progress import working
 from sparsekit.pruning.calibration import Calibration
 from sparsekit.pruning.cutting import Decision, decide, execute

@@ -11,7 +11,7 @@ from sparsekit.graph.groups import Unprunable
 from sparsekit.graph.refusals import by_cause
 from sparsekit.measure.budget import format_cost
 from sparsekit.measure.cost import CostModel
-from sparsekit.measure.paired import TimePair
+from sparsekit.measure.timing import TimePair
 from sparsekit.page import bars, code, heading, page, paragraph, table
 from sparsekit.pruning.selection import makers
 

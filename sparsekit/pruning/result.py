@@ -14,7 +14,7 @@ from sparsekit.criteria.orders import Scored
 from sparsekit.errors import SparsekitError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
-from sparsekit.measure.paired import measure_pair, measure_turns
+from sparsekit.measure.timing import measure_pair, measure_turns
 from sparsekit.pruning.report import PAGE, PruneReport, prune_page
 from sparsekit.surgery.saving import save_compact
 from sparsekit.tracing.inputs import ModelInputs

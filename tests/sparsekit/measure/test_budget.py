@@ -12,8 +12,7 @@ from torch import nn
 
 import sparsekit as sk
 from sparsekit.errors import InvalidValueError
-from sparsekit.measure.clock import device_of, median_ms
-from sparsekit.measure.paired import prepare
+from sparsekit.measure.timing import device_of, median_ms, prepare
 from sparsekit.pruning.cutting import meet_latency
 
 

@@ -16,7 +16,7 @@ from zoo_base import Lambda
 import sparsekit as sk
 from sparsekit.errors import InvalidValueError
 from sparsekit.measure.flops import UncountedFlopsWarning
-from sparsekit.measure.paired import measure_pair
+from sparsekit.measure.timing import measure_pair
 from sparsekit.tracing.inputs import ModelInputs
 
 
