@@ -65,6 +65,7 @@ def make_context(
         capability=request.capability,
         problem=spec.problem,
         graph=spec.graph,
+        layers=spec.layers,
         training=spec.config.training_in(request.round),
         costs=spec.costs,
         masked=spec.masked,

@@ -99,6 +99,7 @@ class Server:
             memory=self.state.memory,
             client=Remembered(self._remembered, self.state.remembered),
             graph=spec.graph,
+            layers=spec.layers,
             state=self.shared(),
             costs=spec.costs,
             parameters=spec.parameters.intersection(self._names),

@@ -16,10 +16,11 @@ from sparsekit.graph import StateDict, UnitGraph
 from sparsekit.measure import CostModel, cost_model
 from sparsekit.pruning import signs_of_training
 from sparsekit.rng import torch_scope
-from sparsekit.tracing import trace_layers, trace_units
+from sparsekit.tracing import trace_units
 from sparsekit.training import GradientImportance, LearnableMask
 from sparsekit_fl.client.fit import check_training
 from sparsekit_fl.config import RunConfig
+from sparsekit_fl.layers import Layer, trace_layers
 from sparsekit_fl.methods.base import Method, Setup
 from sparsekit_fl.models import read_initial
 from sparsekit_fl.packing import clone, digest, plain_bytes
@@ -45,6 +46,7 @@ class RunSpec:
     method: Method
     problem: Problem
     graph: UnitGraph
+    layers: tuple[Layer, ...]
     costs: CostModel
     config: RunConfig
     initial: StateDict
@@ -57,10 +59,10 @@ class RunSpec:
     def build(cls, method: Method, problem: Problem, config: RunConfig, *, init: Path | str | StateDict | None = None) -> Self:
         """Make the model from the run's seed or from `init` (see `read_initial`), and trace its units and costs."""
         check_training(config.training)
-        model, graph = _traced(problem, config)
-        setup = method.check(Setup(problem=problem, graph=graph, config=config))
+        model, graph, layers = _traced(problem, config)
+        setup = method.check(Setup(problem=problem, graph=graph, layers=layers, config=config))
         if setup.problem is not problem:
-            model, graph = _traced(setup.problem, config)
+            model, graph, layers = _traced(setup.problem, config)
         costs = cost_model(model, setup.problem.example_inputs, graph)
         initial = clone(model.state_dict())
         leaves = dict(model.named_parameters(remove_duplicate=False))
@@ -68,6 +70,7 @@ class RunSpec:
             method=method,
             problem=setup.problem,
             graph=graph,
+            layers=layers,
             costs=costs,
             config=setup.config,
             initial=initial if init is None else read_initial(init, initial),
@@ -120,7 +123,7 @@ class RunSpec:
         return model
 
 
-def _traced(problem: Problem, config: RunConfig) -> tuple[nn.Module, UnitGraph]:
+def _traced(problem: Problem, config: RunConfig) -> tuple[nn.Module, UnitGraph, tuple[Layer, ...]]:
     with torch_scope(Streams(config.seed).model()):
         model = problem.model()
     try:
@@ -128,7 +131,7 @@ def _traced(problem: Problem, config: RunConfig) -> tuple[nn.Module, UnitGraph]:
     except NoUnitsError:
         # Methods that train the whole model need no units; the others say so before the run.
         graph = UnitGraph(groups={}, shapes={name: t.shape for name, t in model.state_dict().items()})
-    return model, dataclasses.replace(graph, layers=trace_layers(model, *problem.example_inputs))
+    return model, graph, trace_layers(model, problem.example_inputs)
 
 
 def short_digest(value: Any) -> str:

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from sparsekit import LearnableMask
 from sparsekit.criteria.weights import unit_magnitudes
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import StateDict, wide
-from sparsekit.graph.mask import UnitMask, to_weights
+from sparsekit.graph.index import StateDict, narrow_shape, scatter, wide
+from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.compaction import compact
 from sparsekit.surgery.optimizer_state import first_value
 from sparsekit.surgery.rebuild import copy_with, named_entries
@@ -165,11 +165,13 @@ class MaskedModel:
 
     def _dropped_by_name(self, names: Iterable[str], mask: UnitMask | None = None) -> Iterator[tuple[str, Tensor]]:
         """(name, bool of its dropped entries) for all of `names` that units touch, under the mask or another."""
-        kept = to_weights(self.graph, self.mask if mask is None else mask)
+        kept = self.graph.kept_indices(self.mask if mask is None else mask)
         device = next(self.module.parameters()).device
         for name in names:
             if name in kept:
-                yield name, ~kept[name].to(device)
+                shape = self.graph.shapes[name]
+                stays = torch.zeros(narrow_shape(shape, kept[name]), dtype=torch.bool)
+                yield name, scatter(stays, torch.ones(shape, dtype=torch.bool), kept[name]).to(device)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._call(self._gated(), args, kwargs)

@@ -14,8 +14,9 @@ from torch import nn
 
 import sparsekit_fl as fl
 from sparsekit.cli.main import execute
-from sparsekit.graph import Layer, UnitGraph, WeightMask
+from sparsekit.graph import UnitGraph, WeightMask
 from sparsekit_fl.client_round import make_context
+from sparsekit_fl.layers import Layer
 from sparsekit_fl.methods import make_method
 from sparsekit_fl.methods.base import ClientInfo
 from sparsekit_fl.packing import Kept
@@ -23,17 +24,15 @@ from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 # A hidden matrix of three numbers, its bias, and an output layer that nobody prunes.
-GRAPH = UnitGraph(
-    groups={},
-    shapes={"w": torch.Size([1, 3]), "b": torch.Size([1]), "out": torch.Size([1, 1])},
-    layers=(Layer("hidden", ("w", "b"), ("w", "b")), Layer("head", ("out",), ("out",))),
-)
+GRAPH = UnitGraph(groups={}, shapes={"w": torch.Size([1, 3]), "b": torch.Size([1]), "out": torch.Size([1, 1])})
+LAYERS = Layer("hidden", ("w", "b"), ("w", "b"), {"w": torch.Size([1, 3])}), Layer("head", ("out",), ("out",))
 STATE = {"w": torch.tensor([[1.0, 2.0, 3.0]]), "b": torch.tensor([10.0]), "out": torch.tensor([[5.0]])}
 
 
 def server_context(*, clients=2, cohort=2, rng=0, parameters=(), **given):
     """A server's, on the model of three numbers; all draws are from one generator, seeded with `rng`."""
-    own = {"round": 2, "rounds": 10, "state": STATE, "memory": {}, "client": defaultdict(dict), "graph": GRAPH, "costs": None}
+    own = {"round": 2, "rounds": 10, "state": STATE, "memory": {}, "client": defaultdict(dict), "costs": None}
+    own |= {"graph": GRAPH, "layers": LAYERS}
     own["roster"] = dict.fromkeys(range(clients), ClientInfo(10, fl.Capability()))
     rngs = dict.fromkeys(("sampling", "ratio", "mask"), np.random.default_rng(rng))
     return fl.ServerContext(

@@ -58,7 +58,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("config",),
         ("options",),
         ("checkpoint", "stored"),
-        ("errors", "packing", "streams"),
+        ("errors", "layers", "packing", "streams"),
     ),
 }
 

@@ -17,7 +17,6 @@ from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph.groups import Constant, NormSite, SizeAttribute, UnitGroup, UnitSlice, Unprunable, group_order
 from sparsekit.graph.held import Path
 from sparsekit.graph.index import StateDict, gate, narrow_shape
-from sparsekit.graph.layers import Layer
 
 _SHOWN = 6
 _REMEMBERED = 8
@@ -37,7 +36,6 @@ class UnitGraph:
         unprunable: Units that cannot be removed exactly, with the reasons.
         sizes: Integers of the model's own modules that follow the number of units.
         norms: Normalization calls that average over the kept units only; empty unless `prune_hidden_size=True`.
-        layers: Which layers consume which entries, in forward order; only if requested.
         aliases: State-dict keys that share one tensor, such as tied weights.
         constants: Name → tensor outside the state that holds units, and is cut with them.
     """
@@ -48,7 +46,6 @@ class UnitGraph:
     unprunable: tuple[Unprunable, ...] = ()
     sizes: tuple[SizeAttribute, ...] = ()
     norms: tuple[NormSite, ...] = ()
-    layers: tuple[Layer, ...] = ()
     aliases: tuple[tuple[str, ...], ...] = ()
     constants: Mapping[str, Constant] = field(default_factory=dict)
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import along, narrow_shape
+from sparsekit.graph.index import narrow_shape
 
 
 class _Mask(Mapping[str, Tensor]):
@@ -119,18 +118,3 @@ class WeightMask(_Mask):
                 raise ForeignMaskError(
                     f"the weight mask has {name!r} of shape {tuple(keep.shape)}, the model has {graph.shapes.get(name)}"
                 )
-
-
-def to_weights(graph: UnitGraph, mask: UnitMask) -> WeightMask:
-    """Return the same mask by entry, True where no axis belongs to a dropped unit, for each state-dict key with units."""
-    mask.check(graph)
-    entries: dict[str, Tensor] = {}
-    for name, axes in graph.kept_indices(mask).items():
-        shape = graph.shapes[name]
-        keep: Any = torch.ones(shape, dtype=torch.bool)
-        for dim, index in axes.items():
-            stays = torch.zeros(shape[dim], dtype=torch.bool)
-            stays[index] = True
-            keep = keep & along(stays, dim, len(shape))
-        entries[name] = keep
-    return WeightMask(entries)

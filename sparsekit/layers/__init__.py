@@ -10,13 +10,12 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from torch import nn
 
-from sparsekit._torch import ConvNd
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, Labels, TensorLabels
 from sparsekit.registry import Registry
 
 __all__ = ["ALWAYS_ZERO", "NOT_ZERO", "Args", "Kwargs", "Labels", "LayerRule", "Rules", "Run", "TensorLabels", "Tracer"]
-__all__ += ["find_rule", "is_convolution", "of_type", "resize", "rules"]
+__all__ += ["find_rule", "of_type", "resize", "rules"]
 
 Found = TypeVar("Found")
 Run: TypeAlias = Callable[..., Any]
@@ -118,8 +117,3 @@ def resize(model: nn.Module, extra: Rules | None = None) -> None:
         rule = find_rule(module, extra)
         if rule is not None:
             rule.resize(module)
-
-
-def is_convolution(module: nn.Module) -> bool:
-    """Tell whether a module is a convolution of torch over any number of axes, transposed ones too."""
-    return isinstance(module, ConvNd)

@@ -1,9 +1,5 @@
 """Find the units of a model and prove that they can be removed exactly."""
 
-from sparsekit.tracing.layer_order import trace_layers
-from sparsekit.tracing.trace import trace_units
+from sparsekit.tracing.trace import entry_reads, trace_units
 
-__all__ = [
-    "trace_layers",
-    "trace_units",
-]
+__all__ = ["entry_reads", "trace_units"]

@@ -370,7 +370,6 @@ def _part_of(graph: UnitGraph, home: str, names: list[str], block: nn.Module) ->
         shapes={name: tensor.shape for name, tensor in named_entries(block).items()},
         sizes=tuple(replace(size, module=size.module[cut:]) for size in whole.sizes),
         norms=tuple(replace(site, module=site.module[cut:]) for site in whole.norms),
-        layers=(),
         constants={key[cut:]: replace(each, module=each.module[cut:]) for key, each in whole.constants.items()},
     )
 

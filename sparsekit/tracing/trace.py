@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsekit._torch import DispatchMode
 from sparsekit.errors import NoUnitsError, TraceError, UnsupportedModelError, level_of_user
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.refusals import by_cause
@@ -26,6 +27,7 @@ from sparsekit.tracing.grouping.build import Built, build
 from sparsekit.tracing.grouping.sizes import compared_groups, literal_cause, try_other_sizes
 from sparsekit.tracing.inputs import ModelInputs, find_tensors, refuse_inference
 from sparsekit.tracing.norms import NormRecorder
+from sparsekit.tracing.ops.call import tensors_of
 from sparsekit.tracing.passes import ReadOnly, lent_copy, private_passes, train_without_dropout
 from sparsekit.tracing.verify import Verifier
 
@@ -153,6 +155,39 @@ def check_runs(small: nn.Module, call: ModelInputs) -> None:
             f"the compact {type(small).__name__} does not run on the example inputs ({type(error).__name__}: {error});"
             " name the layers in the message in keep=, and please report it"
         ) from error
+
+
+class _Reads(DispatchMode):
+    """Notes which entries of a model each operator reads."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._names = {id(tensor): name for name, tensor in reversed(named_entries(model).items())}
+        self.events: list[list[str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = tensors_of((*args, *(kwargs or {}).values()))
+        if read := [self._names[id(tensor)] for tensor in tensors if id(tensor) in self._names]:
+            self.events.append(read)
+        return func(*args, **(kwargs or {}))
+
+
+def entry_reads(model: nn.Module, example_inputs: Any) -> list[list[str]]:
+    """Run a copy of a model once, in eval mode, and return the state-dict keys that each operator reads, in their order.
+
+    Tied entries have the first of their keys. Operators that read none are left out. `example_inputs` are as for `trace_units`.
+
+    Raises:
+        TraceError: the model fails on the inputs.
+    """
+    try:
+        with private_passes():
+            copied = lent_copy(model).eval()
+            reads = _Reads(copied)
+            replace(ModelInputs.of(example_inputs), guard=ReadOnly(model)).call(copied, reads)
+    except Exception as error:
+        raise TraceError(f"the model failed on the example inputs: {error}") from error
+    return reads.events
 
 
 def _check(model: nn.Module) -> None:

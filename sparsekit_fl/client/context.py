@@ -19,6 +19,7 @@ from sparsekit.training import LearnableMask
 from sparsekit_fl.client.fit import Batches, Examples, Step, TrainingLog, evaluate, fit
 from sparsekit_fl.client.messages import Cost, Scores
 from sparsekit_fl.config import CapabilityOf, Deploy, TrainingConfig
+from sparsekit_fl.layers import Layer
 from sparsekit_fl.packing import Mask
 from sparsekit_fl.problem.data import CAPABILITY_LEVELS, Capability, Client
 from sparsekit_fl.problem.problem import Problem
@@ -43,6 +44,7 @@ class ClientContext:
         capability: What the device can do in this round.
         problem: Model, loss, metrics.
         graph: The units of the model.
+        layers: Its layers, in forward order.
         training: Options, with the learning rate of this round.
         costs: FLOPs of the model.
         masked: The narrow model of this process, its mask and importance; load it before use.
@@ -66,6 +68,7 @@ class ClientContext:
     capability: Capability
     problem: Problem
     graph: UnitGraph
+    layers: tuple[Layer, ...]
     training: TrainingConfig
     costs: CostModel
     masked: LearnableMask

@@ -39,6 +39,7 @@ from sparsekit.rng import torch_generator
 from sparsekit_fl.client.context import ClientContext, Memory, width_of
 from sparsekit_fl.client.messages import Update
 from sparsekit_fl.config import CapabilityOf, RunConfig
+from sparsekit_fl.layers import Layer
 from sparsekit_fl.methods.client import Model, Result, Task, kept_model, sgd
 from sparsekit_fl.options import Checked
 from sparsekit_fl.packing import Kept
@@ -60,12 +61,14 @@ class Setup:
     Args:
         problem: Model, loss, metrics.
         graph: The units of the model. If a method replaces `problem`, the new model is traced afterwards.
+        layers: Its layers, in forward order.
         config: The options of the run.
         private: State-dict keys of entries that stay on each client from round to round; at first with the values of round 0.
     """
 
     problem: Problem
     graph: UnitGraph
+    layers: tuple[Layer, ...]
     config: RunConfig
     private: Collection[str] = ()
 
@@ -100,6 +103,7 @@ class ServerContext:
         client: Client id → state of the method that belongs to one client; read when it is first asked for, written where it is
             not empty. Ask for clients of the cohort alone, so that a round costs the same with any number of clients.
         graph: The units of the model.
+        layers: Its layers, in forward order.
         state: The shared global state at the start of the round.
         costs: FLOPs of the model.
         parameters: State-dict keys of the shared entries that train; the others are buffers.
@@ -117,6 +121,7 @@ class ServerContext:
     memory: Memory
     client: dict[int, Memory] = field(default_factory=lambda: defaultdict(dict), repr=False)
     graph: UnitGraph
+    layers: tuple[Layer, ...]
     state: StateDict
     costs: CostModel
     parameters: frozenset[str]

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph import StateDict, UnitGraph, WeightMask, prefix_entries
-from sparsekit.layers import is_convolution
+from sparsekit.graph import StateDict, WeightMask
 from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import part_flops
 from sparsekit_fl.client.fit import Adjust, Batch
 from sparsekit_fl.client.messages import Cost
+from sparsekit_fl.layers import CONVOLUTIONS, Layer, prefix_entries
 from sparsekit_fl.methods.base import ClientContext, Method, Result, ServerContext, Setup, Task, Update, mean_change, moved, sgd
 from sparsekit_fl.methods.client import Leaves, pull_towards, trained_leaves
 from sparsekit_fl.problem.metrics import IGNORED
@@ -111,28 +111,28 @@ def with_exits(build: Callable[[], nn.Module], inputs: tuple[Any, ...]) -> WithE
             f" ('conv2', 'fc1'): the names of the modules before which a weak client may stop, each called once, in this order,"
             f" with a tensor of features; {type(model).__name__} names {places} and calls {called}"
         )
-    convolution = [is_convolution(known[place]) for place in places]
+    convolution = [isinstance(known[place], CONVOLUTIONS) for place in places]
     sizes = zip(features, convolution, strict=True)
     return WithExits(model, places, [exit_head(one.shape, outputs.shape[-1], convolution=conv) for one, conv in sizes])
 
 
-def _ends(graph: UnitGraph) -> list[int]:
-    return [*(place for place, layer in enumerate(graph.layers, 1) if layer.name.startswith("exits.")), len(graph.layers)]
+def _ends(layers: Sequence[Layer]) -> list[int]:
+    return [*(place for place, layer in enumerate(layers, 1) if layer.name.startswith("exits.")), len(layers)]
 
 
-def depth_entries(graph: UnitGraph) -> list[frozenset[str]]:
+def depth_entries(layers: Sequence[Layer]) -> list[frozenset[str]]:
     """Return the state-dict keys that a client of each depth trains, from depth 1."""
-    return [frozenset(name for layer in graph.layers[:end] for name in layer.entries) for end in _ends(graph)]
+    return [frozenset(name for layer in layers[:end] for name in layer.entries) for end in _ends(layers)]
 
 
-def depth_flops(graph: UnitGraph, costs: CostModel, *, bias: bool = False) -> list[int]:
+def depth_flops(layers: Sequence[Layer], costs: CostModel, *, bias: bool = False) -> list[int]:
     """Return the FLOPs of one example at each depth, from 1; `bias` adds bias entries, as the paper's convention does."""
-    return [part_flops(costs, prefix_entries(graph.layers, end), bias=bias) for end in _ends(graph)]
+    return [part_flops(costs, prefix_entries(layers, end), bias=bias) for end in _ends(layers)]
 
 
-def affordable_depth(graph: UnitGraph, costs: CostModel, ratio: float) -> int:
+def affordable_depth(layers: Sequence[Layer], costs: CostModel, ratio: float) -> int:
     """Return the largest depth whose work is at most `ratio` of the whole model's, exits included; at least 1."""
-    work = depth_flops(graph, costs)
+    work = depth_flops(layers, costs)
     return max([1, *(depth for depth, flops in enumerate(work, 1) if flops <= ratio * work[-1])])
 
 
@@ -177,8 +177,8 @@ class DepthFL(Method):
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
         ratio = server.roster[client_id].capability.ratio
-        entries = depth_entries(server.graph)
-        depth = affordable_depth(server.graph, server.costs, ratio)
+        entries = depth_entries(server.layers)
+        depth = affordable_depth(server.layers, server.costs, ratio)
         if depth == len(entries):
             return Task(ratio=ratio)
         dropped = [name for name in server.graph.shapes if name not in entries[depth - 1]]
@@ -186,8 +186,8 @@ class DepthFL(Method):
         return Task(mask=mask, ratio=ratio)
 
     def train(self, client: ClientContext, task: Task) -> Result:
-        depth = affordable_depth(client.graph, client.costs, task.ratio)
-        names = depth_entries(client.graph)[depth - 1]
+        depth = affordable_depth(client.layers, client.costs, task.ratio)
+        names = depth_entries(client.layers)[depth - 1]
         module, loss_of = client.masked.model, client.problem.loss
         assert isinstance(module, WithExits)
         ramp = _RAMP * client.rounds
@@ -207,8 +207,8 @@ class DepthFL(Method):
         for name in names & trained_leaves(client.masked).keys():
             drifts = client.memory.setdefault("drift", {})
             drifts[name] = drifts.get(name, torch.zeros(())) - _ALPHA * (state[name].cpu() - task.state[name].cpu())
-        flops = depth_flops(client.graph, client.costs)[depth - 1]
-        paper = depth_flops(client.graph, client.costs, bias=True)[depth - 1]
+        flops = depth_flops(client.layers, client.costs)[depth - 1]
+        paper = depth_flops(client.layers, client.costs, bias=True)[depth - 1]
         work = Cost(flops=3 * flops * log.examples, flops_paper=3 * paper * log.padded_examples)
         return replace(result, work=work)
 

@@ -19,10 +19,11 @@ import sparsekit as sk
 from sparsekit.allocation import mask_from_scores, ratio_counts
 from sparsekit.bandit import PUCBV, Interval, Pull
 from sparsekit.criteria import Criterion, Fisher, Magnitude, Ordered, Random, ScoringContext
-from sparsekit.graph import StateDict, UnitMask, head_entries
+from sparsekit.graph import StateDict, UnitMask
 from sparsekit.training import GradientImportance, LearnableMask
 from sparsekit_fl.client.context import Memory
 from sparsekit_fl.client.fit import Adjust
+from sparsekit_fl.layers import head_entries
 from sparsekit_fl.methods.base import (
     ClientContext,
     Method,
@@ -131,7 +132,7 @@ class FedLPS(Method):
         setup.require_units("FedLPS")
         if self.ratios == "bandit":
             setup.problem.require_accuracy("FedLPS learns from training accuracy")
-        layers, config = setup.graph.layers, setup.config
+        layers, config = setup.layers, setup.config
         if self.redraw is not None:
             config = replace(config, redraw_capability=self.redraw)
         return replace(setup, config=config, private=head_entries(layers) if self.head == "own" and len(layers) > 1 else ())

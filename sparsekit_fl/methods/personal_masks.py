@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from sparsekit.criteria import Magnitude
-from sparsekit.graph import StateDict, UnitGraph, WeightMask, group_order
+from sparsekit.graph import StateDict, WeightMask, group_order
 from sparsekit.rng import torch_generator
 from sparsekit_fl.client.context import Split
 from sparsekit_fl.client.fit import Adjust
+from sparsekit_fl.layers import Layer, layer_weights
 from sparsekit_fl.methods.base import (
     ClientContext,
     Method,
@@ -29,7 +30,7 @@ from sparsekit_fl.methods.base import (
     units,
 )
 from sparsekit_fl.methods.client import Leaves
-from sparsekit_fl.methods.weight_masks import SparseWeights, keep_largest, largest_weights, prunable_weights, weight_count
+from sparsekit_fl.methods.weight_masks import SparseWeights, keep_largest, largest_weights, weight_count
 from sparsekit_fl.options import Fraction, NonNegative, Ratio, Share, option
 from sparsekit_fl.packing import Mask, recall_mask, remember_mask, unpack_mask
 
@@ -46,7 +47,7 @@ class OwnMasks(Method):
 
     over: ClassVar[Over] = "holders"  # see `mean`
 
-    def next_mask(self, graph: UnitGraph, mask: Mask | None, extra: StateDict) -> Mask | None:
+    def next_mask(self, layers: Sequence[Layer], mask: Mask | None, extra: StateDict) -> Mask | None:
         """Return the mask of the client's next participation, from an update; by default the trained mask."""
         return mask
 
@@ -55,11 +56,11 @@ class OwnMasks(Method):
 
     def remember(self, client: ClientContext, result: Result, ratio: float) -> None:
         client.memory["ratio"] = ratio
-        remember_mask(client.memory, self.next_mask(client.graph, result.mask, result.extra))
+        remember_mask(client.memory, self.next_mask(client.layers, result.mask, result.extra))
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         for update in updates:
-            remember_mask(server.client[update.client_id], self.next_mask(server.graph, update.mask, update.extra))
+            remember_mask(server.client[update.client_id], self.next_mask(server.layers, update.mask, update.extra))
         return mean(server, updates, weights="uniform", over=self.over)
 
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
@@ -125,7 +126,7 @@ class LotteryFL(PruneWhenAccurate, SparseWeights):
     note = f"{SparseWeights.note} Clients that prune start again from round 0, from where a few local epochs do not lead far."
 
     def prune(self, client: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
-        return largest_weights(state, prunable_weights(client.graph), ratio, within=mask)
+        return largest_weights(state, layer_weights(client.layers), ratio, within=mask)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +219,7 @@ class FedSpa(OwnMasks, SparseWeights):
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
         """Return the client's mask, or the random one. If masks move, the update names the next one."""
-        memory, shapes = server.memory.setdefault("initial", {}), _shapes(server.graph)
+        memory, shapes = server.memory.setdefault("initial", {}), layer_weights(server.layers)
         if not memory:
             shares = layer_densities(shapes, self.ratio)
             remember_mask(memory, random_weights(shapes, shares, generator=torch_generator(server.rngs["mask"])))
@@ -228,10 +229,10 @@ class FedSpa(OwnMasks, SparseWeights):
         mask = super().assign(server, client_id).mask or recall_mask(memory)
         return Task(mask=mask, ratio=self.ratio, returns=returns)
 
-    def next_mask(self, graph: UnitGraph, mask: Mask | None, extra: StateDict) -> Mask | None:
+    def next_mask(self, layers: Sequence[Layer], mask: Mask | None, extra: StateDict) -> Mask | None:
         if _NEXT not in extra:
             return mask
-        shapes = [[name, list(shape)] for name, shape in _shapes(graph).items()]
+        shapes = [[name, list(shape)] for name, shape in layer_weights(layers).items()]
         return unpack_mask({"mask": extra[_NEXT]}, {"kind": "weight", "shapes": shapes})
 
     def train(self, client: ClientContext, task: Task) -> Result:
@@ -246,10 +247,6 @@ class FedSpa(OwnMasks, SparseWeights):
             result = replace(result, extra={_NEXT: torch.from_numpy(np.concatenate(bits))}, work=work)
         self.remember(client, result, task.ratio)
         return result
-
-
-def _shapes(graph: UnitGraph) -> dict[str, torch.Size]:
-    return {name: graph.shapes[name] for name in prunable_weights(graph)}
 
 
 def _screen(client: ClientContext, mask: WeightMask) -> tuple[StateDict, int]:

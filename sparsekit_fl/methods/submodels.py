@@ -20,10 +20,10 @@ from sparsekit.allocation import mask_from_scores, ratio_counts
 from sparsekit.bandit import Interval
 from sparsekit.criteria import Criterion, Magnitude, Ordered, Random
 from sparsekit.graph import StateDict, UnitMask
-from sparsekit.layers import is_convolution
 from sparsekit_fl.client.context import Memory, rowmask_flops
 from sparsekit_fl.client.fit import Batch
 from sparsekit_fl.client.messages import Cost
+from sparsekit_fl.layers import CONVOLUTIONS
 from sparsekit_fl.methods.base import (
     ClientContext,
     Method,
@@ -121,7 +121,7 @@ def _unit_layers(client: ClientContext) -> Iterator[nn.Module]:
         owner, _, attribute = name.rpartition(".")
         layer = client.masked.model.get_submodule(owner)
         makes_units = attribute == "weight" and any(piece.side == "out" for _, piece in pieces)
-        if makes_units and (isinstance(layer, nn.Linear) or is_convolution(layer)):
+        if makes_units and isinstance(layer, (nn.Linear, *CONVOLUTIONS)):
             yield layer
 
 

@@ -5,18 +5,19 @@ one does. To save time, drop units.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph import StateDict, UnitGraph, WeightMask, layer_weights
+from sparsekit.graph import StateDict, WeightMask
 from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import part_flops
 from sparsekit_fl.client.fit import Adjust, TrainingLog
 from sparsekit_fl.client.messages import Cost
+from sparsekit_fl.layers import Layer, layer_weights
 from sparsekit_fl.methods.base import (
     ClientContext,
     Method,
@@ -45,11 +46,6 @@ _SHARE = 0.3
 _OVERHEAD = 1.27
 
 
-def prunable_weights(graph: UnitGraph) -> tuple[str, ...]:
-    """Return the weights that may be pruned by entry: trainable matrices outside the output layer, no biases or norms."""
-    return layer_weights(graph.layers, graph.shapes)
-
-
 def weight_count(ratio: float, size: int) -> int:
     """Return max(1, ⌈ratio · size⌉), at most `size`, safe against the last bit; 0 for a ratio of 0 or less."""
     return 0 if ratio <= 0.0 or size == 0 else max(1, min(size, math.ceil(ratio * size - 1e-9)))
@@ -75,7 +71,7 @@ def keep_largest(scores: Tensor, count: int, within: Tensor | None = None) -> Te
 
 
 def largest_weights(
-    state: StateDict, names: Sequence[str], ratio: float, *, within: Mapping[str, Tensor] | None = None
+    state: StateDict, names: Collection[str], ratio: float, *, within: Mapping[str, Tensor] | None = None
 ) -> WeightMask:
     """Keep max(1, ⌈ratio · size⌉) weights of each layer, by largest absolute value, and of these what `within` keeps."""
     counts = {name: weight_count(ratio, state[name].numel()) for name in names}
@@ -89,7 +85,7 @@ class SparseWeights(Method):
     note = "Masks of single weights save bytes and not time; its FLOPs are those of the whole model."
 
     def check(self, setup: Setup) -> Setup:
-        if not prunable_weights(setup.graph):
+        if not layer_weights(setup.layers):
             raise InvalidValueError(
                 f"the model has no weight matrix besides its output layer that trains, so {type(self).__name__} has nothing to"
                 " prune; use a model with at least one hidden layer, or freeze fewer"
@@ -114,7 +110,7 @@ class CS(SparseWeights):
     rate: Positive = option(1.5, "η, the aggregation ratio; 1 is a plain mean, and 1.5 is in the reference code.")
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
-        return Task(mask=None if server.round == 1 else self._largest(server.graph, server.state), ratio=self.ratio)
+        return Task(mask=None if server.round == 1 else self._largest(server, server.state), ratio=self.ratio)
 
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train the whole model from the sparse one, and upload the weights that the server had pruned.
@@ -131,10 +127,10 @@ class CS(SparseWeights):
         changes = mean_change(server.graph, server.state, updates)
         changes = {name: change * self.rate if name in pruned else change for name, change in changes.items()}
         dense = moved(server.state, changes)
-        return mask_state(server.graph, self._largest(server.graph, dense), dense)
+        return mask_state(server.graph, self._largest(server, dense), dense)
 
-    def _largest(self, graph: UnitGraph, state: StateDict) -> WeightMask:
-        return largest_weights(state, prunable_weights(graph), self.ratio)
+    def _largest(self, server: ServerContext, state: StateDict) -> WeightMask:
+        return largest_weights(state, layer_weights(server.layers), self.ratio)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +171,7 @@ class PruneFL(SparseWeights):
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
         due = self.due(server.round)
-        returns = {name: server.state[name] for name in prunable_weights(server.graph)} if due else {}
+        returns = {name: server.state[name] for name in layer_weights(server.layers)} if due else {}
         metrics = (_PROCESSED,) if due else ()
         task = Task(mask=recall_mask(server.memory), metrics=metrics, returns=returns)
         return replace(task, partial=True, work=2.0 * self.initial) if self.alone(server.round) else task
@@ -187,7 +183,7 @@ class PruneFL(SparseWeights):
         return replace(result, ratio=_density(task.mask))
 
     def _prune_alone(self, client: ClientContext, task: Task) -> Result:
-        state, mask, log, work, unmoved = task.state, _all_weights(client.graph), TrainingLog(), Cost(), 0
+        state, mask, log, work, unmoved = task.state, _all_weights(client.layers), TrainingLog(), Cost(), 0
         for _ in range(self.initial):
             part = _measured(client, Task(state=state, mask=mask))
             log, work, state = log + part.log, work + client.work(mask, part.log), part.state
@@ -205,7 +201,7 @@ class PruneFL(SparseWeights):
         mask = recall_mask(server.memory)
         state = mask_state(server.graph, mask, mean(server, updates))
         if self.due(server.round):
-            mask = _all_weights(server.graph, mask)
+            mask = _all_weights(server.layers, mask)
             squares = {name: sum((u.extra[name] for u in updates[1:]), updates[0].extra[name]) for name in mask}
             examples = max(1.0, sum(update.metrics[_PROCESSED] for update in updates) / len(updates))
             share = _SHARE * 0.5 ** (server.round / server.rounds)
@@ -214,9 +210,9 @@ class PruneFL(SparseWeights):
         return state
 
 
-def _all_weights(graph: UnitGraph, mask: Mapping[str, Tensor] | None = None) -> WeightMask:
+def _all_weights(layers: Sequence[Layer], mask: Mapping[str, Tensor] | None = None) -> WeightMask:
     """Return a mask of all prunable weights, which are whole unless `mask` names them, whatever else it names."""
-    whole = {name: torch.ones(graph.shapes[name], dtype=torch.bool) for name in prunable_weights(graph)}
+    whole = {name: torch.ones(shape, dtype=torch.bool) for name, shape in layer_weights(layers).items()}
     return WeightMask({name: (mask or {}).get(name, keep) for name, keep in whole.items()})
 
 
@@ -228,7 +224,7 @@ def _density(mask: object) -> float:
 
 def _measured(client: ClientContext, task: Task) -> Result:
     """Train, and return the squares of the dense gradients, summed over the steps, as `extra`."""
-    names = prunable_weights(client.graph)
+    names = layer_weights(client.layers)
     sums: dict[str, Tensor] = {}
 
     def summing(leaves: Leaves) -> list[Adjust]:

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from sparsekit.criteria import Ordered
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph import Layer, StateDict, UnitGraph, WeightMask, head_entries, layer_weights, to_weights
+from sparsekit.graph import StateDict, WeightMask
 from sparsekit_fl.client.context import part_flops
 from sparsekit_fl.client.fit import Adjust, Batch, Batches, LocalStep
 from sparsekit_fl.client.messages import Cost
+from sparsekit_fl.layers import Layer, head_entries, layer_weights
 from sparsekit_fl.methods.base import (
     ClientContext,
     Method,
@@ -35,6 +36,7 @@ from sparsekit_fl.methods.base import (
 from sparsekit_fl.methods.client import Leaves, keep_model, kept_model, load, trained_leaves
 from sparsekit_fl.methods.weight_masks import largest_weights
 from sparsekit_fl.options import Count, NonNegative, Ratio, option
+from sparsekit_fl.packing import mask_state
 
 _HEAD_SHARE = 0.4  # of FedRep's local epochs
 _LARGEST_BATCH = 256  # of Per-FedAvg's adaptation step before deployment
@@ -171,18 +173,18 @@ class FedPer(Method):
     )
 
     def check(self, setup: Setup) -> Setup:
-        return replace(setup, private=own_head(setup.graph, self.layers))
+        return replace(setup, private=own_head(setup.layers, self.layers))
 
 
-def own_head(graph: UnitGraph, layers: int) -> tuple[str, ...]:
+def own_head(layers: Sequence[Layer], count: int) -> tuple[str, ...]:
     """Return the entries that only the head reads; raise InvalidValueError if there are none, or nothing is left to share."""
-    if not head_entries(graph.layers, layers) or len(graph.layers) <= layers:
-        names = ", ".join(layer.name or "the model itself" for layer in graph.layers)
+    if not head_entries(layers, count) or len(layers) <= count:
+        names = ", ".join(layer.name or "the model itself" for layer in layers)
         raise InvalidValueError(
-            f"a head of {layers} of the model's {len(graph.layers)} layers ({names}) has no entry of its own, or leaves nothing"
+            f"a head of {count} of the model's {len(layers)} layers ({names}) has no entry of its own, or leaves nothing"
             " to share; use a deeper model whose output layer has a weight or a bias that no earlier layer reads"
         )
-    return head_entries(graph.layers, layers)
+    return head_entries(layers, count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +200,7 @@ class FedRep(FedPer):
 
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train both in turn. An epoch of the head is a forward pass and the backward pass of the head alone."""
-        head = set(head_entries(client.graph.layers, self.layers))
+        head = set(head_entries(client.layers, self.layers))
         epochs, parts = client.training.local_epochs, list[dict[str, Any]]()
         if epochs > 1:
             first = max(1, round(_HEAD_SHARE * epochs))
@@ -248,15 +250,15 @@ class FedP3(Method):
 
     def check(self, setup: Setup) -> Setup:
         setup.require_units("FedP3")
-        return replace(setup, private=own_head(setup.graph, 1))
+        return replace(setup, private=own_head(setup.layers, 1))
 
-    def own_layers(self, graph: UnitGraph, client_id: int) -> tuple[Layer, ...]:
-        layers = graph.layers[:-1]
-        return tuple(layers[(client_id + step) % len(layers)] for step in range(min(self.layers, len(layers))))
+    def own_layers(self, layers: Sequence[Layer], client_id: int) -> tuple[Layer, ...]:
+        count = len(layers) - 1  # the head is nobody's
+        return tuple(layers[(client_id + step) % count] for step in range(min(self.layers, count)))
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
-        mine = {name for layer in self.own_layers(server.graph, client_id) for name in layer.entries}
-        names = [name for name in layer_weights(server.graph.layers, server.graph.shapes) if name not in mine]
+        mine = {name for layer in self.own_layers(server.layers, client_id) for name in layer.entries}
+        names = [name for name in layer_weights(server.layers) if name not in mine]
         mask = largest_weights(server.state, names, self.kept) if names and self.kept < 1.0 else None
         return Task(mask=mask, ratio=server.roster[client_id].capability.ratio, partial=True)
 
@@ -270,8 +272,8 @@ class FedP3(Method):
         graph, first = client.graph, units(client, Ordered(), task.ratio, task.state)
         result = sgd(client, replace(task, mask=first))
         keep_model(client, result)
-        mine = {name for layer in self.own_layers(graph, client.client.id) for name in layer.entries}
+        mine = {name for layer in self.own_layers(client.layers, client.client.id) for name in layer.entries}
         others = [name for name in graph.shapes if name not in mine and name not in client.private]
-        upload = {name: keep for name, keep in to_weights(graph, first).items() if name in mine}
+        whole = {name: torch.ones(graph.shapes[name], dtype=torch.bool) for name in graph.slices_of if name in mine}
         nothing = {name: torch.zeros(graph.shapes[name], dtype=torch.bool) for name in others}
-        return replace(result, upload=WeightMask({**upload, **nothing}))
+        return replace(result, upload=WeightMask({**mask_state(graph, first, whole), **nothing}))

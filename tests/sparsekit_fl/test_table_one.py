@@ -7,10 +7,9 @@ import torch
 
 from sparsekit import make_mask, trace_units
 from sparsekit.criteria import Ordered, ScoringContext
-from sparsekit.graph.layers import layer_weights
 from sparsekit.measure.cost import cost_model
-from sparsekit.tracing.layer_order import trace_layers
 from sparsekit_fl.client.context import rowmask_flops
+from sparsekit_fl.layers import layer_weights, trace_layers
 from sparsekit_fl.methods.weight_masks import largest_weights
 from sparsekit_fl.paper.presets import PRESETS
 from sparsekit_fl.problem.models import models
@@ -82,8 +81,8 @@ def test_a_width_costs_its_share_by_rows_and_its_square_when_compact(name, rows,
     ],
 )
 def test_one_dense_round_and_half_of_the_weights_in_the_others_cost_what_the_table_says_of_cs(name, flops):
-    passes, graph, costs, model, x = costed(name)
-    names = layer_weights(trace_layers(model, x), graph.shapes)
+    passes, _, costs, model, x = costed(name)
+    names = layer_weights(trace_layers(model, (x,)))
     mask = largest_weights(model.state_dict(), names, 0.5)
     rounds = PRESETS[name].rounds
     counted = 3 * passes // rounds * (rowmask_flops(costs) + (rounds - 1) * rowmask_flops(costs, mask))

@@ -34,7 +34,7 @@ class FedHalf(fl.Method):
 
     def check(self, setup: fl.Setup) -> fl.Setup:
         setup.require_units("FedHalf")
-        return replace(setup, private=sk.graph.head_entries(setup.graph.layers))  # each client keeps its own head
+        return replace(setup, private=setup.layers[-1].entries)  # each client keeps its own head
 
     def assign(self, server: fl.ServerContext, client_id: int) -> fl.Task:
         slow = server.roster[client_id].capability.ratio < self.threshold

@@ -79,16 +79,16 @@ def _long():
 
 def test_depth_follows_capability():
     spec = RunSpec.build(depthfl(), Problem(model=_long, example_inputs=(torch.zeros(2, 6),)), tiny_config())
-    entries = depth_entries(spec.graph)
+    entries = depth_entries(spec.layers)
     assert len(entries) == 5
     assert all(smaller < larger for smaller, larger in itertools.pairwise(entries))
-    work = depth_flops(spec.graph, spec.costs)
+    work = depth_flops(spec.layers, spec.costs)
     # Six layers of 36 weights, of 6 inputs and 3 outputs the last and every exit, at two FLOPs each.
     assert work[0] < work[1]
     assert work[-1] == 2 * (6 * 36 + 5 * 18)
-    assert [affordable_depth(spec.graph, spec.costs, flops / work[-1]) for flops in work] == [1, 2, 3, 4, 5]
-    assert affordable_depth(spec.graph, spec.costs, 1e-6) == 1
-    assert affordable_depth(spec.graph, spec.costs, 0.9999) == 4
+    assert [affordable_depth(spec.layers, spec.costs, flops / work[-1]) for flops in work] == [1, 2, 3, 4, 5]
+    assert affordable_depth(spec.layers, spec.costs, 1e-6) == 1
+    assert affordable_depth(spec.layers, spec.costs, 0.9999) == 4
 
 
 def drifting():

@@ -162,10 +162,10 @@ FOUR = chain(6, 8, 8, 8, 3)  # three layers that clients answer for, and the hea
 
 
 def test_layers_are_dealt_cyclically():
-    graph = RunSpec.build(fedp3(), FOUR, tiny_config()).graph
+    layers = RunSpec.build(fedp3(), FOUR, tiny_config()).layers
 
     def names(client_id, count):
-        return [layer.name for layer in fedp3(layers=count).own_layers(graph, client_id)]
+        return [layer.name for layer in fedp3(layers=count).own_layers(layers, client_id)]
 
     assert [names(k, 2) for k in range(4)] == [["0", "2"], ["2", "4"], ["4", "0"], ["0", "2"]]
     assert names(1, 1) == ["2"]
@@ -179,12 +179,12 @@ def test_the_layers_that_come_whole_are_those_that_go_up_and_the_head_never_trav
     server = Server(spec, {client.id: client for client in tiny_clients()})
     for request in server.requests(server.context(1)):
         assert "6.weight" not in request.state
-        own = {layer.name for layer in method.own_layers(spec.graph, request.client_id)}
+        own = {layer.name for layer in method.own_layers(spec.layers, request.client_id)}
         others = {f"{name}.weight": spec.graph.shapes[f"{name}.weight"].numel() for name in {"0", "2", "4"} - own}
         assert request.mask.counts() == {name: keep_count(0.9, size) for name, size in others.items()}
     _, updates = watched(method, problem=problem)
     for update in updates:
-        own = {layer.name for layer in method.own_layers(spec.graph, update.client_id)}
+        own = {layer.name for layer in method.own_layers(spec.layers, update.client_id)}
         assert {name.split(".")[0] for name, delta in update.delta.items() if delta.numel()} == own
 
 

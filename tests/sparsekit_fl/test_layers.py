@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sparsekit.graph.layers import head_entries, layer_weights, prefix_entries
-from sparsekit.tracing.layer_order import trace_layers
+from sparsekit_fl.layers import head_entries, layer_weights, prefix_entries, trace_layers
 
 
 def shapes(model):
@@ -38,7 +37,7 @@ class Tied(nn.Module):
 
 
 def test_layers_come_in_the_order_of_the_forward_pass():
-    layers = trace_layers(Backwards(), torch.zeros(2, 6))
+    layers = trace_layers(Backwards(), (torch.zeros(2, 6),))
     assert [layer.name for layer in layers] == ["first", "last"]
     assert set(layers[0].entries) == {"first.weight", "first.bias", *(n for n in shapes(Backwards()) if n.startswith("norm."))}
     assert set(layers[1].entries) == {"last.weight", "shift"}
@@ -51,26 +50,26 @@ def test_every_key_belongs_to_exactly_one_layer():
         (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.zeros(2, 3, 8)),
         (nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 4), nn.Linear(4, 4), nn.Dropout()), torch.zeros(2, 6)),
     ]:
-        entries = [name for layer in trace_layers(model, x) for name in layer.entries]
+        entries = [name for layer in trace_layers(model, (x,)) for name in layer.entries]
         assert sorted(entries) == sorted(model.state_dict())
 
 
 def test_the_head_is_what_no_earlier_layer_reads():
-    assert set(head_entries(trace_layers(Backwards(), torch.zeros(2, 6)))) == {"last.weight", "shift"}
+    assert set(head_entries(trace_layers(Backwards(), (torch.zeros(2, 6),)))) == {"last.weight", "shift"}
     tokens = torch.zeros(2, 3, dtype=torch.int64)
-    assert head_entries(trace_layers(Tied(True), tokens)) == ("bias",)
-    assert head_entries(trace_layers(Tied(False), tokens)) == ()
+    assert head_entries(trace_layers(Tied(True), (tokens,))) == ("bias",)
+    assert head_entries(trace_layers(Tied(False), (tokens,))) == ()
 
 
 def test_prunable_weights_are_matrices_but_those_of_the_output_layer():
-    assert layer_weights(trace_layers(Backwards(), torch.zeros(2, 6)), shapes(Backwards())) == ("first.weight",)
-    tied = trace_layers(Tied(True), torch.zeros(2, 3, dtype=torch.int64))
-    assert layer_weights(tied, shapes(Tied(True))) == ("lstm.weight_ih_l0", "lstm.weight_hh_l0")
-    assert layer_weights(trace_layers(nn.Linear(3, 2), torch.zeros(2, 3)), shapes(nn.Linear(3, 2))) == ()
+    assert layer_weights(trace_layers(Backwards(), (torch.zeros(2, 6),))) == {"first.weight": torch.Size([4, 6])}
+    tied = trace_layers(Tied(True), (torch.zeros(2, 3, dtype=torch.int64),))
+    assert tuple(layer_weights(tied)) == ("lstm.weight_ih_l0", "lstm.weight_hh_l0")
+    assert layer_weights(trace_layers(nn.Linear(3, 2), (torch.zeros(2, 3),))) == {}
 
 
 def test_a_prefix_leaves_out_what_a_later_layer_reads_too():
-    layers = trace_layers(Tied(True), torch.zeros(2, 3, dtype=torch.int64))
+    layers = trace_layers(Tied(True), (torch.zeros(2, 3, dtype=torch.int64),))
     assert prefix_entries(layers, 1) == frozenset()
     assert all(name.startswith("lstm.") for name in prefix_entries(layers, 2))
     assert prefix_entries(layers, len(layers)) == frozenset(Tied(True).state_dict())
