@@ -1,17 +1,29 @@
-"""Messages and the server: lossless, counted to the byte, also in bfloat16; a bad update is refused and changes nothing."""
+"""Messages and the server: lossless and counted to the byte; a bad message ends in its documented error and moves no model."""
 
+import json
 import math
+import pickle
+import resource
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from personal import watched
+from hypothesis import example, given
+from hypothesis import strategies as st
+from mutations import join, mutated, split
+from personal import Watching, tiny_run, watched
+from safetensors.torch import save
 
 import sparsekit_fl as fl
+from sparsekit.errors import DataError
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit_fl.client.messages import decode_reply, decode_request, encode_reply, encode_request, request_bytes, update_bytes
+from sparsekit_fl.client.packing import Kept, digest
+from sparsekit_fl.errors import ClientError, UpdateError
 from sparsekit_fl.methods import registry
-from sparsekit_fl.packing import Kept, digest
+from sparsekit_fl.packed import pack
+from sparsekit_fl.results import ClientScores, RoundScores
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec, by_id
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
@@ -22,29 +34,40 @@ class Masked(fl.Method):
         return fl.Task(partial=True)
 
 
-@pytest.fixture(scope="module")
-def spec():
-    return RunSpec.build(Masked(), tiny_problem(), tiny_config())
+SPEC = RunSpec.build(Masked(), tiny_problem(), tiny_config())
+CLIENTS = by_id(tiny_clients())
+REQUEST = fl.Request(round=1, client_id=0, state=SPEC.initial)
+MASKS = {
+    "none": None,
+    "unit": UnitMask({"first": torch.tensor([True, False, True, True, False, False, True, True])}),
+    "weight": WeightMask({"last.weight": torch.arange(24).view(3, 8) % 3 == 0}),
+}
+NAMES = 1500
+"""What names, shapes and numbers of a tiny model's message take at most."""
 
 
 @pytest.fixture
-def server(spec):
-    return Server(spec, by_id(tiny_clients()))
+def server():
+    return Server(SPEC, CLIENTS)
 
 
-def good(server, request, **other):
-    examples = len(server.clients[request.client_id].data.train)
-    delta = {name: torch.ones_like(tensor) for name, tensor in request.state.items()}
-    return fl.Update(**{"round": request.round, "client_id": request.client_id, "examples": examples, "delta": delta, **other})
+def good(request=REQUEST, *, mask=None, **changes):
+    """A valid update; all its changes are 1."""
+    examples = len(CLIENTS[request.client_id].data.train)
+    delta = {name: torch.ones_like(tensor) for name, tensor in Kept(SPEC.graph, mask).gather_all(request.state).items()}
+    own = {"round": request.round, "client_id": request.client_id, "examples": examples, "delta": delta, "mask": mask}
+    return fl.Update(**own | changes)
 
 
 def reply(update):
-    """The reply that brings an update."""
     return fl.Reply(client_id=update.client_id, update=update)
 
 
-HALF = UnitMask({"first": torch.tensor([True] * 4 + [False] * 4)})
-LARGEST = torch.tensor(3e38)
+def full(mask):
+    """With a value in every field."""
+    metrics, extra = {"loss": 1 / 3, "accuracy": 0.5}, {"x": torch.tensor([1.0, 2.0])}
+    cost = fl.Cost(flops=10**15 + 1, flops_scoring=7, flops_paper=5, wall_seconds=1e-9)
+    return good(mask=mask, ratio=0.1 + 0.2, extra=extra, metrics=metrics, cost=cost)
 
 
 def entry(name, tensor):
@@ -53,10 +76,10 @@ def entry(name, tensor):
 
 
 def field(**changes):
-    """A fault that replaces fields of the update."""
     return lambda update: replace(update, **changes)
 
 
+LARGEST = torch.tensor(3e38)
 FAULTS = {
     "another round": (field(round=7), "is for round 7, expected round 1"),
     "a stranger": (field(client_id=99), "the update of client 99 is for round 1, expected round 1 of client"),
@@ -74,7 +97,7 @@ FAULTS = {
     "a ratio of two": (field(ratio=2.0), "wrong ratio or mask"),
     "a mask of another size": (field(mask=UnitMask({"first": torch.ones(9, dtype=torch.bool)})), "wrong ratio or"),
     "an empty mask": (field(mask=UnitMask({"first": torch.zeros(8, dtype=torch.bool)})), "keeps no unit"),
-    "dense under a mask": (field(mask=HALF), r"expected torch.float32 \(4, 6\)"),
+    "dense under a mask": (field(mask=MASKS["unit"]), r"expected torch.float32 \(5, 6\)"),
     "a weight mask of an unknown key": (field(mask=WeightMask({"x": torch.ones(1).bool()})), "wrong ratio or mask"),
     "a negative cost": (field(cost=fl.Cost(flops=-1)), "a cost that is negative"),
     "work that nobody asked for": (field(cost=fl.Cost(flops=10**9)), r"reports 1e\+09 FLOPs, and .* Task\(work=...\)"),
@@ -91,37 +114,17 @@ def test_a_bad_update_is_refused_and_a_good_one_counts(server, name):
     ctx = server.context(1)
     first, second, *_ = server.requests(ctx)
     before = digest(server.state.model)
-    with pytest.raises(fl.errors.UpdateError, match=message):
-        server.validate(ctx, first, reply(spoil(good(server, first))))
+    with pytest.raises(UpdateError, match=message):
+        server.validate(ctx, first, reply(spoil(good(first))))
     assert digest(server.state.model) == before
-    server.aggregate(ctx, [server.validate(ctx, second, reply(good(server, second)))])
+    server.aggregate(ctx, [server.validate(ctx, second, reply(good(second)))])
     assert digest(server.state.model) != before
 
 
-NAMES = 1500
-"""What names, shapes and numbers of a tiny model's message take at most."""
-
-MASKS = {
-    "none": None,
-    "unit": UnitMask({"first": torch.tensor([True, False, True, True, False, False, True, True])}),
-    "weight": WeightMask({"last.weight": torch.arange(24).view(3, 8) % 3 == 0}),
-}
-
-
 @pytest.mark.parametrize("name", MASKS)
-def test_an_update_survives_the_wire_and_the_bytes_of_its_tensors_are_counted(spec, name):
-    update = fl.Update(
-        round=3,
-        client_id=5,
-        examples=17,
-        delta=Kept(spec.graph, MASKS[name]).gather_all(spec.initial),
-        mask=MASKS[name],
-        ratio=0.1 + 0.2,
-        extra={"x": torch.tensor([1, 2])},
-        metrics={"loss": 1 / 3, "accuracy": 0.5},
-        cost=fl.Cost(flops=10**15 + 1, flops_scoring=7, flops_paper=5, wall_seconds=1e-9),
-    )
-    again = decode_reply(encode_reply(reply(update)), fl.Request(round=3, client_id=5, state={}), spec.graph).update
+def test_an_update_survives_the_wire_and_the_bytes_of_its_tensors_are_counted(name):
+    update = full(MASKS[name])
+    again = decode_reply(encode_reply(reply(update)), REQUEST, SPEC.graph).update
     for one in ("round", "client_id", "examples", "ratio", "mask", "metrics", "cost"):
         assert getattr(again, one) == getattr(update, one), one
     assert torch.equal(again.extra["x"], update.extra["x"])
@@ -129,48 +132,39 @@ def test_an_update_survives_the_wire_and_the_bytes_of_its_tensors_are_counted(sp
     assert all(torch.equal(again.delta[key], update.delta[key]) for key in update.delta)
     assert update_bytes(update) < len(encode_reply(reply(update))) < update_bytes(update) + NAMES
     one = encode_reply(reply(replace(update, cost=fl.Cost(uplink_bytes=1, downlink_bytes=1, simulated_seconds=9.0))))
-    assert decode_reply(one, fl.Request(round=3, client_id=5, state={}), spec.graph).update.cost == fl.Cost(), "not believed"
+    assert decode_reply(one, REQUEST, SPEC.graph).update.cost == fl.Cost(), "not believed"
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_a_request_carries_what_its_mask_keeps(spec, name):
-    mask = MASKS[name]
-    request = fl.Request(
-        round=2,
-        client_id=1,
-        state=spec.initial,
-        mask=mask,
-        ratio=0.3,
-        extra={"y": torch.ones(2)},
-        capability=fl.Capability(0.25),
-    )
-    payload = encode_request(request, spec.graph)
-    assert request_bytes(request, spec.graph) < len(payload) < request_bytes(request, spec.graph) + NAMES
-    again = decode_request(payload, spec.graph)
-    assert (again.round, again.client_id, again.ratio, again.mask) == (2, 1, 0.3, mask)
-    assert again.capability == fl.Capability(0.25)
-    kept = Kept(spec.graph, mask)
-    for key, tensor in spec.initial.items():
+def test_a_request_carries_what_its_mask_keeps(name):
+    mask, capability = MASKS[name], fl.Capability(0.25)
+    request = replace(REQUEST, mask=mask, ratio=0.3, extra={"y": torch.ones(2)}, capability=capability)
+    payload = encode_request(request, SPEC.graph)
+    assert request_bytes(request, SPEC.graph) < len(payload) < request_bytes(request, SPEC.graph) + NAMES
+    again = decode_request(payload, SPEC.graph)
+    assert (again.round, again.client_id, again.ratio, again.mask, again.capability) == (1, 0, 0.3, mask, capability)
+    kept = Kept(SPEC.graph, mask)
+    for key, tensor in SPEC.initial.items():
         assert torch.equal(kept.gather(key, again.state[key]), kept.gather(key, tensor))
     if mask is not None:
-        assert request_bytes(request, spec.graph) < request_bytes(replace(request, mask=None), spec.graph)
-
-
-def test_a_change_in_the_type_that_was_not_asked_for_is_refused(spec):
-    server = Server(replace(spec, config=replace(spec.config, upload="bfloat16")), by_id(tiny_clients()))
-    ctx = server.context(1)
-    first, *_ = server.requests(ctx)
-    with pytest.raises(fl.errors.UpdateError, match=r"as torch\.float32"):
-        server.validate(ctx, first, reply(good(server, first)))
+        assert request_bytes(request, SPEC.graph) < request_bytes(replace(request, mask=None), SPEC.graph)
 
 
 ROUNDED = replace(tiny_config(), upload="bfloat16")
 
 
+def test_a_change_in_the_type_that_was_not_asked_for_is_refused():
+    server = Server(replace(SPEC, config=ROUNDED), CLIENTS)
+    ctx = server.context(1)
+    first, *_ = server.requests(ctx)
+    with pytest.raises(UpdateError, match=r"as torch\.float32"):
+        server.validate(ctx, first, reply(good(first)))
+
+
 @pytest.mark.parametrize("method", ["fedavg", "fedlps", "cs"])
 @pytest.mark.same_bits
 def test_bytes_up_are_counted_as_sent_and_the_changes_take_half(method):
-    plain, rounded = (watched(registry[method](), config=replace(config, rounds=1))[1] for config in (tiny_config(), ROUNDED))
+    plain, rounded = (watched(method, config=replace(config, rounds=1))[1] for config in (tiny_config(), ROUNDED))
     for before, after in zip(plain, rounded, strict=True):
         floats = sum(t.numel() for t in before.delta.values() if t.is_floating_point())
         assert update_bytes(before) - update_bytes(after) == 2 * floats
@@ -184,9 +178,9 @@ def test_bytes_up_are_counted_as_sent_and_the_changes_take_half(method):
 def test_a_method_that_goes_by_capability_says_so_where_every_device_is_a_full_one(method, warns, caplog):
     equal = [replace(client, capability=fl.Capability()) for client in tiny_clients()]
     config = replace(tiny_config(), capability_levels=None)
-    for clients, given, expected in ((equal, config, warns), (tiny_clients(), config, False), (equal, tiny_config(), False)):
+    for clients, chosen, expected in ((equal, config, warns), (tiny_clients(), config, False), (equal, tiny_config(), False)):
         caplog.clear()
-        made = Server(RunSpec.build(registry[method](), tiny_problem(), given), by_id(clients))
+        made = Server(RunSpec.build(registry[method](), tiny_problem(), chosen), by_id(clients))
         made.requests(made.context(1))
         assert ("Draw them from levels" in caplog.text) == expected
         assert made.note.startswith("Every client has the full capability") == expected
@@ -195,7 +189,111 @@ def test_a_method_that_goes_by_capability_says_so_where_every_device_is_a_full_o
 def test_bytes_and_seconds_are_the_servers_own_whatever_a_client_says(server):
     first, *_ = server.requests(server.context(1))
     lies = fl.Cost(uplink_bytes=1, downlink_bytes=2, simulated_seconds=1e9, simulated_seconds_scoring=3.0)
-    honest, lying = (server.priced(first, reply(good(server, first, cost=cost))).update.cost for cost in (fl.Cost(), lies))
+    honest, lying = (server.priced(first, reply(good(first, cost=cost))).update.cost for cost in (fl.Cost(), lies))
     assert honest == lying
     assert (honest.uplink_bytes, honest.downlink_bytes) == (sum(tensor.nbytes for tensor in first.state.values()),) * 2
     assert honest.simulated_seconds > 0, "also of a client that says that it did nothing"
+
+
+WHOLE, BY_UNIT, BY_ENTRY = (encode_reply(reply(replace(full(mask), cost=fl.Cost(flops=10)))) for mask in MASKS.values())
+
+
+@pytest.mark.usefixtures("no_pickle")
+@pytest.mark.parametrize(
+    "original",
+    [pytest.param(WHOLE, marks=pytest.mark.slow), BY_UNIT, pytest.param(BY_ENTRY, marks=pytest.mark.slow)],
+    ids=["whole", "units", "entries"],
+)
+def test_no_bytes_crash_the_decoder_or_move_the_model_beyond_a_valid_update(original):
+    before, rng = digest(SPEC.initial), np.random.default_rng(0)
+    counts = {"unreadable": 0, "refused": 0, "valid": 0}
+    for _ in range(600):
+        try:
+            found = decode_reply(mutated(original, rng), REQUEST, SPEC.graph)
+        except DataError:
+            counts["unreadable"] += 1
+            continue
+        server = Server(SPEC, CLIENTS)
+        ctx = server.context(1)
+        server.requests(ctx)
+        try:
+            valid = server.validate(ctx, REQUEST, server.priced(REQUEST, found))
+        except (ClientError, UpdateError):
+            counts["refused"] += 1
+            assert digest(server.state.model) == before
+            assert server.state.memory.get("aggregate", {}) == {}
+            continue
+        # What is left valid after a mutation is an update as a client may send it: right shapes, finite numbers.
+        counts["valid"] += 1
+        server.aggregate(ctx, [valid])
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in server.state.model.values())
+    # The fuzzer reaches every gate; if it did not, it would prove nothing.
+    assert min(counts.values()) > 5, counts
+
+
+def meta_payload(**changes):
+    header, body = split(BY_UNIT)
+    header["__metadata__"]["meta"] = json.dumps({**json.loads(header["__metadata__"]["meta"]), **changes})
+    return join(header, body)
+
+
+BOMBS = {
+    "a mask of a terabyte in ten bytes": meta_payload(mask={"kind": "weight", "shapes": [["first.weight", [10**6, 10**6], 0]]}),
+    "a mask of another shape": meta_payload(mask={"kind": "unit", "shapes": [["first", [10**9]]]}),
+    "a round without end": meta_payload(round=math.inf),
+    "metrics that are no names": meta_payload(metrics=[["loss"], {}]),
+    "metrics that are no numbers": meta_payload(metrics={"loss": "many"}),
+    "a header longer than the message": (2**40).to_bytes(8, "little") + BY_UNIT[8:],
+    "nested JSON": join({"__metadata__": {"meta": "[" * 10**5}}, b""),
+    "nested header": join(b'{"a":' * 10**5, b""),
+    "a pickle": pickle.dumps({"delta": [1, 2, 3]}),
+    "a file of torch": b"PK\x03\x04" + b"\x00" * 200,
+    "no metadata": save({"delta:x": torch.ones(3)}),
+    "metadata that is a list": pack({}, {}).replace(b'"meta":"{}"', b'"meta":"[]"'),
+    "no reply": pack({}, {}),
+    "costs of another form": meta_payload(cost=[1, 2]),
+    "FLOPs without end": meta_payload(cost={"flops": 10**400, "flops_scoring": 0, "flops_paper": 0, "wall_seconds": 0.0}),
+    "negative FLOPs": meta_payload(cost={"flops": -1, "flops_scoring": 0, "flops_paper": 0, "wall_seconds": 0.0}),
+    "nothing": b"",
+}
+
+
+@pytest.mark.usefixtures("no_pickle")
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_is_refused_without_room_being_made_for_it(name):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError):
+        decode_reply(BOMBS[name], REQUEST, SPEC.graph)
+    # In KiB on Linux: no more than a few MiB were needed.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
+
+
+@given(st.lists(st.floats(), min_size=1, max_size=5), st.lists(st.sampled_from([0.0, 1.0, 3.5, 1e308]), min_size=5, max_size=5))
+@example([math.inf, -math.inf], [1.0] * 5)
+@example([1.7e308, 1.7e308], [1.0] * 5)
+def test_no_scores_that_clients_send_stop_a_run(sums, weights):
+    evaluations = [
+        fl.Evaluation(client_id=id, examples=1, personal={"loss": pair}, validation={"loss": pair}, shared={"loss": pair})
+        for id, pair in enumerate(zip(sums, weights, strict=False))
+    ]
+    scores = RoundScores.of([ClientScores.read(one, {"accuracy", "loss"}) for one in evaluations], lower={"loss"})
+    record = fl.RoundRecord(round=1, cohort=(), cost=fl.Cost(), seconds=0.0, evaluation=scores)
+    json.dumps(record.to_dict(), allow_nan=False)
+
+
+def invented(request, answer):
+    """Client 0 scores itself by metrics that nobody asked for."""
+    if answer.evaluation is not None and request.client_id == 0:
+        more = {f"m{number}": (1.0, 1.0) for number in range(1000)}
+        scores = {part: {**getattr(answer.evaluation, part), **more} for part in ("personal", "validation")}
+        answer = replace(answer, evaluation=replace(answer.evaluation, **scores, shared=scores["personal"]))
+    return decode_reply(encode_reply(answer), request, SPEC.graph)
+
+
+def test_metrics_that_the_problem_does_not_have_enter_no_record_and_no_table(tmp_path):
+    result, names = tiny_run(engine=Watching(change=invented), rounds=2, out=tmp_path), {"accuracy", "loss"}
+    curve = [record.evaluation for record in result.rounds if record.evaluation]
+    for scores in (*curve, result.final, *result.final.per_client):
+        assert set(scores.personal) == set(scores.validation) == set(scores.shared or names) == names
+    for name in ("rounds.jsonl", "result.json"):
+        assert "m999" not in (tmp_path / name).read_text()
