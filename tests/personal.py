@@ -14,7 +14,7 @@ from torch import nn
 
 import sparsekit_fl as fl
 from sparsekit.cli.main import execute
-from sparsekit.graph import UnitGraph, WeightMask
+from sparsekit.graph import UnitGraph, UnitGroup, UnitMask, UnitSlice, WeightMask
 from sparsekit_fl.client_round import make_context
 from sparsekit_fl.layers import Layer
 from sparsekit_fl.methods import make_method
@@ -23,10 +23,15 @@ from sparsekit_fl.packing import Kept
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
-# A hidden matrix of three numbers, its bias, and an output layer that nobody prunes.
-GRAPH = UnitGraph(groups={}, shapes={"w": torch.Size([1, 3]), "b": torch.Size([1]), "out": torch.Size([1, 1])})
+# A hidden matrix of three numbers, which are units too, its bias, an output layer that nobody prunes, and a counter.
+STATE = {
+    "w": torch.tensor([[1.0, 2.0, 3.0]]), "b": torch.tensor([10.0]), "out": torch.tensor([[5.0]]), "n": torch.tensor(10)
+}  # fmt: skip
+GRAPH = UnitGraph(
+    groups={"a": UnitGroup("a", 3, "feature", (UnitSlice("w", 1, torch.arange(3).view(3, 1), "out", False),))},
+    shapes={name: tensor.shape for name, tensor in STATE.items()},
+)
 LAYERS = Layer("hidden", ("w", "b"), ("w", "b"), {"w": torch.Size([1, 3])}), Layer("head", ("out",), ("out",))
-STATE = {"w": torch.tensor([[1.0, 2.0, 3.0]]), "b": torch.tensor([10.0]), "out": torch.tensor([[5.0]])}
 
 
 def server_context(*, clients=2, cohort=2, rng=0, parameters=(), **given):
@@ -40,13 +45,13 @@ def server_context(*, clients=2, cohort=2, rng=0, parameters=(), **given):
     )
 
 
-def update(client_id, w, *, keep=None, examples=1, b=0.0, out=0.0, extra=None, metrics=None):
-    """An update of the model of three numbers; `keep` says which of w it holds."""
-    mask = None if keep is None else WeightMask({"w": torch.tensor([keep])})
-    delta = {"w": Kept(GRAPH, mask).gather("w", torch.tensor([w])), "b": torch.tensor([b]), "out": torch.tensor([[out]])}
-    return fl.Update(
-        round=2, client_id=client_id, examples=examples, delta=delta, mask=mask, extra=extra or {}, metrics=metrics or {}
-    )
+def update(client_id, w, *, keep=None, units=False, b=0.0, out=0.0, n=0, **fields):
+    """An update of the model of three numbers; `keep` says which of w it holds, as single entries or as units."""
+    kept = None if keep is None else torch.tensor(keep)
+    mask = None if kept is None else UnitMask({"a": kept}) if units else WeightMask({"w": kept[None]})
+    delta = {"w": Kept(GRAPH, mask).gather("w", torch.tensor([w])), "b": torch.tensor([b])}
+    delta |= {"out": torch.tensor([[out]]), "n": torch.tensor(n)}
+    return fl.Update(**{"round": 2, "examples": 1} | fields, client_id=client_id, delta=delta, mask=mask)
 
 
 def deep_problem():

@@ -8,25 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from personal import (
-    ONE_STEP,
-    STATE,
-    chain,
-    client_context,
-    deep_problem,
-    server_context,
-    tiny_clients,
-    tiny_run,
-    training,
-    watched,
-)
+from personal import ONE_STEP, chain, client_context, deep_problem, server_context, tiny_run, training, update, watched
 
 import sparsekit_fl as fl
+from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.methods import fedlps, fedlps_paper, make_method, rcr_fix, registry
-from sparsekit_fl.methods.base import ClientInfo
 from sparsekit_fl.methods.fedlps import FedLPS, utility
-from sparsekit_fl.packing import Kept
-from sparsekit_fl.testing import tiny_config
+from sparsekit_fl.methods.server import ClientInfo
+from sparsekit_fl.testing import tiny_clients, tiny_config
 
 
 def server(round, capability, memory):
@@ -35,10 +24,8 @@ def server(round, capability, memory):
 
 
 def answer(ratio, accuracy, **metrics):
-    return fl.Update(
-        round=1, client_id=7, examples=10, delta={name: torch.zeros_like(one) for name, one in STATE.items()}, ratio=ratio,
-        metrics={"accuracy": accuracy, **metrics}, cost=fl.Cost(simulated_seconds=2.0),
-    )  # fmt: skip
+    metrics, cost = {"accuracy": accuracy, **metrics}, fl.Cost(simulated_seconds=2.0)
+    return update(7, [0.0] * 3, ratio=ratio, metrics=metrics, cost=cost)
 
 
 def test_proposals_never_exceed_the_capability_of_the_round_and_what_ran_is_credited():
@@ -148,8 +135,8 @@ def test_a_bandit_learns_the_utility_gained_per_second_which_in_the_paper_leaves
     rate = fl.Capability().downlink_bytes_per_second
     for round, accuracy in ((1, 0.6), (2, 0.5)):
         ctx = server(round, 1.0, memory)
-        update = answer(method.assign(ctx, 7).ratio, accuracy, initial_accuracy=0.1)
-        method.aggregate(ctx, [replace(update, cost=fl.Cost(simulated_seconds=2.0, downlink_bytes=int(rate)))])
+        told = answer(method.assign(ctx, 7).ratio, accuracy, initial_accuracy=0.1)
+        method.aggregate(ctx, [replace(told, cost=fl.Cost(simulated_seconds=2.0, downlink_bytes=int(rate)))])
     rewards = [reward for _, reward in method._bandit(ctx, memory[7], seed=0).told]
     gains = utility(0.6) - utility(0.1), utility(0.5) - utility(0.6)
     assert rewards == pytest.approx([gain / seconds for gain in gains])
@@ -202,7 +189,7 @@ def test_a_clients_capability_is_drawn_once_or_in_every_round(name, fixed):
     config = replace(tiny_config(rounds=8), redraw_capability=fixed)
     result, updates = watched(name, config=config)
     ratios: dict[int, set[float]] = {}
-    for update in updates:
-        ratios.setdefault(update.client_id, set()).add(update.ratio)
+    for one in updates:
+        ratios.setdefault(one.client_id, set()).add(one.ratio)
     assert all(len(found) == 1 for found in ratios.values()) == fixed
     assert result.config.redraw_capability != fixed

@@ -6,14 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 import torch.nn.functional as F
-from personal import client_context, deep_problem, server_context, tiny_run, training
+from personal import client_context, deep_problem, server_context, tiny_run, training, update
 
 import sparsekit_fl as fl
-from sparsekit.graph import UnitGraph
-from sparsekit_fl.methods.base import ClientInfo
 from sparsekit_fl.methods.sampling import REFL, Oort, _packed
+from sparsekit_fl.methods.server import ClientInfo
 from sparsekit_fl.testing import tiny_clients, tiny_config
 
 sampling = sys.modules[Oort.__module__]
@@ -25,8 +23,8 @@ def crowd(round, memory, *, clients=30):
 
 
 def answer(client_id):
-    metrics, cost = {"mean_squared_loss": 1.0}, fl.Cost(simulated_seconds=1.0)
-    return fl.Update(round=1, client_id=client_id, examples=100, delta={}, metrics=metrics, cost=cost)
+    cost = fl.Cost(simulated_seconds=1.0)
+    return update(client_id, [0.0] * 3, examples=100, metrics={"mean_squared_loss": 1.0}, cost=cost)
 
 
 def played(rounds):
@@ -92,10 +90,6 @@ def test_the_statistical_utility_uses_single_examples_of_the_first_epoch():
     assert result.metrics["mean_squared_loss"] == pytest.approx(float(single.square().mean()), rel=1e-5)
 
 
-GRAPH = UnitGraph(groups={}, shapes={"w": torch.Size([3]), "n": torch.Size([])})
-STATE = {"w": torch.tensor([1.0, 2.0, 3.0]), "n": torch.tensor(10)}
-
-
 @pytest.fixture
 def everybody(monkeypatch):
     """All clients are there, and are expected to stay."""
@@ -111,13 +105,12 @@ def test_not_waiting_for_the_slowest_shortens_the_rounds():
     assert fast.cost.seconds == pytest.approx(sum(record.seconds for record in fast.rounds))
 
 
-def context(round, memory, *, clients=10, size=4):
-    return server_context(round=round, clients=clients, cohort=size, rng=[3, round], memory=memory, graph=GRAPH, state=STATE)
+def context(round, memory):
+    return server_context(round=round, clients=10, cohort=4, rng=[3, round], memory=memory)
 
 
-def update(client_id, value, *, seconds=1.0, round=1):
-    delta = {"w": torch.tensor(value), "n": torch.tensor(0)}
-    return fl.Update(round=round, client_id=client_id, examples=10, delta=delta, cost=fl.Cost(simulated_seconds=seconds))
+def timed(client_id, value, *, seconds=1.0, round=1):
+    return update(client_id, value, round=round, cost=fl.Cost(simulated_seconds=seconds))
 
 
 def ids(arrived):
@@ -129,21 +122,20 @@ def test_late_updates_arrive_in_the_round_in_which_they_are_ready():
     method, memory = REFL(target=0.5, cool_down=0), {}
     first = context(1, memory)
     method.sample(first)
-    answers = [update(0, [1.0] * 3, seconds=1.0), update(1, [1.0] * 3, seconds=2.0),
-               update(2, [1.0] * 3, seconds=3.5), update(3, [2.0] * 3, seconds=9.0)]  # fmt: skip
+    answers = [timed(k, [1.0 + k // 3] * 3, seconds=seconds) for k, seconds in enumerate((1.0, 2.0, 3.5, 9.0))]
     arrived = method._arrivals(first, answers)
     assert ids(arrived) == ([0, 1], [])
     assert arrived[2] == 2.0
     # Clock 2 to 4: client 2 is ready at 3.5, client 3 not before 9.
     second = context(2, memory)
     assert not {2, 3} & set(method.sample(second))
-    assert ids(method._arrivals(second, [update(4, [1.0] * 3, seconds=2.0, round=2)])) == ([4], [2])
+    assert ids(method._arrivals(second, [timed(4, [1.0] * 3, seconds=2.0, round=2)])) == ([4], [2])
     for round in range(3, 6):
         later = context(round, memory)
         method.sample(later)
-        arrived = method._arrivals(later, [update(5, [1.0] * 3, seconds=2.0, round=round)])
+        arrived = method._arrivals(later, [timed(5, [1.0] * 3, seconds=2.0, round=round)])
     assert ids(arrived) == ([5], [3])
-    assert (arrived[1][0].round, arrived[1][0].delta["w"].tolist()) == (1, [2.0] * 3)
+    assert (arrived[1][0].round, arrived[1][0].delta["w"].tolist()) == (1, [[2.0] * 3])
     assert memory["late"] == []
 
 
@@ -153,7 +145,7 @@ def test_the_average_round_is_a_moving_one():
     for round, seconds in ((1, 4.0), (2, 8.0)):
         ctx = context(round, memory)
         method.sample(ctx)
-        method._arrivals(ctx, [update(0, [1.0] * 3, seconds=seconds, round=round)])
+        method._arrivals(ctx, [timed(0, [1.0] * 3, seconds=seconds, round=round)])
     assert memory["window"] == pytest.approx(0.25 * 4.0 + 0.75 * 8.0)
 
 
@@ -190,20 +182,14 @@ def test_clients_stay_as_they_are_with_their_own_probability(monkeypatch):
     assert right / 300 == pytest.approx(0.9, abs=0.01)
 
 
-def combine(method, late, fresh):
-    memory = {"late": [{"client": u.client_id, "arrives": 0.0, "update": _packed(u, 0.0)["update"]} for u in late]}
-    state, _ = method.aggregate(context(5, memory), fresh)
-    return state["w"].tolist()
-
-
-FRESH = [update(0, [1.0, 0.0, 0.0], round=5), update(1, [3.0, 0.0, 0.0], round=5)]
-
-
 def test_late_updates_weigh_by_age_and_by_how_much_they_would_move_the_mean():
-    late = [update(2, [2.0, 6.0, 0.0], round=4), update(3, [2.0, 0.0, 3.0], round=3)]
+    late = [timed(2, [2.0, 6.0, 0.0], round=4), timed(3, [2.0, 0.0, 3.0], round=3)]
+    fresh = [timed(0, [1.0, 0.0, 0.0], round=5), timed(1, [3.0, 0.0, 0.0], round=5)]
+    packed = [{"client": one.client_id, "arrives": 0.0, "update": _packed(one, 0.0)["update"]} for one in late]
+    state, _ = REFL().aggregate(context(5, {"late": packed}), fresh)
     # ū = (2, 0, 0); gaps 36 and 9 over (n + 1)² · ‖ū‖² = 36: Λ = 1 and 1/4.
     first = 0.65 / 2 + 0.35 * (1 - math.exp(-1.0))
     second = 0.65 / 3 + 0.35 * (1 - math.exp(-0.25))
     total = 2 + first + second
     expected = [1.0 + (4.0 + 2 * first + 2 * second) / total, 2.0 + 6 * first / total, 3.0 + 3 * second / total]
-    assert combine(REFL(), late, FRESH) == pytest.approx(expected)
+    assert state["w"][0].tolist() == pytest.approx(expected)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from own_models import OwnModels
-from personal import STATE, client_context, deep_problem, equals, server_context, tiny_run, training, watched
+from personal import client_context, deep_problem, equals, server_context, tiny_run, training, update, watched
 from torch import nn
 
 import sparsekit_fl as fl
@@ -265,12 +265,6 @@ def test_fjord_equals_masked_training_written_by_hand(momentum):
     assert ours.work.flops == flops
 
 
-def answer(client_id, loss, seconds):
-    cost = fl.Cost(simulated_seconds=seconds)
-    delta = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
-    return fl.Update(round=1, client_id=client_id, examples=10, delta=delta, metrics={"loss": loss}, cost=cost)
-
-
 @pytest.mark.parametrize(
     ("losses", "seconds", "rewards"),
     [
@@ -286,7 +280,8 @@ def test_the_reward_is_the_loss_decrease_over_the_gap_to_the_mean_time(losses, s
         ctx = server_context(round=round, rounds=100, rng=[5, round], client=memory)
         for client_id in range(len(now)):
             FedMP().ratio_of(ctx, client_id)
-        FedMP().aggregate(ctx, [answer(k, loss, spent) for k, (loss, spent) in enumerate(zip(now, seconds, strict=True))])
+        told = [{"metrics": {"loss": loss}, "cost": fl.Cost(simulated_seconds=spent)} for loss, spent in zip(now, seconds)]
+        FedMP().aggregate(ctx, [update(k, [0.0] * 3, **one) for k, one in enumerate(told)])
     assert [memory[k]["rewards"] for k in range(len(rewards))] == [[pytest.approx(each)] for each in rewards]
 
 
