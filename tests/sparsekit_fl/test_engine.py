@@ -1,10 +1,7 @@
-"""Processes: several workers give the results of one; workers that die or cannot start; threads, denormals and devices."""
+"""Processes: several workers give the results of one; workers that cannot start; threads, denormals and devices."""
 
-import multiprocessing
-import os
-import signal
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +13,6 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph import UnitMask
 from sparsekit_fl import engines
 from sparsekit_fl.engines import Processes, device_of, devices, exact_arithmetic, one_thread
-from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.testing import TinyNet, tiny_config
@@ -26,41 +22,6 @@ class TestThreeWorkers(EngineContract):
     @pytest.fixture
     def engine(self):
         return Processes(3)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Deadly(Method):
-    round: int
-    signal: int
-
-    def train(self, client, task):
-        if client.round == self.round:
-            os.kill(os.getpid(), self.signal)
-        return super().train(client, task)
-
-
-def test_a_killed_worker_is_named_and_the_state_is_kept(tmp_path):
-    deadly = Deadly(round=3, signal=int(signal.SIGKILL))
-    with pytest.raises(
-        WorkerDiedError, match=r"a worker process died.*client \d+.* in round 3.*round 2 of 4 was the last.*--resume"
-    ):
-        tiny_run(deadly, engine=Processes(2), out=tmp_path)
-    assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 2
-
-
-class KillWorker(fl.Callback):
-    def on_round_end(self, run, record):
-        if record.round == 2:
-            first = next(iter(multiprocessing.active_children()))
-            first.kill()
-            first.join()
-
-
-def test_a_worker_that_dies_between_two_rounds_ends_the_run_like_any_other(tmp_path):
-    says = r"a worker process died .* round 3.*round 2 of 4 was the last.*--resume"
-    with pytest.raises(WorkerDiedError, match=says):
-        tiny_run(engine=Processes(2), out=tmp_path, callbacks=[KillWorker()])
-    assert tiny_run(out=tmp_path, resume=True).final == tiny_run().final
 
 
 class Looks(Method):

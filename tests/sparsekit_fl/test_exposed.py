@@ -1,7 +1,7 @@
 """What SECURITY.md says is not protected: each test shows an exposure, so that the page changes with the code.
 
 Two more are shown elsewhere: `flwr run` needs no key in flower/test_deployment.py, and a client that does not answer ends the
-run in flower/test_faults_replies.py.
+run in flower/test_local_grid.py.
 """
 
 from dataclasses import replace

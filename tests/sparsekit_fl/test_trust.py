@@ -1,7 +1,10 @@
 """A run confuses, overwrites and hides nothing: folders, data and failures."""
 
+import multiprocessing
+import os
 import re
 import resource
+import signal
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -73,66 +76,83 @@ def test_a_fresh_run_deletes_and_replaces_nothing_that_was_there(name, tmp_path)
     assert path.read_text() == "mine"
 
 
-def stop(*_):
+def stop(*_, **__):
     raise KeyboardInterrupt
 
 
-def test_ctrl_c_while_a_round_is_scored_names_the_round_that_the_disk_holds(tmp_path, monkeypatch):
-    monkeypatch.setattr(fl.Method, "deploy", stop)
-    with pytest.raises(fl.errors.RunInterrupted, match="round 1 of 4 was the last to be finished"):
-        tiny_run(out=tmp_path)
-    monkeypatch.undo()
-    assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 1
-    assert len(tiny_run(out=tmp_path, resume=True).rounds) == 4
-
-
-WRITE = Memories.write
-
-
-def full(self, client_id, round, memory):
+def full(self, client_id, round, memory, write=Memories.write):
     if round == 2:
         raise OSError(28, "No space left on device")
-    WRITE(self, client_id, round, memory)
+    write(self, client_id, round, memory)
 
 
-@pytest.mark.parametrize("engine", ["one worker", "two workers", "a grid"])
-@pytest.mark.same_bits
-def test_a_full_disk_has_one_outcome_with_every_engine(engine, tmp_path, monkeypatch):
-    if engine == "a grid":
-        pytest.importorskip("flwr", reason="flwr is not installed; pip install '.[flower]'")
-        from local_grid import InProcess
-    made = InProcess() if engine == "a grid" else fl.Processes(2 if engine == "two workers" else 1)
-    monkeypatch.setattr(Memories, "write", full)
-    method = OwnModels()
-    says = r"No space left.*round 1 of 4 was the last to be finished.*--resume"
-    with pytest.raises((fl.errors.StorageError, fl.errors.WorkerDiedError), match=says):
-        tiny_run(method, out=tmp_path, engine=made)
-    monkeypatch.undo()
-    assert tiny_run(method, out=tmp_path, resume=True).final == tiny_run(method).final
+def dies(self, client, task, train=OwnModels.train):
+    if client.round == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return train(self, client, task)
 
 
-class LimitFiles(fl.Callback):
-    """No file may be as large as the checkpoint any more after the second round."""
-
-    def __init__(self, folder):
-        self.folder = folder
+class AfterTwo(fl.Callback):
+    def __init__(self, call):
+        self.call = call
 
     def on_round_end(self, run, record):
         if record.round == 2:
-            size = (self.folder / "checkpoint.state").stat().st_size
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, resource.RLIM_INFINITY))
+            self.call(run.out)
 
 
+def kill_a_waiting_worker(out):
+    worker = next(iter(multiprocessing.active_children()))
+    worker.kill()
+    worker.join()
+
+
+def no_room_for_the_checkpoint(out):
+    size = (out / "checkpoint.state").stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, resource.RLIM_INFINITY))
+
+
+FULL = ("No space left", 1, (Memories, "write", full))
+ENDS = {
+    "Ctrl-C while a round is scored": (1, "stopped by the user", 1, (OwnModels, "deploy", stop)),
+    "a full disk": (1, *FULL),
+    "a full disk of two workers": (2, *FULL),
+    "a full disk of a grid": (0, *FULL),
+    "a worker that is killed": (2, r"a worker process died.*client \d+.* in round 3", 2, (OwnModels, "train", dies)),
+    "a waiting worker that is killed": (2, "a worker process died .* round 3", 2, kill_a_waiting_worker),
+    "no room for the checkpoint": (1, "File too large.*make room", 2, no_room_for_the_checkpoint),
+}
+"""Name → workers, 0 for a grid; reason; the last saved round; a patch, or what happens after round 2."""
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return tiny_run(OwnModels())
+
+
+@pytest.mark.parametrize("name", ENDS)
 @pytest.mark.same_bits
-def test_a_run_without_room_for_its_checkpoint_stops_and_resumes_to_the_same_bits(tmp_path):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        with pytest.raises(fl.errors.StorageError, match=r"File too large.*make room.*round 2 of 4 was the last.*--resume"):
-            tiny_run(out=tmp_path, callbacks=[LimitFiles(tmp_path)])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+def test_whatever_ends_a_run_the_error_names_the_last_saved_round_and_it_resumes_to_the_same_bits(
+    name, whole, tmp_path, monkeypatch
+):
+    workers, reason, last, cause = ENDS[name]
+    if not workers:
+        pytest.importorskip("flwr", reason="flwr is not installed; pip install '.[flower]'")
+        from local_grid import InProcess
+    engine, limits = fl.Processes(workers) if workers else InProcess(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    errors = (fl.errors.RunInterrupted, fl.errors.StorageError, fl.errors.WorkerDiedError)
+    says = rf"{reason}.*round {last} of 4 was the last to be finished.*--resume"
+    with monkeypatch.context() as patch:
+        callbacks = [AfterTwo(cause)] if callable(cause) else patch.setattr(*cause) or []
+        try:
+            with pytest.raises(errors, match=says):
+                tiny_run(OwnModels(), out=tmp_path, engine=engine, callbacks=callbacks)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.rglob("*.tmp"))
-    assert tiny_run(out=tmp_path, resume=True).final == tiny_run().final
+    # The line of a round is written before its checkpoint.
+    assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) - last in (0, 1)
+    assert tiny_run(OwnModels(), out=tmp_path, resume=True).final == whole.final
 
 
 def flipped(path):

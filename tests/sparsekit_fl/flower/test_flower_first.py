@@ -1,12 +1,16 @@
-"""Submodels in a Flower app that exists already: the example's diff, messages, and the effect of a bad reply."""
+"""Submodels in a Flower app that exists already: the example's diff, messages, and replies that are bad or hostile."""
 
 import difflib
 import importlib.util
 import json
+import logging
 import math
+import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +20,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAdam, FedAvg
 from local_grid import LocalGrid
+from mutations import mutated
 
 import sparsekit as sk
 from sparsekit.errors import InvalidValueError
@@ -27,6 +32,17 @@ from sparsekit_fl.testing import TinyNet
 pytestmark = pytest.mark.flower
 FOLDER = Path(__file__).parents[3] / "examples/flower_first"
 EXAMPLE = torch.zeros(1, 6)
+GRAPH, STATE = traced(TinyNet(), EXAMPLE), TinyNet().state_dict()
+EVERYBODY = {"fraction_train": 1.0, "min_train_nodes": 1, "min_available_nodes": 1}
+
+
+def strategy(inner=None, **options):
+    return SubmodelStrategy(inner or FedAvg(**EVERYBODY), TinyNet(), EXAMPLE, **options)
+
+
+def asked(strategy, grid, state=STATE):
+    """The messages of a first round."""
+    return strategy.configure_train(1, ArrayRecord(state), ConfigRecord(), grid)
 
 
 def module(name, path, monkeypatch):
@@ -80,10 +96,10 @@ def app_of(change=lambda *_: None):
     return app
 
 
-def one_round(strategy, app, state, nodes=3, **options):
+def one_round(strategy, app, nodes=3, **options):
     """The state after one round, the metrics, and the replies as (number, mask, entries)."""
     grid = LocalGrid(app, nodes=nodes, **options)
-    replies = list(grid.send_and_receive(strategy.configure_train(1, ArrayRecord(state), ConfigRecord(), grid)))
+    replies = list(grid.send_and_receive(asked(strategy, grid)))
     sent = [
         (reply.metadata.src_node_id - 1000, reply.content[KEY], unpack(reply.content["arrays"]["body"].data)[0])
         for reply in replies
@@ -93,28 +109,21 @@ def one_round(strategy, app, state, nodes=3, **options):
     return arrays.to_torch_state_dict(), metrics, sent
 
 
-def fedavg():
-    return FedAvg(fraction_train=1.0, min_train_nodes=1, min_available_nodes=1)
-
-
 @pytest.mark.parametrize("learned", [False, True])
 def test_an_entry_is_the_mean_over_its_holders_or_over_all_and_stays_where_nobody_trained_it(learned):
-    state, graph, ratios = TinyNet().state_dict(), traced(TinyNet(), EXAMPLE), {1000: 0.25, 1001: 0.5, 1002: 0.5}
-    strategy = SubmodelStrategy(fedavg(), TinyNet(), EXAMPLE, ratio=ratios.__getitem__, learned=learned)
-    merged, metrics, sent = one_round(strategy, app_of(), state)
-    zeros = {name: torch.zeros_like(tensor, dtype=torch.double) for name, tensor in state.items()}
-    held = {
-        number: sk.expand({name: torch.ones_like(one).double() for name, one in part.items()}, graph, read_mask(record, graph),
-                          into=zeros)
-        for number, record, part in sent
-    }  # fmt: skip
+    ratios = {1000: 0.25, 1001: 0.5, 1002: 0.5}
+    merged, metrics, sent = one_round(strategy(ratio=ratios.__getitem__, learned=learned), app_of())
+    zeros, held = {name: torch.zeros_like(tensor, dtype=torch.double) for name, tensor in STATE.items()}, {}
+    for number, record, part in sent:
+        ones = {name: torch.ones_like(one).double() for name, one in part.items()}
+        held[number] = sk.expand(ones, GRAPH, read_mask(record, GRAPH), into=zeros)
     for name, _ in TinyNet().named_parameters():
         moved = sum(10 * (number + 1) ** 2 * one[name] for number, one in held.items())
         weight = 60.0 if learned else sum(10 * (number + 1) * one[name] for number, one in held.items()).clamp(min=1)
-        assert torch.allclose(merged[name].double(), state[name].double() + moved / weight, atol=1e-6), name
-    assert any((sum(one[name] for one in held.values()) == 0).any() for name in state), "some are trained by nobody"
+        assert torch.allclose(merged[name].double(), STATE[name].double() + moved / weight, atol=1e-6), name
+    assert any((sum(one[name] for one in held.values()) == 0).any() for name in STATE), "some are trained by nobody"
     assert metrics["train_acc"] == pytest.approx(0.5)
-    whole = sum(tensor.numel() for tensor in state.values())
+    whole = sum(tensor.numel() for tensor in STATE.values())
     assert all(sum(tensor.numel() for tensor in part.values()) < whole for *_, part in sent), "what is trained is sent alone"
 
 
@@ -140,7 +149,7 @@ def entry(change):
 
 
 def other_mask(reply):
-    mask = read_mask(reply.content[KEY], traced(TinyNet(), EXAMPLE))
+    mask = read_mask(reply.content[KEY], GRAPH)
     return mask_record(sk.UnitMask({name: keep.flip(0) for name, keep in mask.items()}), seconds=1.0)
 
 
@@ -169,18 +178,17 @@ BAD = {
     ("name", "learned"), [(name, False) for name in BAD] + [(name, True) for name in BAD if name != "another mask"]
 )
 def test_a_bad_reply_changes_nothing(name, learned, caplog):
-    state = TinyNet().state_dict()
-    made = {nodes: one_round(SubmodelStrategy(fedavg(), TinyNet(), EXAMPLE, learned=learned), app_of(how), state, nodes)[0]
-            for nodes, how in ((3, BAD[name]), (2, lambda *_: None))}  # fmt: skip
-    assert all(torch.equal(made[3][name], made[2][name]) for name in state)
+    (bad, *_), (none, *_) = (
+        one_round(strategy(learned=learned), app_of(how), nodes) for nodes, how in ((3, BAD[name]), (2, lambda *_: None))
+    )
+    assert all(torch.equal(bad[name], none[name]) for name in STATE)
     assert "continues without the reply of node 1002" in caplog.text
 
 
 def test_a_reply_twice_counts_once_and_the_order_of_replies_changes_no_bit():
-    state = TinyNet().state_dict()
-    made = [one_round(SubmodelStrategy(fedavg(), TinyNet(), EXAMPLE), app_of(), state, seed=seed, twice=twice)[0]
-            for seed, twice in ((0, False), (1, False), (2, True))]  # fmt: skip
-    assert all(torch.equal(one[name], made[0][name]) for one in made for name in state)
+    ways = ((0, False), (1, False), (2, True))
+    first, *others = (one_round(strategy(), app_of(), seed=seed, twice=twice)[0] for seed, twice in ways)
+    assert all(torch.equal(one[name], first[name]) for one in others for name in STATE)
 
 
 def test_a_client_goes_on_from_the_importance_that_it_learned():
@@ -193,29 +201,27 @@ def test_a_client_goes_on_from_the_importance_that_it_learned():
             submodel.model.load_importance({name: one + torch.arange(len(one)) for name, one in seen[-1].items()})
         return submodel.reply({"num-examples": 1, "train_acc": 0.5})
 
-    grid, strategy = LocalGrid(app), SubmodelStrategy(fedavg(), TinyNet(), EXAMPLE, learned=True)
+    grid, learning = LocalGrid(app), strategy(learned=True)
     for _ in range(2):
-        list(grid.send_and_receive(strategy.configure_train(1, ArrayRecord(TinyNet().state_dict()), ConfigRecord(), grid)))
+        list(grid.send_and_receive(asked(learning, grid)))
     for name, first in seen[0].items():
         assert torch.equal(seen[1][name], first + torch.arange(len(first)))
 
 
 def test_a_strategy_that_steps_towards_the_mean_still_does():
-    state = TinyNet().state_dict()
-    inner = FedAdam(fraction_train=1.0, min_train_nodes=1, min_available_nodes=1, eta=0.5)
-    inner.current_arrays = {name: Array(tensor.numpy()) for name, tensor in state.items()}
-    merged, _, _ = one_round(SubmodelStrategy(inner, TinyNet(), EXAMPLE), app_of(), state)
-    plain, _, _ = one_round(SubmodelStrategy(fedavg(), TinyNet(), EXAMPLE), app_of(), state)
-    assert any(not torch.allclose(merged[name].float(), plain[name].float()) for name in state)
+    inner = FedAdam(**EVERYBODY, eta=0.5)
+    inner.current_arrays = {name: Array(tensor.numpy()) for name, tensor in STATE.items()}
+    merged, plain = (one_round(each, app_of())[0] for each in (strategy(inner), strategy()))
+    assert any(not torch.allclose(merged[name].float(), plain[name].float()) for name in STATE)
 
 
 def test_a_client_without_the_strategy_and_a_wrong_ratio_are_refused():
-    message = Message(RecordDict({"arrays": ArrayRecord(TinyNet().state_dict())}), 1000, "train")
+    message = Message(RecordDict({"arrays": ArrayRecord(STATE)}), 1000, "train")
     context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})
     with pytest.raises(InvalidValueError, match="SubmodelStrategy"), train_submodel(message, context, TinyNet(), EXAMPLE):
         pass
     with pytest.raises(InvalidValueError, match=r"ratio must be in \(0, 1\]"):
-        one_round(SubmodelStrategy(fedavg(), TinyNet(), EXAMPLE, ratio=1.5), app_of(), TinyNet().state_dict())
+        one_round(strategy(ratio=1.5), app_of())
 
 
 def test_the_ratios_of_a_node_do_not_depend_on_when_others_appear():
@@ -235,3 +241,53 @@ def test_bandits_that_were_saved_as_json_ask_for_the_same_ratios_as_those_that_w
     rounds(going, 0, 6)
     resumed.load_state_dict(json.loads(json.dumps(going.state_dict())))
     assert rounds(resumed, 6, 12) == rounds(going, 6, 12)
+
+
+NODES, FIRST = 100, 1000  # of a LocalGrid
+MUTATIONS = 100_000 if os.environ.get("SPARSEKIT_ALL_SEEDS") else 3_000
+
+
+def honest(strategy, node):
+    mask = strategy._sent[node].mask or sk.make_mask(sk.criteria.Ordered(), GRAPH, 0.5, sk.ScoringContext(weights=STATE))
+    part = sk.compact(TinyNet(), GRAPH, mask).state_dict()
+    metrics = MetricRecord({"num-examples": 10, "train_acc": 0.5})
+    return RecordDict({"arrays": packed(part), "metrics": metrics, KEY: mask_record(mask, seconds=1.0)})
+
+
+def reply(node, content):
+    return SimpleNamespace(metadata=SimpleNamespace(src_node_id=node), content=content, has_error=lambda: False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("learned", [False, True])
+def test_no_array_of_a_node_ends_a_round_or_harms_the_model(learned, monkeypatch):
+    logging.getLogger("sparsekit_fl").setLevel(logging.ERROR)
+    rng, counted, ours = np.random.default_rng(0), 0, strategy(ratio=0.5, learned=learned)
+    list(asked(ours, LocalGrid(ClientApp(), nodes=NODES)))
+    read, seen = np.load, []
+    monkeypatch.setattr(np, "load", lambda file, **more: seen.append(bytes(file.getbuffer())) or read(file, **more))
+    content = honest(ours, FIRST)
+    array, bits = content["arrays"]["body"].data, content[KEY]["mask"]
+    while counted < MUTATIONS // 2:
+        replies, sent = [reply(FIRST, honest(ours, FIRST))], set()
+        for node in range(FIRST + 1, FIRST + NODES):
+            body, mask = mutated(array, rng), bits
+            if node % 10 == 0:
+                body, mask = array, mutated(bits, rng)
+            sent.add(body)
+            arrays = ArrayRecord({"body": Array(dtype="uint8", shape=(len(body),), stype="sparsekit.raw", data=body)})
+            record = ConfigRecord({"mask": mask, "seconds": 1.0})
+            replies.append(reply(node, RecordDict({"arrays": arrays, "metrics": content["metrics"], KEY: record})))
+        merged, metrics = ours.aggregate_train(1, replies)
+        counted += NODES - 1
+        assert metrics["train_acc"] == pytest.approx(0.5)
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in merged.to_torch_state_dict().values())
+        assert not sent & set(seen), "numpy read what a node sent"
+
+
+def test_scores_with_names_of_their_own_cost_the_reply_of_their_node_alone(caplog):
+    said = [{"num-examples": 10, "eval_acc": 0.5}] * 2 + [{"num-examples": 10}, {"eval_acc": [0.5], "num-examples": 1}]
+    replies = [reply(node, RecordDict({"metrics": MetricRecord(one)})) for node, one in enumerate(said)]
+    replies += [reply(7, RecordDict({})), reply(0, RecordDict({"metrics": MetricRecord(said[0])}))]
+    assert dict(strategy().aggregate_evaluate(1, replies) or {}) == {"eval_acc": 0.5}
+    assert all(f"without the reply of node {node}: " in caplog.text for node in (0, 2, 3, 7))

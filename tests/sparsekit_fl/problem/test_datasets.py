@@ -1,7 +1,9 @@
-"""Image data sets: digits, files of parquet, the cache of decoded images, and inputs of a model."""
+"""Data sets: digits, files of parquet and of text, the cache of decoded images, and inputs of a model."""
 
 import io
+import json
 import os
+import pickle
 import sys
 from types import ModuleType
 
@@ -10,18 +12,42 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from data_contracts import check_dataset
 from PIL import Image
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError
 from sparsekit_fl.problem.files import cached_tensors
 from sparsekit_fl.problem.images import ImageTransform, digits_loaders
+from sparsekit_fl.problem.metrics import IGNORED
+from sparsekit_fl.problem.text import read_leaf, speeches, token_source
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SPARSEKIT_CACHE", str(tmp_path / "cache"))
+
+
+def check_dataset(make):
+    """Examples are always the same, raw and labelled, and owners name every one of them."""
+    source, again = make(), make()
+    for pool, same in ((source.train, again.train), (source.test, again.test)):
+        if pool is None:
+            continue
+        raw, labels = pool.inputs[0], pool.labels()
+        assert torch.equal(raw, same.inputs[0])
+        assert torch.equal(pool.targets, same.targets)
+        assert raw.shape[1:] == source.shape
+        assert raw.dtype == torch.uint8 if source.kind == "image" else not raw.is_floating_point()
+        assert labels.dtype == torch.int64
+        counted = labels[labels != IGNORED]
+        for numbers in (counted, raw) if source.kind == "tokens" else (counted,):
+            assert 0 <= int(numbers.min()) <= int(numbers.max()) < source.classes
+    view = source.train.take([1, 0])
+    assert torch.equal(pickle.loads(pickle.dumps(view.materialise())).inputs[0], view.batch()[0][0])
+    if source.owners is not None:
+        assert source.owners.shape == (len(source.train),)
+        assert set(source.owners.tolist()) == set(range(int(source.owners.max()) + 1))
+    return source
 
 
 def encoded(mode, side, value):
@@ -51,7 +77,7 @@ def test_cifar100_uses_its_fine_labels_and_files_in_several_parts(tmp_path):
         path = tmp_path / "cifar100" / f"train-0000{part}-of-00002.parquet"
         write(path, [encoded("RGB", 32, part)], [label], image="img", label="fine_label")
     write(tmp_path / "cifar100" / "test.parquet", [encoded("RGB", 32, 1)], [99], image="img", label="fine_label")
-    source: fl.DataSource = fl.datasets["cifar100"](tmp_path)
+    source = fl.datasets["cifar100"](tmp_path)
     assert source.train.labels().tolist() == [55, 66]
     assert source.train.inputs[0][:, 0, 0, 0].tolist() == [0, 1]
 
@@ -178,7 +204,68 @@ def test_pictures_of_a_source_are_bytes_with_a_class_each(dtype, label, message)
 )
 def test_the_real_files_are_complete(data_dir, pytestconfig, monkeypatch, name, train, test, classes):
     monkeypatch.setenv("SPARSEKIT_CACHE", str(pytestconfig.cache.mkdir("sparsekit")))
-    source: fl.DataSource = fl.datasets[name](data_dir)
+    source = fl.datasets[name](data_dir)
     assert (len(source.train), len(source.test)) == (train, test)
     assert np.bincount(source.test.labels(), minlength=classes).min() >= 80
     assert_normalized(source)
+
+
+PLAY = "ANNA:\nTo be, or not to be.\n\nBERT:\nI'll go!\n\nANNA:\nGo then.\nAnd go well.\n"
+
+
+def test_texts_are_cut_into_chunks_with_shifted_targets_and_ids_by_frequency_then_by_letter():
+    users = {"u": [list("bacb"), ["e"]], "v": [["x"]], "w": [["b", "zz"]]}
+    source = token_source("own", users, vocabulary=20, chunk=3)
+    a, b, c, zz = 3, 2, 4, 7  # after padding, 0, and unknown, 1
+    assert source.train.inputs[0].tolist() == [[b, a], [b, zz]]
+    assert source.train.targets.tolist() == [[a, c], [zz, IGNORED]]
+    assert source.owners is not None
+    assert source.owners.tolist() == [0, 1]
+    assert token_source("own", users, vocabulary=3, chunk=3).train.inputs[0].tolist() == [[2, 1], [2, 1]]
+
+
+def test_speakers_keep_the_order_of_their_speeches():
+    assert speeches(PLAY) == {
+        "ANNA": [["to", "be", ",", "or", "not", "to", "be", "."], ["go", "then", ".", "and", "go", "well", "."]],
+        "BERT": [["i'll", "go", "!"]],
+    }
+
+
+def test_the_file_of_shakespeare_is_read(tmp_path):
+    (tmp_path / "tinyshakespeare").mkdir()
+    (tmp_path / "tinyshakespeare" / "input.txt").write_text(PLAY)
+    check_dataset(lambda: fl.datasets["shakespeare"](str(tmp_path)))
+
+
+def leaf(users):
+    return json.dumps({"users": list(users), "num_samples": [len(u["x"]) for u in users.values()], "user_data": users})
+
+
+USERS = {
+    "ann": {
+        "x": [[["<BOS>", "hello", "there"], ["you", "<EOS>", "<PAD>"]], [["bye", "now", "<PAD>"]]],
+        "y": [{"target_tokens": [["hello", "there", "you"], ["<EOS>", "<PAD>", "<PAD>"]]}, {"target_tokens": [["now"]]}],
+    },
+    "bob": {"x": [[["good", "morning", "all"]], [["see", "you"]]]},
+}
+
+
+def test_the_chunks_of_every_user_of_reddit_are_read(tmp_path):
+    part = tmp_path / "reddit" / "train" / "part.json"
+    part.parent.mkdir(parents=True)
+    part.write_text(leaf(USERS))
+    check_dataset(lambda: fl.datasets["reddit"](tmp_path))
+    assert read_leaf([part]) == {
+        "ann": [["<BOS>", "hello", "there"], ["you", "<EOS>"], ["bye", "now"]],
+        "bob": [["good", "morning", "all"], ["see", "you"]],
+    }
+
+
+@pytest.mark.parametrize(
+    "text", ["{", '{"users": ["a"]}', *(leaf({"a": {"x": [sample]}}) for sample in ("a b", ["a", "b"], [1, 2], [[1, 2]]))]
+)
+def test_other_layouts_are_refused(tmp_path, text):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match="LEAF's layout"):
+        read_leaf([path])
