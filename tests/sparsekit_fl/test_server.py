@@ -19,10 +19,9 @@ import sparsekit_fl as fl
 from sparsekit.errors import DataError
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit_fl.client.messages import decode_reply, decode_request, encode_reply, encode_request, request_bytes, update_bytes
-from sparsekit_fl.client.packing import Kept, digest
 from sparsekit_fl.errors import ClientError, UpdateError
 from sparsekit_fl.methods import registry
-from sparsekit_fl.packed import pack
+from sparsekit_fl.packing import Kept, digest, pack
 from sparsekit_fl.results import ClientScores, RoundScores
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec, by_id

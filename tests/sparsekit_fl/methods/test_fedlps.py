@@ -11,10 +11,10 @@ import torch
 from personal import ONE_STEP, chain, client_context, deep_problem, server_context, tiny_run, training, update, watched
 
 import sparsekit_fl as fl
-from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.methods import fedlps, fedlps_paper, make_method, rcr_fix, registry
+from sparsekit_fl.methods.base import ClientInfo
 from sparsekit_fl.methods.fedlps import FedLPS, utility
-from sparsekit_fl.methods.server import ClientInfo
+from sparsekit_fl.packing import Kept
 from sparsekit_fl.testing import tiny_clients, tiny_config
 
 
