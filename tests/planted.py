@@ -1,7 +1,6 @@
 """Unit graphs with planted index errors, and whether the verification finds them: what the fuzz of wrong graphs shares."""
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from sparsekit.graph.groups import UnitSlice
 from sparsekit.tracing.blocks import BlockVerifier
 from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.tracing.passes import ReadOnly, private_passes
+from sparsekit.tracing.session import Session
 from sparsekit.tracing.verify import Verifier
 
 Rng = np.random.Generator
@@ -100,7 +100,11 @@ def _perturbed(model: nn.Module) -> nn.Module:
     return model
 
 
-PATHS = {"small": Verifier, "lean": functools.partial(Verifier, lean=True), "large": BlockVerifier}
+PATHS: dict[str, Callable[..., Any]] = {
+    "small": lambda *given: Verifier(Session(*given)),
+    "lean": lambda *given: Verifier(Session(*given, lean=True)),
+    "large": BlockVerifier,
+}
 
 
 def is_caught(model: nn.Module, x: Tensor, name: str, wrong: UnitGraph, *, path: str, modes: Sequence[str]) -> bool:

@@ -26,10 +26,11 @@ from sparsekit.errors import UnsupportedModelError
 from sparsekit.graph.edit import only
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup
-from sparsekit.layers import LayerRule
+from sparsekit.layers import Rules
 from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
 from sparsekit.tracing.inputs import ModelInputs, find_tensors, same_tensors, with_tokens
 from sparsekit.tracing.passes import lent_copy, train_without_dropout
+from sparsekit.tracing.session import Session
 from sparsekit.tracing.tape import Tape
 from sparsekit.tracing.trials import OUTSIDE, Masks, Trial, width_trials
 from sparsekit.tracing.verify import Verifier
@@ -75,18 +76,18 @@ def _numbers(model: nn.Module) -> int:
 def make_verifier(
     model: nn.Module,
     calls: Sequence[ModelInputs],
-    rules: Mapping[type[nn.Module], LayerRule] | None,
+    rules: Rules | None,
     training: Sequence[tuple[int, bool]],
 ) -> "Verifier | BlockVerifier":
-    """Return what verifies the groups of a model; its arguments are those of `Verifier`."""
+    """Return what verifies the groups of a model; the arguments are as for `Session`."""
     numbers = _numbers(model)
     if not is_large(model):
-        return Verifier(model, calls, rules, training, lean=numbers >= LEAN_NUMBERS)
+        return Verifier(Session(model, calls, rules, training, lean=numbers >= LEAN_NUMBERS))
     if numbers < LARGE_NUMBERS:  # on the meta device: it can be given values
         made = [_valued(replace(inputs, guard=nullcontext())) for inputs in calls]
-        verifier = Verifier(_with_values(model), made, rules, training, lean=numbers >= LEAN_NUMBERS)
-        if verifier.runs:
-            return verifier
+        session = Session(_with_values(model), made, rules, training, lean=numbers >= LEAN_NUMBERS)
+        if session.refusal is None:
+            return Verifier(session)
     return BlockVerifier(model, calls, rules, training)
 
 
@@ -107,27 +108,25 @@ def _copied(*inputs: Any) -> tuple[Any, Any]:
 class BlockVerifier:
     """Compares gated and compacted blocks of a model, and the whole model only for groups that reach over blocks.
 
-    The arguments are as for `Verifier`; where `calls` are guarded the model is not changed, as a copy lends its parameters.
+    The arguments are as for `Session`; where `calls` are guarded the model is not changed, as a copy lends its parameters.
     """
 
     model: nn.Module
     calls: Sequence[ModelInputs]
-    rules: Mapping[type[nn.Module], LayerRule] | None = None
+    rules: Rules | None = None
     training: Sequence[tuple[int, bool]] = ()
 
     def __post_init__(self) -> None:
         self._copy = lent_copy(self.model).eval()
         self._modules = dict(self._copy.named_modules())
         self._meta = is_meta(self.model)
-        self._numbers = _count(self.model)
+        self._numbers = _numbers(self.model)
         self._drawn = self.calls
         self._whole_tapes: dict[int, Tape] = {}
         self._captured: dict[str, list[ModelInputs]] = {}
         self._runs: dict[str, list[str]] = {}  # what runs in these modules
         self._results: dict[str, dict[int, str]] = {}  # kind of block → number of a group of it → why it is not exact
         self._narrow: dict[str, object] = {}  # path → module or entry of the model with all groups cut
-        self._passed: dict[tuple[Any, ...], str] = {}  # key of a set → the module that it was compared in
-        self._passed_with: tuple[Any, ...] = ()
         self._masks = Masks(torch.Generator().manual_seed(20130))
         with contextlib.suppress(Exception):  # a model may refuse other tokens than its example
             drawn = with_tokens(self._copy, self.calls, torch.Generator().manual_seed(20130))
@@ -146,16 +145,9 @@ class BlockVerifier:
         Returns:
             Group name → reason; empty if all is well.
         """
-        # A size that follows other units now may break what has passed in the same module.
-        if self._passed_with != (graph.sizes, graph.ties):
-            self._passed, self._passed_with = {}, (graph.sizes, graph.ties)
         self._narrow = self._cut_everywhere(graph)
-        places: dict[Tied, str] = {}
-        homes: dict[str, None] = {}
-        for names in graph.tied_sets:
-            places[names] = self._passed.get(self._key(graph, names)) or self._home(_places(graph, names))
-            if self._key(graph, names) not in self._passed:
-                homes[places[names]] = None
+        places = {names: self._home(_place(graph, names)) for names in graph.tied_sets}
+        homes = dict.fromkeys(places.values())
         self._capture(homes)
         reasons: dict[str, str] = {}
         while homes:
@@ -165,13 +157,11 @@ class BlockVerifier:
                 sets = [names for names, place in places.items() if f"{place}.".startswith(f"{home}.")]
                 failed = self._block(graph, home, sets)
                 for names in sets:
-                    if not failed.keys() & set(names):
-                        self._passed[self._key(graph, names)] = places[names]
-                        continue
                     # A module may return what the one above does not look at, such as the maps of its attention heads.
-                    reasons.update({name: failed.get(name, "") for name in names})
-                    places[names] = self._home(home.rpartition(".")[0])
-                    above[places[names]] = None
+                    if failed.keys() & set(names):
+                        reasons.update({name: failed.get(name, "") for name in names})
+                        places[names] = self._home(home.rpartition(".")[0])
+                        above[places[names]] = None
             homes = above
         if self._meta:
             return self._without_values(graph, places, reasons, compared)
@@ -181,7 +171,7 @@ class BlockVerifier:
 
     @functools.cached_property
     def _whole(self) -> Verifier:
-        return Verifier(self._copy, self.calls, self.rules, self.training, lean=True)
+        return Verifier(Session(self._copy, self.calls, self.rules, self.training, lean=True))
 
     def _cut_everywhere(self, graph: UnitGraph) -> dict[str, object]:
         try:
@@ -204,15 +194,9 @@ class BlockVerifier:
             module = self._modules[name]
             is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
             if not is_list and next(module.children(), None) is not None:
-                return name if 2 * _count(module) <= self._numbers else ""
+                return name if 2 * _numbers(module) <= self._numbers else ""
             name = name.rpartition(".")[0]
         return ""
-
-    @staticmethod
-    def _key(graph: UnitGraph, names: tuple[str, ...]) -> tuple[Any, ...]:
-        """Return what tells a set of groups from one of the same names in another graph."""
-        groups = [graph.groups[name] for name in names]
-        return tuple((g.name, g.size, tuple((s.name, s.dim, s.side, s.span) for s in g.slices + g.constants)) for g in groups)
 
     def _capture(self, homes: Iterable[str]) -> None:
         """Note what modules and those above them are called on, in their first call on each of the inputs."""
@@ -288,8 +272,8 @@ class BlockVerifier:
             if self._meta:
                 block = _with_values(block, {id(own): own for own, _ in outside})
                 calls = [_valued(inputs) for inputs in calls]
-            verifier = Verifier(block, calls, self.rules, training, outside=outside)
-            return verifier.failures(_part_of(graph, home, names, block))
+            session = Session(block, calls, self.rules, training, outside=outside)
+            return Verifier(session).failures(_part_of(graph, home, names, block))
         except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
             return dict.fromkeys(names, f"{home!r} cannot run by itself: {type(error).__name__}: {error}")
 
@@ -341,11 +325,7 @@ class BlockVerifier:
         return None
 
 
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _places(graph: UnitGraph, names: tuple[str, ...]) -> str:
+def _place(graph: UnitGraph, names: tuple[str, ...]) -> str:
     """Return the longest module path that contains all tensors and sizes of some groups."""
     paths = [piece.name.rpartition(".")[0] for name in names for piece in graph.groups[name].slices]
     paths += [graph.constants[piece.name].module for name in names for piece in graph.groups[name].constants]

@@ -15,17 +15,11 @@ Tied = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a comparison failed.
-
-    Args:
-        reason: One phrase.
-        module: The module that raised an exception in the compacted model; None if it ran.
-        jointly: Whether several sets of groups fail together and none of them by itself.
-    """
+    """Why a comparison failed."""
 
     reason: str
-    module: str | None = None
-    jointly: bool = False
+    module: str | None = None  # the one that raised an exception in the compacted model; None if it ran
+    jointly: bool = False  # several sets of groups fail together, and none of them by itself
 
 
 @dataclass
@@ -43,41 +37,33 @@ class Search:
     tried: int = 0
 
     def find(
-        self, graph: UnitGraph, units: Sequence[Tied], compare: Callable[[list[str]], Failure | None]
+        self,
+        graph: UnitGraph,
+        units: Sequence[Tied],
+        compare: Callable[[list[str]], Failure | None],
+        bad: dict[str, Failure] | None = None,
     ) -> dict[str, Failure]:
-        """Return group name → why it fails.
-
-        Args:
-            graph: Says which modules a group touches.
-            units: Sets of tied groups.
-            compare: Returns why some groups fail together, or None.
-        """
-        bad: dict[str, Failure] = {}
-        self._split(graph, list(units), bad, compare)
-        return bad
-
-    def _split(
-        self, graph: UnitGraph, units: list[Tied], bad: dict[str, Failure], compare: Callable[[list[str]], Failure | None]
-    ) -> None:
+        """Return group name → why it fails. `compare` returns why some groups fail together, or None; `bad` is extended."""
+        bad = {} if bad is None else bad
         if not units or (bad and self.tried >= TRIALS):
-            return
+            return bad
         self.tried += 1
         failure = compare([name for tied in units for name in tied])
         if failure is None:
-            return
+            return bad
         if len(units) == 1:
-            bad |= dict.fromkeys(units[0], failure)
             self.known.add(cause(units[0], failure))
-            return
+            bad |= dict.fromkeys(units[0], failure)
+            return bad
         before = len(bad)
         for part in self._parts(graph, units, failure):
-            self._split(graph, part, bad, compare)
+            self.find(graph, part, compare, bad)
         if len(bad) == before:
-            units = self._least(units, compare)
             together = replace(failure, reason=f"only jointly: {failure.reason}", jointly=True)
-            bad |= dict.fromkeys((name for tied in units for name in tied), together)
+            bad |= dict.fromkeys((name for tied in self._least(units, compare) for name in tied), together)
+        return bad
 
-    def _least(self, units: list[Tied], compare: Callable[[list[str]], Failure | None]) -> list[Tied]:
+    def _least(self, units: Sequence[Tied], compare: Callable[[list[str]], Failure | None]) -> Sequence[Tied]:
         """Return what is left of some sets that fail together, of which neither half does, without sets that do not matter."""
         size = len(units) // 4 or len(units) // 3
         while size and self.tried < TRIALS:
@@ -91,7 +77,7 @@ class Search:
                 size //= 2
         return units
 
-    def _parts(self, graph: UnitGraph, units: list[Tied], failure: Failure) -> list[list[Tied]]:
+    def _parts(self, graph: UnitGraph, units: Sequence[Tied], failure: Failure) -> list[Sequence[Tied]]:
         alike = [tied for tied in units if cause(tied, failure) in self.known]
         if alike:
             return [*([tied] for tied in alike), [tied for tied in units if tied not in alike]]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sparsekit._torch import buffers_of
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.labels.values import user_line
-from sparsekit.layers import LayerRule, find_rule
+from sparsekit.layers import Rules, find_rule
 from sparsekit.rng import seeded
 from sparsekit.surgery.rebuild import copy_with, find_constants, named_entries, narrow_module
 from sparsekit.tracing.inputs import ModelInputs, find_numbers, find_tensors, held_tensors, with_tokens
@@ -23,32 +23,31 @@ from sparsekit.tracing.record import PassRecord
 
 @dataclass
 class Session:
-    """Decides once on the dtype and the inputs of all passes of a model.
+    """Decides once on the dtype and the inputs of all passes of a model, in float64 where the model runs in it.
 
     Args:
         model: Not changed.
         calls: The inputs of the model.
         rules: The user's layer rules.
         training: Numbers of the calls that train mode accepts, and whether each is doubled.
-        lean: Keep the entries in their own dtype, and convert them operator by operator.
-        generator: Draws scales, biases and inputs.
-        outside: Objects that the model refers to and that are no part of it, each with the one for a cut model to refer to.
+        lean: Keep the entries in their own dtype, and convert them operator by operator. Takes less memory and more time.
+        outside: Objects that the model refers to and that are not part of it, each with the one for a cut model to refer to.
 
     Attributes:
         refusal: Why the model runs on no inputs; None if it runs.
         by_module: Whether passes are recorded by module, because operators differ somewhere.
+        generator: Draws scales, biases, inputs and masks.
     """
 
     model: nn.Module
     calls: Sequence[ModelInputs]
-    rules: Mapping[type[nn.Module], LayerRule] | None
-    training: Sequence[tuple[int, bool]]
-    lean: bool
-    generator: torch.Generator
+    rules: Rules | None = None
+    training: Sequence[tuple[int, bool]] = ()
+    lean: bool = False
     outside: Sequence[tuple[object, object]] = ()
 
     def __post_init__(self) -> None:
-        self.by_module = False
+        self.by_module, self.generator = False, torch.Generator().manual_seed(20130)
         own = [t.dtype for t in named_entries(self.model).values() if t.is_floating_point()]
         # A model may fix its dtype, or its device may lack float64; it may refuse disturbed inputs.
         lesser: list[tuple[torch.dtype | None, bool]] = [(torch.float32, False)] if self.lean else []

@@ -2,16 +2,11 @@
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-
-import torch
-from torch import nn
+from dataclasses import replace
 
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.layers import LayerRule
 from sparsekit.runtime.kept_norms import kept_norms
 from sparsekit.surgery.rebuild import named_entries
-from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.tracing.judge import Judgment
 from sparsekit.tracing.search import Failure, Search, blamed, cause
 from sparsekit.tracing.session import Session, described, keep_buffers
@@ -20,39 +15,15 @@ from sparsekit.tracing.trials import FEW, MANY, Masks, Trial, width_trials
 _MANY_NUMBERS = 2_000_000  # larger models are compared under fewer masks; never by the clock
 
 
-@dataclass
 class Verifier:
-    """Compares gated and compacted copies of a model, in float64 where the model runs in it.
+    """Compares gated and compacted copies of the model of a session."""
 
-    Args:
-        model: Not changed.
-        calls: The calls of the model.
-        rules: The user's layer rules.
-        training: The calls that train mode accepts, to compare some masks there, dropout aside: their numbers, and whether
-            each is doubled.
-        lean: Keep the entries in their own dtype, and convert them operator by operator. Takes less memory and more time.
-        outside: As for `Session`.
-    """
-
-    model: nn.Module
-    calls: Sequence[ModelInputs]
-    rules: Mapping[type[nn.Module], LayerRule] | None = None
-    training: Sequence[tuple[int, bool]] = ()
-    lean: bool = False
-    outside: Sequence[tuple[object, object]] = ()
-
-    def __post_init__(self) -> None:
-        generator = torch.Generator().manual_seed(20130)
-        numbers = sum(t.numel() for t in named_entries(self.model).values())
+    def __init__(self, session: Session) -> None:
+        numbers = sum(t.numel() for t in named_entries(session.model).values())
         self._schedule = MANY if numbers < _MANY_NUMBERS else FEW
-        self._masks = Masks(generator)
-        self._session = Session(self.model, self.calls, self.rules, self.training, self.lean, generator, self.outside)
+        self._masks = Masks(session.generator)
+        self._session = session
         self._search = Search()
-
-    @property
-    def runs(self) -> bool:
-        """Whether the model runs on its inputs."""
-        return self._session.refusal is None
 
     def failures(self, graph: UnitGraph, compared: Sequence[Collection[str]] = ()) -> dict[str, str]:
         """Find the groups whose removal is not exact.
@@ -69,7 +40,7 @@ class Verifier:
         # What fails is often all of one kind, and is found sooner if it is together.
         units = sorted(graph.tied_sets, key=lambda names: graph.groups[names[0]].kind)
         self._search.tried = 0
-        for trial in (*self._schedule, *width_trials(graph, compared, (False, True) if self.training else (False,))):
+        for trial in (*self._schedule, *width_trials(graph, compared, (False, True) if self._session.training else (False,))):
             self._session.state.redraw(self._session.generator, positive=trial.positive)
             sets = [tied for tied in units if trial.cuts(tied)]
             bad: Mapping[str, Failure] = self._search.find(graph, sets, functools.partial(self._check, graph, trial))
@@ -115,7 +86,7 @@ class Verifier:
         Returns:
             The reason, and whether the two are equal up to rounding, whatever the mask has changed.
         """
-        trial = trial._replace(training=trial.training and bool(self.training))
+        trial = trial._replace(training=trial.training and bool(self._session.training))
         judged = self._judged(graph, trial, names)
         failure: Failure | None = None
         if isinstance(judged, Failure):

@@ -18,6 +18,7 @@ from zoo_base import Lambda
 import sparsekit as sk
 from sparsekit.tracing import blocks
 from sparsekit.tracing.inputs import ModelInputs
+from sparsekit.tracing.session import Session
 from sparsekit.tracing.trace import UnprunableWarning, UnreadParametersWarning
 from sparsekit.tracing.verify import Verifier
 
@@ -153,8 +154,8 @@ def test_outliers_hide_no_wrong_group_and_condemn_no_right_one(
         assert list(graph.groups) == ["blocks.0.0", "blocks.1.0"]
     for name in graph.groups:
         calls = [ModelInputs((x,), {})]
-        assert list(Verifier(model.eval(), calls).failures(spoiled(graph, name))) == [name]
-        assert list(Verifier(model.eval(), calls, lean=True).failures(spoiled(graph, name))) == [name]
+        assert list(Verifier(Session(model.eval(), calls)).failures(spoiled(graph, name))) == [name]
+        assert list(Verifier(Session(model.eval(), calls, lean=True)).failures(spoiled(graph, name))) == [name]
 
 
 @pytest.mark.parametrize("wrap", [parametrizations.weight_norm, lambda layer: layer])

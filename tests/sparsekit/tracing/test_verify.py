@@ -104,7 +104,7 @@ def test_a_tiny_scale_hides_no_error(shape: tuple[int, ...], size: float, fixed:
     calls = [ModelInputs((x,), {})]
     for name in ("up", "first"):
         with private_passes():
-            verifier: Any = (BlockVerifier if large else Verifier)(model, calls)
+            verifier = BlockVerifier(model, calls) if large else Verifier(Session(model, calls))
             assert list(verifier.failures(spoiled(graph, name))) == [name]
 
 
@@ -122,7 +122,7 @@ def test_a_group_that_others_would_hide_is_judged_alone() -> None:
     x = torch.randn(16, 4)
     graph, _ = laws.trace(model, x)
     assert list(graph.groups) == ["a", "b"]
-    assert list(Verifier(model, [ModelInputs((x,), {})]).failures(spoiled(graph, "b"))) == ["b"]
+    assert list(Verifier(Session(model, [ModelInputs((x,), {})])).failures(spoiled(graph, "b"))) == ["b"]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -141,7 +141,7 @@ def test_every_wrong_order_of_a_few_silent_units_is_caught_under_the_masks_of_la
             wrong = dataclasses.replace(piece, index=piece.index[list(order)])
             pieces = (*group.slices[:number], wrong, *group.slices[number + 1 :])
             spoilt = dataclasses.replace(graph, groups={group.name: dataclasses.replace(group, slices=pieces)})
-            assert Verifier(model, [ModelInputs((x,), {})]).failures(spoilt), (piece.name, order)
+            assert Verifier(Session(model, [ModelInputs((x,), {})])).failures(spoilt), (piece.name, order)
 
 
 @pytest.mark.usefixtures("large")
