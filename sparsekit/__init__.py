@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from sparsekit.pruning.result import Pruned as Pruned, PrunePlan as PrunePlan
     from sparsekit.surgery.compaction import compact as compact, expand as expand
     from sparsekit.surgery.onnx import export_onnx as export_onnx
+    from sparsekit.transformers.pretrained import fit_config as fit_config
     from sparsekit.transformers.pretrained import load_pretrained as load_pretrained, save_pretrained as save_pretrained
-    from sparsekit.transformers.pretrained_config import fit_config as fit_config
     from sparsekit.surgery.saving import load_compact as load_compact, load_mask as load_mask, save_compact as save_compact
     from sparsekit.tracing.trace import trace_units as trace_units
     from sparsekit.training.importance import GradientImportance as GradientImportance
@@ -97,7 +97,7 @@ _FURTHER = {
     "sparsekit.measure.budget": "BudgetError",
     "sparsekit.measure.cost": "Cost cost_model",
     "sparsekit.pruning.report": "PruneReport",
-    "sparsekit.transformers.pretrained_config": "fit_config",
+    "sparsekit.transformers.pretrained": "fit_config",
     "sparsekit.surgery.saving": "load_mask",
     "sparsekit.training.importance": "GradientImportance",
     "sparsekit.training.narrow_model": "NarrowModel",

@@ -17,7 +17,7 @@ from sparsekit.errors import TraceError
 from sparsekit.layers import find_rule
 from sparsekit.surgery.rebuild import named_entries
 from sparsekit.tracing.ops import find_handler
-from sparsekit.transformers.experts import ExpertsRule
+from sparsekit.transformers.rules import ExpertsRule
 
 _aten = torch.ops.aten
 _RIGHT_FACTOR = {

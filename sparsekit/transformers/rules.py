@@ -1,7 +1,7 @@
-"""Mixtures of experts as transformers has them: the unit is a whole expert, with its row of the router.
+"""Rules of the layers of transformers: mixtures of experts and Mamba-2.
 
-An expert owns its matrices, stacked along axis 0 of two weights, and the row of the router that decides which tokens it gets.
-Under a mask, the router chooses among kept experts alone, as in the narrow model.
+An expert is a unit. It owns its matrices, stacked along axis 0 of two weights, and the row of the router that decides which
+tokens it gets. Under a mask, the router chooses among kept experts alone, as in the narrow model.
 """
 
 import inspect
@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from sparsekit.labels.values import IntArray, NormNote
-from sparsekit.layers import Args, Kwargs, LayerRule, Run, TensorLabels, Tracer, of_type
+from sparsekit.layers import Args, Kwargs, Labels, LayerRule, Run, TensorLabels, Tracer, of_type
 
 _FAMILIES = {
     "flex_olmo": "FlexOlmo",
@@ -48,10 +48,10 @@ def _given(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     return list(bound.arguments.values())[1:]
 
 
-def _hidden(tracer: Tracer, x: Tensor) -> TensorLabels:
+def _hidden(tracer: Tracer, x: Tensor, what: str) -> TensorLabels:
     # The last axis of the input of a layer over tokens.
     labels = tracer.labels(x, *range(x.dim() - 1))
-    tracer.fix(labels.axes[:-1], "an axis of units runs through a mixture of experts as positions or batch")
+    tracer.fix(labels.axes[:-1], f"an axis of units runs through a {what} or batch")
     return TensorLabels(labels.axes[-1:])
 
 
@@ -71,7 +71,7 @@ class RouterRule(LayerRule):
         (x,), weight, top_k = _given(module, args, kwargs), router.weight, int(router.top_k)
         labels = tracer.labels(weight)
         experts = labels.axes[0]
-        tracer.contract(_hidden(tracer, x), 0, labels, 1)
+        tracer.contract(_hidden(tracer, x, "mixture of experts as positions"), 0, labels, 1)
         if experts is None:
             return outputs
         if tracer.entry(weight) is None or experts.size <= top_k:
@@ -117,7 +117,7 @@ class ExpertsRule(LayerRule):
         first, second = (tracer.labels(module.get_parameter(name)) for name in ("gate_up_proj", "down_proj"))
         biases = [tracer.labels(p) for name, p in module.named_parameters(recurse=False) if name.endswith("_bias")]
         row, column = (2, 1) if _is_transposed(module) else (1, 2)
-        tracer.contract(_hidden(tracer, x), 0, first, column)
+        tracer.contract(_hidden(tracer, x, "mixture of experts as positions"), 0, first, column)
         experts, others = first.axes[0], second.axes[0]
         if experts is not None and others is not None:
             tracer.make(first, 0, "expert")
@@ -145,6 +145,67 @@ class ExpertsRule(LayerRule):
                 reason = "fused products of experts take few widths; set_experts_implementation('eager') takes any"
                 tracer.fix(columns, reason, quiet=True)
         return out
+
+
+class Mamba2Rule(LayerRule):
+    """The unit is a head of the state space, with its inputs, gates, step sizes and decay.
+
+    The gated norm averages over all heads, so that heads can go with prune_hidden_size=True alone. Where several heads share B
+    and C, the same head of every such group goes. `in_proj` makes gates, inputs, B, C and steps, in this order of its rows.
+    """
+
+    type_names: ClassVar[tuple[str, ...]] = ("transformers.models.mamba2.modeling_mamba2.Mamba2Mixer",)
+
+    def resize(self, module: nn.Module) -> None:
+        mixer: Any = module
+        mixer.num_heads = mixer.A_log.shape[0]
+        mixer.intermediate_size, mixer.conv_dim = mixer.num_heads * mixer.head_dim, mixer.conv1d.weight.shape[0]
+
+    def trace(self, tracer: Tracer, module: nn.Module, run: Run, args: Args, kwargs: Kwargs) -> Any:
+        """Unite the parts of each head, and note the average over all heads."""
+        out = run(*args, **kwargs)
+        mixer: Any = module
+        x = args[0] if args else kwargs["hidden_states"]
+        inputs, outputs = tracer.labels(mixer.in_proj.weight), tracer.labels(mixer.out_proj.weight)
+        tracer.contract(_hidden(tracer, x, "state space as time"), 0, inputs, 1)
+        tracer.make(outputs, 0)
+        rows = tracer.scaled(outputs.axes[0], mixer.out_proj.weight, mixer.out_proj.bias)
+        tracer.set(out, TensorLabels((*[None] * (out.dim() - 1), rows)))
+        if mixer.num_heads > 1:
+            self._unite(tracer, mixer, inputs, outputs)
+        return out
+
+    def _unite(self, tracer: Tracer, mixer: Any, inputs: TensorLabels, outputs: TensorLabels) -> None:
+        wide, count = mixer.intermediate_size, mixer.num_heads
+        rows = _nodes(inputs, 0)
+        heads = rows[:wide].reshape(count, -1)[:, 0]
+        tracer.unite_rows(heads.reshape(mixer.n_groups, -1))
+        of_values = np.repeat(heads, mixer.head_dim)
+
+        def unite(tensor: Tensor | None, *parts: slice) -> None:
+            if tensor is None:
+                return
+            for part in parts:
+                nodes = _nodes(tracer.labels(tensor), 0)[part]
+                tracer.unite(heads if nodes.size == count else of_values, nodes)
+
+        everything = slice(None)
+        for tensor in (mixer.in_proj.weight, mixer.in_proj.bias):
+            unite(tensor, slice(wide), slice(wide, 2 * wide), slice(-count, None))
+        tracer.make_nodes(rows[: 2 * wide], "head")
+        for tensor in (mixer.conv1d.weight, mixer.conv1d.bias):
+            unite(tensor, slice(wide))
+        for tensor in (mixer.norm.weight, mixer.A_log, mixer.D, mixer.dt_bias):
+            unite(tensor, everything)
+        columns = _nodes(outputs, 1)
+        tracer.unite(of_values, columns)
+        tracer.read(Labels(columns, np.zeros_like(columns)), columns)
+        if not tracer.kept_norms:
+            tracer.fix(heads, "normalized over all heads by the gated norm of Mamba-2", averaged=True)
+            return
+        cause = tracer.cause("averaged over by one call that sees other heads from time to time")
+        note = NormNote("mean", of_values, -1, cause)
+        tracer.norms.setdefault((f"{tracer.module}.norm", 0), []).append(note)
 
 
 def _is_transposed(module: nn.Module) -> bool:
