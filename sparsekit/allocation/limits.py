@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TypeAlias, get_args
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import Kind, UnitGroup
+from sparsekit.graph import UnitGraph, UnitGroup
+from sparsekit.graph.groups import Kind
 
 Limits = Mapping[str, tuple[float, float]]
 """Group name → (least, largest) share of its units that stay, each in [0, 1]."""

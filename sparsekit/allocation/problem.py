@@ -2,11 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from sparsekit.allocation.limits import (
@@ -19,13 +16,10 @@ from sparsekit.allocation.limits import (
     check_multiples,
     free_counts,
     least_counts,
-    spread,
 )
-from sparsekit.allocation.walk import Walk, Width
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.measure.budget import Budget, BudgetError, format_cost
-from sparsekit.measure.cost import CostModel
+from sparsekit.graph import UnitGraph
+from sparsekit.measure import Budget, BudgetError, CostModel, format_cost
 
 _UNUSED, _HELD = 0.02, 1 / 3
 """Of a budget, the share that preferred multiples may leave unused, and the share that groups at their minimum may hold: where
@@ -89,22 +83,6 @@ class Problem:
             " layer, and on what was kept"
         )
         raise BudgetError(f"the budget cannot be met: {told}; {because}. Ask for the minimum or more", least)
-
-    def walk(self, importance: Mapping[str, npt.NDArray[np.float64]], *, by_cost: bool) -> Counts:
-        """Walk from the largest counts to the budget, by the importance of blocks per cost or per unit; then fill.
-
-        `importance` is group name → float64 (units,), from the best unit to the worst.
-        """
-        counts, widths = spread(self.free, lambda _, counts: counts[-1]), []
-        for groups, allowed in self.free.items():
-            blocks = (sum(importance[name][fewer:more].sum() for name in groups) for fewer, more in pairwise(allowed))
-            widths.append(Width(groups, allowed, (0.0, *map(float, blocks))))
-        places = [len(width.counts) - 1 for width in widths]
-        walk = Walk(widths, places, self.costs.tracker(counts, tuple(self.limits)), self.limits)
-        walk.down(by_cost=by_cost)
-        walk.fill()
-        walk.tighten()
-        return walk.counts()
 
 
 Allocation: TypeAlias = Callable[[Problem], Counts]

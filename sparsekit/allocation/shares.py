@@ -13,8 +13,7 @@ from sparsekit.allocation.limits import Counts, Free, free_counts, spread
 from sparsekit.allocation.problem import Problem
 from sparsekit.criteria.base import Criterion, ScoringContext, check_scores, refuse_nan, score_units
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.mask import UnitMask
+from sparsekit.graph import UnitGraph, UnitMask
 
 
 def check_ratio(ratio: float) -> float:
@@ -72,24 +71,19 @@ def by_ratio(problem: Problem, *, ratios: float | Mapping[str, float], default: 
 def _ratio_counts(graph: UnitGraph, free: Free, ratios: float | Mapping[str, float], default: float) -> dict[str, int]:
     shares = ratios if isinstance(ratios, Mapping) else {}
     default = check_ratio(default if isinstance(ratios, Mapping) else ratios)
+    found = {name: share for name, share in shares.items() if name in graph.groups}
     for name, share in shares.items():
         check_ratio(share)
         try:
-            matches = name in graph.groups or any(re.fullmatch(name, group) for group in graph.groups)
+            matched = [name] if name in graph.groups else [group for group in graph.groups if re.fullmatch(name, group)]
         except re.error as error:
             raise InvalidValueError(f"{name!r} is neither a group nor a regular expression: {error}") from None
-        if not matches:
+        if not matched:
             raise UnknownNameError(f"{name!r} names and matches no group; {nearest(name, graph.groups)}")
-
-    def ratio(group: str) -> float:
-        if group in shares:
-            return shares[group]
-        return next(
-            (share for name, share in shares.items() if name not in graph.groups and re.fullmatch(name, group)), default
-        )
+        found = dict.fromkeys(matched, share) | found
 
     def pick(groups: tuple[str, ...], counts: tuple[int, ...]) -> int:
-        wanted = min(keep_count(ratio(name), graph.groups[name].size) for name in groups)
+        wanted = min(keep_count(found.get(name, default), graph.groups[name].size) for name in groups)
         return counts[min(bisect_left(counts, wanted), len(counts) - 1)]
 
     return spread(free, pick)
