@@ -25,10 +25,9 @@ from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.allocation import PreferredMultiple, Problem, allocate, global_ranking, registry, uniform
-from sparsekit.criteria import Magnitude, Random, with_data
+from sparsekit.criteria import Magnitude, Random, Scored, with_data
 from sparsekit.criteria.base import score_units
 from sparsekit.criteria.gate_gradients import inputs_of, unit_readers
-from sparsekit.criteria.orders import Scored
 from sparsekit.finetuning import Distillation, recalibrate_batchnorm, reconstruct
 from sparsekit.measure.budget import Budget
 from sparsekit.measure.cost import CostModel, cost_model

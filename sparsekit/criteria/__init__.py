@@ -6,11 +6,9 @@ from typing import Any
 
 from sparsekit.criteria.base import Criterion, ScoringContext, is_comparable
 from sparsekit.criteria.batches import Batch, DataDriven, Loss
-from sparsekit.criteria.orders import Ordered, Random, Scored
-from sparsekit.criteria.taylor import Fisher, Taylor
+from sparsekit.criteria.data_driven import Fisher, Taylor, Wanda
 from sparsekit.criteria.torch_pruning import TorchPruning
-from sparsekit.criteria.wanda import Wanda
-from sparsekit.criteria.weights import Magnitude, unit_magnitudes
+from sparsekit.criteria.weights import Magnitude, Ordered, Random, Scored, unit_magnitudes
 from sparsekit.errors import InvalidValueError
 from sparsekit.registry import Registry
 
@@ -33,13 +31,13 @@ __all__ = [
 registry = Registry(
     "criterion",
     {
-        "fisher": "sparsekit.criteria.taylor:Fisher",
+        "fisher": "sparsekit.criteria.data_driven:Fisher",
         "magnitude": "sparsekit.criteria.weights:Magnitude",
-        "ordered": "sparsekit.criteria.orders:Ordered",
-        "position_fisher": "sparsekit.criteria.taylor:position_fisher",
-        "random": "sparsekit.criteria.orders:Random",
-        "taylor": "sparsekit.criteria.taylor:Taylor",
-        "wanda": "sparsekit.criteria.wanda:Wanda",
+        "ordered": "sparsekit.criteria.weights:Ordered",
+        "position_fisher": "sparsekit.criteria.data_driven:position_fisher",
+        "random": "sparsekit.criteria.weights:Random",
+        "taylor": "sparsekit.criteria.data_driven:Taylor",
+        "wanda": "sparsekit.criteria.data_driven:Wanda",
     },
     group="sparsekit.criteria",
 )

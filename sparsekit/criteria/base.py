@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import StateDict
+from sparsekit.graph import StateDict, UnitGraph
 
 
 @dataclass(frozen=True, kw_only=True)

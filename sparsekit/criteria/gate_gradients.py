@@ -16,8 +16,7 @@ from sparsekit._torch import ConvNd
 from sparsekit.criteria.batches import Batch, DataDriven, call_model, example_count, run_model
 from sparsekit.criteria.weights import along_axis, unit_entries
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import UnitGroup, UnitSlice
+from sparsekit.graph import UnitGraph, UnitGroup, UnitSlice
 from sparsekit.graph.index import wide
 from sparsekit.tracing.inputs import map_tensors
 

@@ -16,8 +16,7 @@ from sparsekit._torch import ConvNd
 from sparsekit.criteria.base import ScoringContext
 from sparsekit.criteria.batches import Batch, DataDriven, Loss, call_model, check_finite
 from sparsekit.errors import InvalidValueError, MissingImportanceError, require
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import UnitGroup, UnitSlice
+from sparsekit.graph import UnitGraph, UnitGroup, UnitSlice
 
 
 class _Cut(NamedTuple("_Cut", [("dep", Any), ("idxs", list[int])])):

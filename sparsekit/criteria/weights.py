@@ -1,4 +1,4 @@
-"""Magnitude: importance from the weights alone, as operators read them, even if a model computes them from several entries."""
+"""Criteria that need no data: Magnitude, from the weights as operators read them, and Ordered, Random and Scored."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from torch.overrides import TorchFunctionMode
 from sparsekit._torch import tree_leaves
 from sparsekit.criteria.base import ScoringContext
 from sparsekit.errors import InvalidValueError, MissingImportanceError
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import UnitGroup, UnitSlice
-from sparsekit.graph.index import StateDict, wide
+from sparsekit.graph import StateDict, UnitGraph, UnitGroup, UnitSlice
+from sparsekit.graph.index import wide
 from sparsekit.measure.timing import measured
 from sparsekit.registry import calling
 
@@ -166,3 +165,53 @@ class Magnitude:
             sums = unit_sums(group, weights, order=self.order, used=used)
             found[name] = sums if self.order == 1 else sums.sqrt()
         return found
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """Keep a prefix of each group, units 0 to count − 1, so that smaller submodels nest inside larger ones.
+
+    Source: Horváth et al., FjORD, NeurIPS 2021; Diao et al., HeteroFL, ICLR 2021.
+    """
+
+    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:  # noqa: ARG002 - the protocol's signature
+        """Score each unit by minus its index."""
+        return {name: -torch.arange(group.size, dtype=torch.float64) for name, group in graph.groups.items()}
+
+
+@dataclass(frozen=True)
+class Random:
+    """Keep a uniformly random subset, fresh each time; the context must have a generator.
+
+    Source: Caldas et al., Federated Dropout, arXiv 1812.07210.
+    """
+
+    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
+        """Draw an order of each group's units."""
+        generator = context.generator
+        if generator is None:
+            raise MissingImportanceError("Random needs a generator; pass ScoringContext(generator=torch.Generator())")
+        orders = {name: torch.randperm(group.size, generator=generator) for name, group in graph.groups.items()}
+        return {name: -torch.argsort(order).to(torch.float64) for name, order in orders.items()}
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Scores that were computed before.
+
+    Use it to prune to several budgets without scoring again (`Pruned.scores` holds such criteria), or to bring scores of
+    your own.
+
+    Args:
+        values: Group name → float (units,), larger stays.
+        name: Name of the criterion in reports.
+        comparable: Whether scores of units of different groups mean the same.
+    """
+
+    values: Mapping[str, Tensor] = field(repr=False, compare=False)
+    name: str = "Scored"
+    comparable: bool = False
+
+    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:  # noqa: ARG002 - the protocol's signature
+        """Return the scores as they were given."""
+        return self.values
