@@ -1,27 +1,23 @@
-"""decide() and execute(): the choice among candidate cuts, and the cut itself, refitted."""
+"""Stage: the choice among candidate cuts in a step of the schedule, and the cut itself, refitted."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from sparsekit.allocation.by_cost import global_ranking
+from sparsekit.allocation import allocate, global_ranking, mask_from_scores
 from sparsekit.allocation.limits import Counts
-from sparsekit.allocation.problem import allocate
-from sparsekit.allocation.shares import mask_from_scores
-from sparsekit.criteria.base import ScoringContext, is_comparable, score_units
-from sparsekit.criteria.orders import Scored
+from sparsekit.criteria import Scored, ScoringContext, is_comparable
+from sparsekit.criteria.base import score_units
 from sparsekit.errors import InvalidValueError, level_of_user
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.mask import UnitMask
+from sparsekit.graph import UnitGraph, UnitMask
 from sparsekit.measure.budget import Budget, BudgetError
 from sparsekit.measure.timing import device_of, evaluated, prepare, stopwatch, time_turns
 from sparsekit.progress import working
-from sparsekit.pruning.calibration import Calibration
 from sparsekit.pruning.reconstruction import recalibrate_batchnorm, refit, refits_in_sequence, statistics_prior
 from sparsekit.pruning.report import CandidateReport
 from sparsekit.pruning.settings import Candidate, Settings
@@ -52,134 +48,145 @@ class Cut:
 
 
 class Decision(NamedTuple):
-    """The best candidate, its cut, all candidates with their scores, and notes for the report."""
+    """The best candidate, its cut, and all candidates with their scores."""
 
     candidate: Candidate
     cut: Cut
     tried: Sequence[CandidateReport]
     scores: Mapping[str, Scored]
-    notes: Sequence[str]
 
 
-def decide(
-    settings: Settings, candidates: Sequence[Candidate], model: nn.Module, graph: UnitGraph, target: Budget | None
-) -> Decision:
-    """Choose the candidate with the lowest loss on examples that neither scored nor reconstructed it.
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """A step of the schedule: the model to cut, its units, and the budget."""
 
-    A single candidate is not compared. Otherwise, each layer of a candidate is refitted by itself: a refit in sequence takes
-    twice the time and lowers all losses alike.
+    settings: Settings
+    model: nn.Module
+    graph: UnitGraph
+    target: Budget | None
 
-    If none can be made, the error of the last one is raised.
-    """
-    calibration = settings.calibration
-    if len(candidates) == 1 or calibration is None or not calibration.judge:
-        score = _score(settings, candidates[0], model, graph)
-        cut = _cut(settings, candidates[0], score, model, graph, target)
-        return Decision(candidates[0], cut, (), {candidates[0].label: score}, ())
-    scores: dict[str, Scored] = {}
-    tried: list[CandidateReport] = []
-    best: tuple[float, Candidate, Cut] | None = None
-    refused = InvalidValueError("no candidate")
-    prior = _prior(settings, calibration, model)
-    for candidate in candidates:
-        label, way = candidate.label, candidate.way
-        try:
-            if label not in scores:
-                scores[label] = _score(settings, candidate, model, graph)
-            cut = _cut(settings, candidate, scores[label], model, graph, target)
-            small = _small(settings, cut, model, graph)
-            measured = _refit(settings, small, cut.mask, model, graph, prior, sequential=False)
-        except InvalidValueError as error:
-            refused = error
-            tried.append(CandidateReport(label, way, None, False, f"could not be made: {error}"))
-            continue
-        loss = calibration.measure(small)
-        told = "" if loss == loss else "the loss on held-out examples is NaN"
-        tried.append(CandidateReport(label, way, None if told else loss, False, told))
-        rank = float("inf") if told else loss
-        if best is None or rank < best[0]:
-            best = rank, candidate, replace(cut, model=small, measured=measured)
-    if best is None:
-        raise refused
-    _, candidate, cut = best
-    rows = [replace(each, chosen=(each.criterion, each.allocation) == (candidate.label, candidate.way)) for each in tried]
-    return Decision(candidate, cut, rows, scores, _notes(tried))
+    def decide(self, candidates: Sequence[Candidate]) -> Decision:
+        """Choose the candidate with the lowest loss on examples that neither scored nor reconstructed it.
 
+        A single candidate is not compared. Otherwise, each layer of a candidate is refitted by itself: a refit in sequence
+        takes twice the time and lowers all losses alike.
 
-def _notes(tried: Sequence[CandidateReport]) -> list[str]:
-    """Return a sentence for each reason why candidates could not be made or judged."""
-    alike: dict[str, list[str]] = {}
-    for each in tried:
-        alike.setdefault(each.note, []).append(f"{each.criterion}, {each.allocation}")
-    return [f"Candidate{'s' if names[1:] else ''} {'; '.join(names)}: {note}." for note, names in alike.items() if note]
+        If none can be made, the error of the last one is raised.
+        """
+        calibration = self.settings.calibration
+        if len(candidates) == 1 or calibration is None or not calibration.judge:
+            score = self._score(candidates[0])
+            return Decision(candidates[0], self._cut(candidates[0], score), (), {candidates[0].label: score})
+        scores: dict[str, Scored] = {}
+        tried: list[CandidateReport] = []
+        best: tuple[float, Candidate, Cut] | None = None
+        refused = InvalidValueError("no candidate")
+        for candidate in candidates:
+            label, way = candidate.label, candidate.way
+            try:
+                if label not in scores:
+                    scores[label] = self._score(candidate)
+                cut = self._cut(candidate, scores[label])
+                small = self._small(cut)
+                measured = self._refit(small, cut.mask, sequential=False)
+            except InvalidValueError as error:
+                refused = error
+                tried.append(CandidateReport(label, way, None, False, f"could not be made: {error}"))
+                continue
+            loss = calibration.measure(small)
+            told = "" if loss == loss else "the loss on held-out examples is NaN"
+            tried.append(CandidateReport(label, way, None if told else loss, False, told))
+            rank = float("inf") if told else loss
+            if best is None or rank < best[0]:
+                best = rank, candidate, replace(cut, model=small, measured=measured)
+        if best is None:
+            raise refused
+        _, candidate, cut = best
+        chosen = candidate.label, candidate.way
+        rows = [replace(each, chosen=(each.criterion, each.allocation) == chosen) for each in tried]
+        return Decision(candidate, cut, rows, scores)
 
+    def execute(self, cut: Cut) -> tuple[nn.Module, Mapping[str, Any]]:
+        """Cut the model as decided and refit it; returns the narrow model, and measurements of the refit."""
+        layers = self.settings.calibration is not None and self.settings.reconstruct in (True, "layers")
+        if cut.model is not None and cut.measured is not None:  # each layer of it was refitted by itself
+            if not (layers and refits_in_sequence(self.model, self.graph, cut.mask)):
+                return cut.model, cut.measured
+            cut = replace(cut, model=None)
+        small = self._small(cut)
+        return small, self._refit(small, cut.mask, sequential=True)
 
-def execute(settings: Settings, cut: Cut, model: nn.Module, graph: UnitGraph) -> tuple[nn.Module, Mapping[str, Any]]:
-    """Cut a model as decided and refit it; returns the narrow model, and measurements of the refit."""
-    layers = settings.calibration is not None and settings.reconstruct in (True, "layers")
-    if cut.model is not None and cut.measured is not None:  # each layer of it was refitted by itself
-        if not (layers and refits_in_sequence(model, graph, cut.mask)):
-            return cut.model, cut.measured
-        cut = replace(cut, model=None)
-    small = _small(settings, cut, model, graph)
-    prior = {} if settings.calibration is None else _prior(settings, settings.calibration, model)
-    return small, _refit(settings, small, cut.mask, model, graph, prior, sequential=True)
+    def _score(self, candidate: Candidate) -> Scored:
+        context = ScoringContext(
+            weights=self.model.state_dict(), model=self.model, generator=self.settings.generator,
+            call=(self.settings.call.args, self.settings.call.kwargs),
+        )  # fmt: skip
+        found = score_units(candidate.criterion, self.graph, context)
+        return Scored(found, candidate.label, is_comparable(candidate.criterion))
 
+    def _cut(self, candidate: Candidate, scores: Scored) -> Cut:
+        """Choose the units within the budget; if it limits milliseconds, by timing narrow models."""
+        if self.target is None or self.target.latency_ms is None:
+            return Cut(self._mask(candidate, scores, self.target))
+        dense_costs = self.settings.dense_costs
+        limit_ms = self.target.limits(dense_costs)["latency_ms"]
+        told = self.target.told("latency_ms", limit_ms)
+        with working("Searching the widths that meet the latency", show=self.settings.progress):
+            at = partial(self._cut_to_share, candidate, scores, self.target)
+            cut, after_ms = meet_latency(limit_ms, dense_costs["latency_ms"], at, requested=told)
+        return replace(cut, latency_ms=after_ms)
 
-def _score(settings: Settings, candidate: Candidate, model: nn.Module, graph: UnitGraph) -> Scored:
-    call = settings.call.args, settings.call.kwargs
-    context = ScoringContext(weights=model.state_dict(), model=model, generator=settings.generator, call=call)
-    found = score_units(candidate.criterion, graph, context)
-    return Scored(found, candidate.label, is_comparable(candidate.criterion))
+    def _mask(self, candidate: Candidate, scores: Scored, budget: Budget | None) -> UnitMask:
+        # Numbers of units mean the same in a narrow model, so the costs of the dense one serve.
+        counts = allocate(
+            candidate.allocation, self.graph, scores.values, self.settings.costs, budget=budget,
+            limits=self.settings.limits_of(self.graph), multiple_of=self.settings.multiple_of,
+        )  # fmt: skip
+        if getattr(candidate.allocation, "func", candidate.allocation) is global_ranking:
+            _warn_of_starved(self.graph, counts)
+        return mask_from_scores(self.graph, scores.values, counts, source=f"{scores.name} scores")
 
+    def _small(self, cut: Cut) -> nn.Module:
+        if cut.model is not None:
+            return cut.model
+        small = compact(self.model, self.graph, cut.mask, rules=self.settings.rules)
+        check_runs(small, self.settings.call)
+        return small
 
-def _cut(
-    settings: Settings, candidate: Candidate, scores: Scored, model: nn.Module, graph: UnitGraph, target: Budget | None
-) -> Cut:
-    """Choose the units within a budget; if it limits milliseconds, by timing narrow models."""
-    if target is None or target.latency_ms is None:
-        return Cut(_mask(settings, candidate, scores, graph, target))
-    limit_ms = target.limits(settings.dense_costs)["latency_ms"]
-    at = partial(_cut_to_share, settings, candidate, scores, model, graph, target)
-    with working("Searching the widths that meet the latency", show=settings.progress):
-        cut, after_ms = meet_latency(
-            limit_ms, settings.dense_costs["latency_ms"], at, requested=target.told("latency_ms", limit_ms)
-        )
-    return replace(cut, latency_ms=after_ms)
+    def _cut_to_share(
+        self, candidate: Candidate, scores: Scored, target: Budget, share: float
+    ) -> tuple[Cut, Callable[[], float]]:
+        """Cut to a share of the dense FLOPs and all other limits; returns the cut, and a function that times it."""
+        limits: dict[str, Any] = {name: getattr(target, name) for name in target.metrics if name != "latency_ms"}
+        flops = max(1.0, share * self.settings.dense_costs["flops"])
+        if flops < target.limits(self.settings.dense_costs).get("flops", float("inf")):
+            limits["flops"] = flops
+        cut = Cut(self._mask(candidate, scores, Budget(**limits)))
+        small = self._small(cut)
+        with torch.no_grad(), evaluated(small):
+            small_pass = prepare(small, target.runtime, self.settings.call.args, self.settings.call.kwargs)
+        return replace(cut, model=small), partial(_milliseconds, self.settings, small, small_pass)
 
+    def _refit(self, small: nn.Module, mask: UnitMask, *, sequential: bool) -> Mapping[str, Any]:
+        """Refit the layers that read dropped units, then recalibrate batch norms; returns measurements."""
+        measured: dict[str, Any] = {}
+        calibration, wanted, progress = self.settings.calibration, self.settings.reconstruct, self.settings.progress
+        if calibration is None or all(bool(keep.all()) for keep in mask.values()):
+            return measured
+        if wanted in (True, "layers"):
+            left = refit(self.model, small, self.graph, mask, calibration.fit, sequential=sequential, progress=progress)
+            if left:
+                measured["reconstruction_error"] = sum(left.values()) / len(left)
+        if wanted in (True, "batchnorm"):
+            indices = self.graph.kept_indices(mask)
+            prior = {name: value[indices[name][0]] if name in indices else value for name, value in self._prior.items()}
+            recalibrate_batchnorm(small, calibration.fit, prior=prior, progress=progress)
+        return measured
 
-def _mask(settings: Settings, candidate: Candidate, scores: Scored, graph: UnitGraph, budget: Budget | None) -> UnitMask:
-    # Numbers of units mean the same in a narrow model, so the costs of the dense one serve.
-    counts = allocate(
-        candidate.allocation, graph, scores.values, settings.costs, budget=budget, limits=settings.limits_of(graph),
-        multiple_of=settings.multiple_of,
-    )  # fmt: skip
-    if getattr(candidate.allocation, "func", candidate.allocation) is global_ranking:
-        _warn_of_starved(graph, counts)
-    return mask_from_scores(graph, scores.values, counts, source=f"{scores.name} scores")
-
-
-def _small(settings: Settings, cut: Cut, model: nn.Module, graph: UnitGraph) -> nn.Module:
-    if cut.model is not None:
-        return cut.model
-    small = compact(model, graph, cut.mask, rules=settings.rules)
-    check_runs(small, settings.call)
-    return small
-
-
-def _cut_to_share(
-    settings: Settings, candidate: Candidate, scores: Scored, model: nn.Module, graph: UnitGraph, target: Budget, share: float
-) -> tuple[Cut, Callable[[], float]]:
-    """Cut to a share of the dense FLOPs and all other limits; returns the cut, and a function that times it."""
-    limits: dict[str, Any] = {name: getattr(target, name) for name in target.metrics if name != "latency_ms"}
-    flops = max(1.0, share * settings.dense_costs["flops"])
-    if flops < target.limits(settings.dense_costs).get("flops", float("inf")):
-        limits["flops"] = flops
-    cut = Cut(_mask(settings, candidate, scores, graph, Budget(**limits)))
-    small = _small(settings, cut, model, graph)
-    with torch.no_grad(), evaluated(small):
-        small_pass = prepare(small, target.runtime, settings.call.args, settings.call.kwargs)
-    return replace(cut, model=small), partial(_milliseconds, settings, small, small_pass)
+    @cached_property
+    def _prior(self) -> Mapping[str, Tensor]:
+        assert self.settings.calibration is not None
+        return statistics_prior(self.model, self.settings.calibration.fit)
 
 
 def meet_latency(
@@ -244,36 +251,6 @@ def _milliseconds(settings: Settings, small: nn.Module, small_pass: Callable[[],
     # Machines slow down and speed up again, so a share refers to the dense model at the same time.
     of_dense = settings.budget is not None and isinstance(settings.budget.latency_ms, str)
     return settings.dense_costs["latency_ms"] / pair.faster if of_dense else pair.after_ms
-
-
-def _refit(
-    settings: Settings,
-    small: nn.Module,
-    mask: UnitMask,
-    dense: nn.Module,
-    graph: UnitGraph,
-    prior: Mapping[str, Tensor],
-    *,
-    sequential: bool,
-) -> Mapping[str, Any]:
-    """Refit the layers that read dropped units, then recalibrate batch norms; returns measurements."""
-    measured: dict[str, Any] = {}
-    if settings.calibration is None or all(bool(keep.all()) for keep in mask.values()):
-        return measured
-    batches = settings.calibration.fit
-    if settings.reconstruct in (True, "layers"):
-        left = refit(dense, small, graph, mask, batches, sequential=sequential, progress=settings.progress)
-        if left:
-            measured["reconstruction_error"] = sum(left.values()) / len(left)
-    if settings.reconstruct in (True, "batchnorm"):
-        indices = graph.kept_indices(mask)
-        own = {name: value[indices[name][0]] if name in indices else value for name, value in prior.items()}
-        recalibrate_batchnorm(small, batches, prior=own, progress=settings.progress)
-    return measured
-
-
-def _prior(settings: Settings, calibration: Calibration, model: nn.Module) -> Mapping[str, Tensor]:
-    return statistics_prior(model, calibration.fit) if settings.reconstruct in (True, "batchnorm") else {}
 
 
 def _warn_of_starved(graph: UnitGraph, counts: Counts) -> None:

@@ -11,23 +11,22 @@ import numpy as np
 import torch
 from torch import nn
 
-from sparsekit.allocation.limits import PreferredMultiple, check_multiples, free_counts, least_counts
-from sparsekit.allocation.schedule import Schedule
+from sparsekit.allocation import PreferredMultiple, Schedule
+from sparsekit.allocation.limits import check_multiples, free_counts, least_counts
 from sparsekit.criteria.batches import Batch, Loss
 from sparsekit.errors import InvalidValueError, level_of_user
+from sparsekit.graph import UnitGraph, UnitMask
 from sparsekit.graph.edit import compact_graph
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule
-from sparsekit.measure.budget import Budget
-from sparsekit.measure.cost import cost_model
-from sparsekit.measure.timing import device_of, evaluated, measured, median_ms, prepare
+from sparsekit.measure import Budget, cost_model
+from sparsekit.measure.timing import device_of, evaluated, measured, median_ms
+from sparsekit.measure.timing import prepare
 from sparsekit.progress import working
 from sparsekit.pruning.calibration import Calibration
-from sparsekit.pruning.cutting import Decision, decide, execute
+from sparsekit.pruning.cutting import Decision, Stage
 from sparsekit.pruning.finetune import Metric
 from sparsekit.pruning.reconstruction import Reconstruct
-from sparsekit.pruning.report import PruneReport, describe
+from sparsekit.pruning.report import PruneReport, describe, notes_on
 from sparsekit.pruning.result import Pruned, PrunePlan
 from sparsekit.pruning.selection import Selector, read_limits
 from sparsekit.pruning.settings import (
@@ -248,13 +247,15 @@ def _run(settings: Settings, metric: Metric | None, finetune: AfterCut | None, *
         score("dense")
     for step in range(1, steps + 1):
         when = "" if steps == 1 else f"_step{step}"
-        decision = decide(settings, candidates, small, units, settings.target(step))
+        stage = Stage(settings, small, units, settings.target(step))
+        decision = stage.decide(candidates)
         first, candidates = first or decision, (decision.candidate,)
         mask = inside(mask, decision.cut.mask)
         history.append(settings.costs.costs(mask.counts()))
         if dry_run and step == steps:
             break
-        small, more = execute(settings, decision.cut, small, units)
+        small, more = stage.execute(decision.cut)
+        del stage  # and with it the wider model
         found |= more
         units = compact_graph(settings.graph, mask)
         score(f"pruned{when}")
@@ -305,7 +306,7 @@ def _report(
     # Preferred multiples give way where a budget asks for less.
     multiples = 1 if isinstance(settings.multiple_of, PreferredMultiple) else settings.multiple_of
     absolute = budget.limits(settings.dense_costs) if budget is not None else {}
-    notes = [*settings.notes, *decision.notes]
+    notes = [*settings.notes, *notes_on(decision.tried)]
     if budget is not None and all(settings.dense_costs[name] <= limit for name, limit in absolute.items()):
         notes.append(f"The dense model is within the budget already ({budget}), so nothing was cut.")
         warnings.warn(notes[-1], stacklevel=level_of_user())

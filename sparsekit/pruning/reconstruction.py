@@ -1,7 +1,7 @@
 """reconstruct(): layers that read dropped units, refitted to their dense outputs; recalibrate_batchnorm(): new statistics."""
 
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -12,13 +12,11 @@ from sparsekit._torch import ConvNd, InstanceNorm, NormBase
 from sparsekit.criteria.batches import Batch, example_count, read_batches, run_model, scoring
 from sparsekit.criteria.gate_gradients import owners_of
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import StateDict, cut_axes
-from sparsekit.graph.mask import UnitMask
+from sparsekit.graph import StateDict, UnitGraph, UnitMask, cut_axes
 from sparsekit.pruning.least_squares import Fit, LossyLayer
 from sparsekit.pruning.sequence import Undo, find_chain, fit_in_sequence
 from sparsekit.rng import torch_generator
-from sparsekit.surgery.rebuild import named_entries, narrow_block, narrow_in_place
+from sparsekit.surgery.rebuild import named_entries, narrow_in_place
 from sparsekit.tracing.inputs import refuse_inference
 
 Reconstruct: TypeAlias = bool | Literal["layers", "batchnorm"]
@@ -81,15 +79,11 @@ def reconstruct(
     Source: the fixed-mask form of optimal brain surgery, as in ZipLM (Kurtic et al., NeurIPS 2023) and He et al., Channel
         Pruning for Accelerating Very Deep Neural Networks, ICCV 2017.
     """
-    with closing(Undo()) as undo:
-        try:
-            return refit(
-                model, small, graph, mask, batches, ridge=ridge, memory_bytes=memory_bytes, sequential=sequential,
-                progress=progress, undo=undo,
-            )  # fmt: skip
-        except BaseException:
-            undo.restore()
-            raise
+    with Undo() as undo:
+        return refit(
+            model, small, graph, mask, batches, ridge=ridge, memory_bytes=memory_bytes, sequential=sequential,
+            progress=progress, undo=undo,
+        )  # fmt: skip
 
 
 def refit(
@@ -118,16 +112,12 @@ def refit(
     chain = find_chain(model, fitting) if sequential else []
     if small is model:
         _check_inside(graph, mask, chain)
+    if undo is not None:
+        changed = [modules[name] for name in chain] if small is model else [modules[each.name] for each in fitting]
+        undo.keep(entry for module in changed for entry in named_entries(module).values())
     if chain:
         batches = list(read_batches(batches, model, "Reading"))
-
-        def cut_block(name: str) -> nn.Module:
-            return narrow_block(model, graph, mask, name) if small is model else small.get_submodule(name)
-
-        left = fit_in_sequence(
-            model, small, chain, fitting, batches, generator, cut_block, ridge=ridge,
-            memory_bytes=memory_bytes, progress=progress, undo=undo,
-        )  # fmt: skip
+        left = fit_in_sequence(model, small, graph, mask, chain, fitting, batches, generator, ridge, memory_bytes, progress)
     if small is model:
         if chain and not left:
             raise InvalidValueError(
@@ -135,7 +125,8 @@ def refit(
             )
         narrow_in_place(model, graph, mask)
         return left
-    for part in _parts([each for each in lossy if each.name not in left], memory_bytes, left):
+    left |= {each.name: 1.0 for each in lossy if each.sums_bytes > memory_bytes}
+    for part in _parts([each for each in lossy if each.name not in left], memory_bytes):
         fits = [Fit(layer, generator) for layer in part]
         with ExitStack() as hooks, scoring(model), torch.no_grad():
             for fit in fits:
@@ -148,8 +139,6 @@ def refit(
                 seen += example_count(batch)
             for fit in fits:
                 if fit.seen.count:
-                    if undo is not None:
-                        undo.keep(modules[fit.layer.name].parameters(recurse=False))
                     left[fit.layer.name] = fit.solve(modules[fit.layer.name], ridge)
     return left
 
@@ -168,13 +157,11 @@ def refits_in_sequence(model: nn.Module, graph: UnitGraph, mask: UnitMask) -> bo
     return bool(find_chain(model, _lossy_layers(model, graph, mask)))
 
 
-def _parts(lossy: Sequence[LossyLayer], memory_bytes: int, left: dict[str, float]) -> list[list[LossyLayer]]:
-    """Return layers whose sums fit into memory together. A layer that does not fit alone keeps its weights: `left` is 1."""
+def _parts(lossy: Sequence[LossyLayer], memory_bytes: int) -> list[list[LossyLayer]]:
+    """Return layers whose sums fit into memory together."""
     parts: list[list[LossyLayer]] = [[]]
     for layer in lossy:
-        if layer.sums_bytes > memory_bytes:
-            left[layer.name] = 1.0
-        elif sum(each.sums_bytes for each in (*parts[-1], layer)) <= memory_bytes:
+        if sum(each.sums_bytes for each in (*parts[-1], layer)) <= memory_bytes:
             parts[-1].append(layer)
         else:
             parts.append([layer])
@@ -228,11 +215,23 @@ def recalibrate_batchnorm(
         UnsupportedModelError: the model was made inside `torch.inference_mode`.
     """
     norms = batch_norms(model)
-    if not norms:
-        return 0
-    before = {norm: [norm.get_buffer(name).clone() for name in _STATISTICS] for norm in norms.values()}
+    for key, (mean, variance, count) in _measure_statistics(model, norms, batches, progress=progress).items():
+        if prior is not None:
+            mean, variance = mean + prior[f"{key}running_mean"], variance * prior[f"{key}running_var"]
+        for name, value in zip(_STATISTICS, (mean, variance, count)):
+            norms[key].get_buffer(name).copy_(value)
+    return len(norms)
+
+
+def _measure_statistics(
+    model: nn.Module, norms: Mapping[str, NormBase], batches: Iterable[Batch], *, progress: bool | None = None
+) -> dict[str, list[Tensor]]:
+    """Return the statistics of the norms that get values, as `recalibrate_batchnorm` says. The model is not changed."""
     measured: set[nn.Module] = set()
-    rows: dict[nn.Module, list[Tensor]] = {}
+    rows: dict[NormBase, list[Tensor]] = {}
+
+    def copied(norm: nn.Module) -> list[Tensor]:
+        return [norm.get_buffer(name).clone() for name in _STATISTICS]
 
     def enter(norm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else next(iter(kwargs.values()))
@@ -244,29 +243,22 @@ def recalibrate_batchnorm(
             norm.reset_running_stats()
             norm.momentum = None  # a cumulative average
 
-    with ExitStack() as hooks, scoring(model), torch.no_grad():
+    if not norms:
+        return {}
+    with ExitStack() as stack, scoring(model), torch.no_grad():
         for norm in norms.values():
-            hooks.callback(norm.register_forward_pre_hook(enter, with_kwargs=True).remove)
-            hooks.callback(setattr, norm, "momentum", norm.momentum)
-        try:
-            for batch in read_batches(batches, model, "Recalibrating batch norms", progress=progress):
-                run_model(model, batch)
-            for name, norm in norms.items():
-                mean, variance = norm.get_buffer("running_mean"), norm.get_buffer("running_var")
-                if norm not in measured and len(rows.get(norm, ())) > 1:  # batches of one example, together
-                    measured.add(norm)
-                    values = torch.stack(rows[norm])
-                    mean.copy_(values.mean(0))
-                    variance.copy_(values.var(0))
-                if prior is not None and norm in measured:
-                    mean.add_(prior[f"{name}running_mean"])
-                    variance.mul_(prior[f"{name}running_var"])
-        except BaseException:
-            for norm, statistics in before.items():
-                for name, value in zip(_STATISTICS, statistics):
-                    norm.get_buffer(name).copy_(value)
-            raise
-    return len(norms)
+            stack.callback(norm.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            stack.callback(setattr, norm, "momentum", norm.momentum)
+            for name, value in zip(_STATISTICS, copied(norm)):
+                stack.callback(norm.get_buffer(name).copy_, value)
+        for batch in read_batches(batches, model, "Recalibrating batch norms", progress=progress):
+            run_model(model, batch)
+        for norm, values in rows.items():
+            if norm not in measured and len(values) > 1:  # batches of one example, together
+                measured.add(norm)
+                norm.get_buffer("running_mean").copy_(torch.stack(values).mean(0))
+                norm.get_buffer("running_var").copy_(torch.stack(values).var(0))
+        return {key: copied(norm) for key, norm in norms.items() if norm in measured}
 
 
 def batch_norms(model: nn.Module) -> dict[str, NormBase]:
@@ -289,19 +281,13 @@ def statistics_prior(model: nn.Module, batches: Iterable[Batch], *, share: float
         State-dict key → float (channels,): summand of a running mean, factor of a running variance.
     """
     norms = batch_norms(model)
-    before = {name: value.clone() for name, value in model.state_dict().items() if name.endswith(_STATISTICS)}
+    measured = _measure_statistics(model, norms, batches)
     found: dict[str, Tensor] = {}
-    if not norms:
-        return found
-    try:
-        recalibrate_batchnorm(model, batches)
-        for prefix, norm in norms.items():
-            mean, variance = norm.get_buffer("running_mean"), norm.get_buffer("running_var")
-            old_mean, old_variance = before[f"{prefix}running_mean"], before[f"{prefix}running_var"]
-            known = bool((old_mean != 0).any() or (old_variance != 1).any())  # else the layer is new
-            ratio = (old_variance / variance.clamp_min(1e-12)).clamp(1 / _FARTHEST, _FARTHEST)
-            found[f"{prefix}running_mean"] = share * known * (old_mean - mean)
-            found[f"{prefix}running_var"] = 1 + share * known * (ratio - 1)
-    finally:
-        model.load_state_dict(before, strict=False)
+    for prefix, norm in norms.items():
+        old_mean, old_variance = norm.get_buffer("running_mean"), norm.get_buffer("running_var")
+        mean, variance, *_ = measured.get(prefix, (old_mean, old_variance))
+        known = bool((old_mean != 0).any() or (old_variance != 1).any())  # else the layer is new
+        ratio = (old_variance / variance.clamp_min(1e-12)).clamp(1 / _FARTHEST, _FARTHEST)
+        found[f"{prefix}running_mean"] = share * known * (old_mean - mean)
+        found[f"{prefix}running_var"] = 1 + share * known * (ratio - 1)
     return found

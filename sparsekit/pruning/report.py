@@ -9,8 +9,7 @@ from typing import Any, TypeAlias
 
 from sparsekit.graph.groups import Unprunable
 from sparsekit.graph.refusals import by_cause
-from sparsekit.measure.budget import format_cost
-from sparsekit.measure.cost import CostModel
+from sparsekit.measure import CostModel, format_cost
 from sparsekit.measure.timing import TimePair
 from sparsekit.page import bars, code, heading, page, paragraph, table
 from sparsekit.pruning.selection import makers
@@ -203,6 +202,14 @@ def describe(costs: CostModel, counts: Mapping[str, int]) -> tuple[GroupReport, 
         sums = (sum(part[key][what] for key in keys if key in part) for what in ("flops", "params") for part in (before, after))
         groups.append(GroupReport(name, group.kind, group.size, counts[name], made[name], *sums))
     return tuple(groups)
+
+
+def notes_on(tried: Sequence[CandidateReport]) -> list[str]:
+    """Return a sentence for each reason why candidates could not be made or judged."""
+    alike: dict[str, list[str]] = {}
+    for each in tried:
+        alike.setdefault(each.note, []).append(f"{each.criterion}, {each.allocation}")
+    return [f"Candidate{'s' if names[1:] else ''} {'; '.join(names)}: {note}." for note, names in alike.items() if note]
 
 
 def measured_text(name: str, value: Any) -> str:

@@ -10,10 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from sparsekit.criteria.orders import Scored
+from sparsekit.criteria import Scored
 from sparsekit.errors import SparsekitError
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.mask import UnitMask
+from sparsekit.graph import UnitGraph, UnitMask
 from sparsekit.measure.timing import measure_pair, measure_turns
 from sparsekit.pruning.report import PAGE, PruneReport, prune_page
 from sparsekit.surgery.saving import save_compact

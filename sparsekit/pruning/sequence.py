@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import tree_leaves
 from sparsekit.criteria.batches import Batch, example_count, run_model, scoring
+from sparsekit.graph import UnitGraph, UnitMask
 from sparsekit.progress import track
 from sparsekit.pruning.least_squares import Fit, LossyLayer
-from sparsekit.surgery.rebuild import named_entries, reshape_leaf
+from sparsekit.surgery.rebuild import named_entries, narrow_block, reshape_leaf
 
 _PLAIN = (Tensor, int, float, str, torch.dtype, torch.device, type(None))
 _NEAR = 0.03
@@ -41,42 +42,39 @@ class _Calls:
 
 
 class Undo:
-    """Earlier values of entries of a model, to put back: in a temporary file, since memory may hold one model only."""
+    """Puts kept entries of a model back if its block fails: from a temporary file, since memory may hold one model only."""
 
-    def __init__(self) -> None:
-        self._file = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115 - it is closed by `close`
-        self._kept: list[tuple[Tensor, torch.Size, torch.device, int]] = []
+    def __enter__(self) -> Self:
+        self._file = tempfile.SpooledTemporaryFile(_IN_MEMORY)
+        self._kept: list[tuple[Tensor, torch.Size, torch.device]] = []
+        return self
 
     def keep(self, entries: Iterable[Tensor]) -> None:
-        """Note the present values of some entries. Of an entry that is noted twice, the first values come back."""
         for entry in entries:
-            self._kept.append((entry, entry.shape, entry.device, self._file.tell()))
+            self._kept.append((entry, entry.shape, entry.device))
             self._file.write(bytes(entry.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
 
-    def restore(self) -> None:
-        for entry, shape, device, place in reversed(self._kept):
-            self._file.seek(place)
-            raw = bytearray(self._file.read(shape.numel() * entry.element_size()))
-            values = torch.frombuffer(raw, dtype=entry.dtype) if raw else entry.new_empty(0, device="cpu")
-            reshape_leaf(entry, values.reshape(shape).to(device))
-
-    def close(self) -> None:
-        self._file.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._file as file:
+            file.seek(0)
+            for entry, shape, device in self._kept if kind is not None else ():
+                raw = bytearray(file.read(shape.numel() * entry.element_size()))
+                values = torch.frombuffer(raw, dtype=entry.dtype) if raw else entry.new_empty(0, device="cpu")
+                reshape_leaf(entry, values.reshape(shape).to(device))
 
 
 def fit_in_sequence(
     model: nn.Module,
     small: nn.Module,
+    graph: UnitGraph,
+    mask: UnitMask,
     chain: Sequence[str],
     lossy: Sequence[LossyLayer],
     batches: Sequence[Batch],
     generator: torch.Generator,
-    cut_block: Callable[[str], nn.Module],
-    *,
     ridge: float,
     memory_bytes: int,
     progress: bool | None,
-    undo: Undo | None,
 ) -> dict[str, float]:
     """Refit the linear layers of a chain of equal blocks, such as the layers of a transformer, in the order of computation.
 
@@ -107,10 +105,7 @@ def fit_in_sequence(
                 found = _run(blocks[place], state, others[place], names)
                 after.append(found[0])
                 wanted.append({layer: _value(layer, stream, *found) for layer, stream in streams.items()})
-            block = cut_block(name)
-            if undo is not None:
-                changed = [blocks[place]] if small is model else [block.get_submodule(layer) for layer in streams]
-                undo.keep(entry for module in changed for entry in named_entries(module).values())
+            block = narrow_block(model, graph, mask, name) if small is model else small.get_submodule(name)
             for layer, stream in streams.items():
                 mine = Fit(inside[layer], generator)
                 for batch, (state, others) in enumerate(zip(states, cut.others)):

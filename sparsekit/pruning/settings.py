@@ -13,19 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import InstanceNorm, NormBase
+from sparsekit.allocation import Allocation, Schedule, global_ranking
 from sparsekit.allocation import registry as allocations
-from sparsekit.allocation.by_cost import global_ranking
 from sparsekit.allocation.limits import Limits, Multiples
-from sparsekit.allocation.problem import Allocation, name_of
-from sparsekit.allocation.schedule import Schedule
-from sparsekit.criteria import as_criterion, with_data
-from sparsekit.criteria.base import Criterion, is_comparable
+from sparsekit.allocation.problem import name_of
+from sparsekit.criteria import Criterion, as_criterion, is_comparable, with_data
 from sparsekit.criteria.batches import DataDriven
 from sparsekit.errors import InvalidValueError, UnsupportedModelError, level_of_user
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.layers import LayerRule
-from sparsekit.measure.budget import Budget
-from sparsekit.measure.cost import CostModel
+from sparsekit.measure import Budget, CostModel
 from sparsekit.pruning.calibration import Calibration
 from sparsekit.pruning.reconstruction import Reconstruct, batch_norms
 from sparsekit.tracing.blocks import refuse_meta

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedModelError
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import StateDict, cut_axes, scatter
-from sparsekit.graph.mask import UnitMask
+from sparsekit.graph import StateDict, UnitGraph, UnitMask, cut_axes
+from sparsekit.graph.index import scatter
 from sparsekit.layers import LayerRule
 from sparsekit.surgery.rebuild import named_constants, named_entries, narrow_in_place, narrow_module, narrow_state
 

@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparsekit.errors import CompactFileError, SparsekitError
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import StateDict
+from sparsekit.graph import StateDict, UnitGraph
 from sparsekit.version import __version__
 
 _KEY, _FORMAT = "sparsekit", 3

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from sparsekit._torch import ConvNd, parameters_of, persistent_buffers, refresh_flat_weights
 from sparsekit.errors import ForeignMaskError, UnsupportedModelError
-from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph import StateDict, UnitGraph, cut_axes, gather
 from sparsekit.graph.groups import Constant
 from sparsekit.graph.held import held_at, held_tensors, set_held, shown
-from sparsekit.graph.index import StateDict, cut_axes, gather, moved_axes
+from sparsekit.graph.index import moved_axes
 from sparsekit.layers import LayerRule, resize
 from sparsekit.runtime.safe_convolution import guard_convolutions
 

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from sparsekit._torch import persistent_buffers, without_compiler
 from sparsekit.errors import CompactFileError, ForeignMaskError, InvalidValueError
-from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph import UnitGraph, UnitMask
 from sparsekit.graph.held import Path as NumberPath
 from sparsekit.graph.held import held_at, held_numbers, set_held, shown
 from sparsekit.graph.index import inverse_index
-from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule, resize
 from sparsekit.registry import load_object
 from sparsekit.runtime.safe_convolution import guard_convolutions
