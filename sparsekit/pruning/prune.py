@@ -19,8 +19,7 @@ from sparsekit.graph import UnitGraph, UnitMask
 from sparsekit.graph.edit import compact_graph
 from sparsekit.layers import LayerRule
 from sparsekit.measure import Budget, cost_model
-from sparsekit.measure.timing import device_of, evaluated, measured, median_ms
-from sparsekit.measure.timing import prepare
+from sparsekit.measure.timing import device_of, evaluated, measured, median_ms, prepare
 from sparsekit.progress import working
 from sparsekit.pruning.calibration import Calibration
 from sparsekit.pruning.cutting import Decision, Stage
