@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.methods.base import mean as mean, units as units
     from sparsekit_fl.methods.client import sgd as sgd, Model as Model, Result as Result, Task as Task
     from sparsekit_fl.config import RunConfig as RunConfig, TrainingConfig as TrainingConfig
-    from sparsekit_fl.options import option as option
+    from sparsekit_fl.config import option as option
     from sparsekit_fl.paper.presets import preset_for as preset_for
     from sparsekit_fl.problem.partition import partitions as partitions, Partition as Partition
     from sparsekit_fl.problem import metrics as metrics
@@ -58,7 +58,7 @@ _FURTHER = {
     "sparsekit_fl.problem.datasets": "datasets DataSource",
     "sparsekit_fl.engines": "Engine Processes",
     "sparsekit_fl.methods.client": "sgd Model Result Task",
-    "sparsekit_fl.options": "option",
+    "sparsekit_fl.config": "option",
     "sparsekit_fl.problem.partition": "partitions Partition",
     "sparsekit_fl.results": "RoundRecord",
     "sparsekit_fl.client.messages": "Evaluation Reply Request Update Cost",

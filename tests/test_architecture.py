@@ -56,7 +56,6 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("client",),
         ("problem",),
         ("config",),
-        ("options",),
         ("checkpoint", "stored"),
         ("errors", "layers", "packing", "streams"),
     ),

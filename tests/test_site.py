@@ -21,7 +21,7 @@ from sparsekit import errors
 from sparsekit.cli.main import execute
 from sparsekit.cli.table import COMMANDS as COMMAND_TABLE
 from sparsekit.version import __version__
-from sparsekit_fl.options import options_of
+from sparsekit_fl.config import options_of
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

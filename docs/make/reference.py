@@ -12,8 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_origin
 
+from sparsekit_fl.config import Checked, options_of
 from sparsekit_fl.methods.base import Method
-from sparsekit_fl.options import Checked, options_of
 
 _WIDTH = 96
 TASKS: dict[str, str] = {

@@ -14,7 +14,7 @@ from rich.markup import escape
 from sparsekit.cli import command_app
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.cli.options import MOMENTARY, RunOptions, path_of, text_of
-from sparsekit_fl.options import read_settings
+from sparsekit_fl.config import read_settings
 
 _FILES = ("pyproject.toml", "README.md", "make_certificates.sh", "node.example.sh", "flwr-home/config.toml", ".gitignore")
 # Templates that must not carry the names that have a meaning in their folder.

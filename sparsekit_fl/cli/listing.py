@@ -52,7 +52,7 @@ def _list(
 def _run_options() -> dict[str, str]:
     """Return path → meaning of the options of a run, of training and of all partitions."""
     from sparsekit_fl.cli.options import PARTITION, about_of, path_of, paths, text_of
-    from sparsekit_fl.options import options_of
+    from sparsekit_fl.config import options_of
     from sparsekit_fl.problem.partition import partitions
 
     found = {path_of(name): about_of(name) for name in dict.fromkeys(paths().values())}
@@ -69,8 +69,8 @@ def _describe(
     """Describe a method: where it was published, and its options."""
     require("pydantic")
     from sparsekit_fl.cli.options import text_of
+    from sparsekit_fl.config import options_of
     from sparsekit_fl.methods import make_method
-    from sparsekit_fl.options import options_of
 
     made = make_method(method)
     kind: Any = type(made)

@@ -17,8 +17,7 @@ import typer
 
 from sparsekit.cli import with_options
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
-from sparsekit_fl.config import RunConfig, TrainingConfig
-from sparsekit_fl.options import Count, Option, option, options_of, read_settings
+from sparsekit_fl.config import Count, Option, RunConfig, TrainingConfig, option, options_of, read_settings
 from sparsekit_fl.paper.presets import Preset
 from sparsekit_fl.stored import flat
 

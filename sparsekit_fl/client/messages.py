@@ -12,8 +12,7 @@ from torch import Tensor
 
 from sparsekit.errors import DataError
 from sparsekit.graph import StateDict, UnitGraph
-from sparsekit_fl.config import Upload
-from sparsekit_fl.options import Checked, NonNegativeCount, Ratio
+from sparsekit_fl.config import Checked, NonNegativeCount, Ratio, Upload
 from sparsekit_fl.packing import Kept, Mask, pack, pack_mask, unpack, unpack_mask
 from sparsekit_fl.problem.data import Capability
 

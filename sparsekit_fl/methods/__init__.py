@@ -22,7 +22,7 @@ from sparsekit_fl.methods.submodels import FjORD as fjord, HeteroFL as heterofl
 from sparsekit_fl.methods.weight_masks import CS as cs, PruneFL as prunefl
 from sparsekit_fl.methods.whole_models import Ditto as ditto, FedAvg as fedavg, FedP3 as fedp3, FedPer as fedper
 from sparsekit_fl.methods.whole_models import FedProx as fedprox, FedRep as fedrep, Local as local, PerFedAvg as per_fedavg
-from sparsekit_fl.options import read_keywords, read_settings
+from sparsekit_fl.config import read_keywords, read_settings
 
 _MADE = {
     name: made

@@ -38,10 +38,9 @@ from sparsekit.measure import CostModel
 from sparsekit.rng import torch_generator
 from sparsekit_fl.client.context import ClientContext, Memory, width_of
 from sparsekit_fl.client.messages import Update
-from sparsekit_fl.config import CapabilityOf, RunConfig
+from sparsekit_fl.config import CapabilityOf, Checked, RunConfig
 from sparsekit_fl.layers import Layer
 from sparsekit_fl.methods.client import Model, Result, Task, kept_model, sgd
-from sparsekit_fl.options import Checked
 from sparsekit_fl.packing import Kept
 from sparsekit_fl.problem.data import Capability
 from sparsekit_fl.problem.problem import Problem

@@ -23,6 +23,7 @@ from sparsekit.graph import StateDict, UnitMask
 from sparsekit.training import GradientImportance, LearnableMask
 from sparsekit_fl.client.context import Memory
 from sparsekit_fl.client.fit import Adjust
+from sparsekit_fl.config import Fraction, NonNegative, Ratio, option
 from sparsekit_fl.layers import head_entries
 from sparsekit_fl.methods.base import (
     ClientContext,
@@ -41,7 +42,6 @@ from sparsekit_fl.methods.base import (
     units,
 )
 from sparsekit_fl.methods.client import descend, keep_model, kept_model, trained_leaves
-from sparsekit_fl.options import Fraction, NonNegative, Ratio, option
 from sparsekit_fl.packing import Kept, recall_mask, remember_mask
 
 _CRITERIA: Mapping[str, Criterion] = {"ordered": Ordered(), "magnitude": Magnitude(), "random": Random()}

@@ -14,6 +14,7 @@ from sparsekit.graph import StateDict, WeightMask, group_order
 from sparsekit.rng import torch_generator
 from sparsekit_fl.client.context import Split
 from sparsekit_fl.client.fit import Adjust
+from sparsekit_fl.config import Fraction, NonNegative, Ratio, Share, option
 from sparsekit_fl.layers import Layer, layer_weights
 from sparsekit_fl.methods.base import (
     ClientContext,
@@ -31,7 +32,6 @@ from sparsekit_fl.methods.base import (
 )
 from sparsekit_fl.methods.client import Leaves
 from sparsekit_fl.methods.weight_masks import SparseWeights, keep_largest, largest_weights, weight_count
-from sparsekit_fl.options import Fraction, NonNegative, Ratio, Share, option
 from sparsekit_fl.packing import Mask, recall_mask, remember_mask, unpack_mask
 
 _STEP = 0.1  # share of what is left that one pruning removes, in the reference codes of LotteryFL and Hermes

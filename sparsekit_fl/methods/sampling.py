@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsekit_fl.client.fit import Batch
+from sparsekit_fl.config import NonNegativeCount, Ratio, option
 from sparsekit_fl.methods.base import (
     ClientContext,
     ClientInfo,
@@ -25,7 +26,6 @@ from sparsekit_fl.methods.base import (
     mean_change,
     sgd,
 )
-from sparsekit_fl.options import NonNegativeCount, Ratio, option
 
 # Oort
 _SQUARES = "mean_squared_loss"

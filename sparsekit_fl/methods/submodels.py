@@ -23,6 +23,7 @@ from sparsekit.graph import StateDict, UnitMask
 from sparsekit_fl.client.context import Memory, rowmask_flops
 from sparsekit_fl.client.fit import Batch
 from sparsekit_fl.client.messages import Cost
+from sparsekit_fl.config import Fraction, Positive, option
 from sparsekit_fl.layers import CONVOLUTIONS
 from sparsekit_fl.methods.base import (
     ClientContext,
@@ -41,7 +42,6 @@ from sparsekit_fl.methods.base import (
     units,
 )
 from sparsekit_fl.methods.client import keep_model
-from sparsekit_fl.options import Fraction, Positive, option
 
 _DISCOUNT, _MIN_WIDTH = 0.98, 0.05  # of E-UCB; ours, as we know the paper in outline
 _LEAST_GAP = 0.1  # so that finishing exactly on time does not give FedMP an infinite reward; ours

@@ -17,6 +17,7 @@ from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import part_flops
 from sparsekit_fl.client.fit import Adjust, TrainingLog
 from sparsekit_fl.client.messages import Cost
+from sparsekit_fl.config import Count, NonNegativeCount, Positive, Ratio, option
 from sparsekit_fl.layers import Layer, layer_weights
 from sparsekit_fl.methods.base import (
     ClientContext,
@@ -32,7 +33,6 @@ from sparsekit_fl.methods.base import (
     sgd,
 )
 from sparsekit_fl.methods.client import Leaves
-from sparsekit_fl.options import Count, NonNegativeCount, Positive, Ratio, option
 from sparsekit_fl.packing import mask_state, recall_mask, remember_mask
 from sparsekit_fl.problem.data import Capability
 

@@ -18,6 +18,7 @@ from sparsekit.graph import StateDict, WeightMask
 from sparsekit_fl.client.context import part_flops
 from sparsekit_fl.client.fit import Adjust, Batch, Batches, LocalStep
 from sparsekit_fl.client.messages import Cost
+from sparsekit_fl.config import Count, NonNegative, Ratio, option
 from sparsekit_fl.layers import Layer, head_entries, layer_weights
 from sparsekit_fl.methods.base import (
     ClientContext,
@@ -35,7 +36,6 @@ from sparsekit_fl.methods.base import (
 )
 from sparsekit_fl.methods.client import Leaves, keep_model, kept_model, load, trained_leaves
 from sparsekit_fl.methods.weight_masks import largest_weights
-from sparsekit_fl.options import Count, NonNegative, Ratio, option
 from sparsekit_fl.packing import mask_state
 
 _HEAD_SHARE = 0.4  # of FedRep's local epochs

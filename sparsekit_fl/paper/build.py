@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.options import read_keywords
+from sparsekit_fl.config import read_keywords
 from sparsekit_fl.paper.presets import Preset
 from sparsekit_fl.problem.data import Client, ClientData
 from sparsekit_fl.problem.datasets import DataSource, datasets

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
 from sparsekit.errors import DataError, InvalidValueError
-from sparsekit_fl.config import HETEROGENEITY
-from sparsekit_fl.options import Checked, NonNegativeCount, Positive
+from sparsekit_fl.config import HETEROGENEITY, Checked, NonNegativeCount, Positive
 
 Transform = Callable[[Tensor], Tensor]
 """Raw rows of one input → the model's input; it must treat every row separately."""

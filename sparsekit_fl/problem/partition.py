@@ -9,7 +9,7 @@ from pydantic import Field
 
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.registry import Registry
-from sparsekit_fl.options import Count, NonNegativeCount
+from sparsekit_fl.config import Count, NonNegativeCount
 from sparsekit_fl.problem.data import ClientData
 from sparsekit_fl.problem.datasets import DataSource
 

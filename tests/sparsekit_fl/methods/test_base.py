@@ -13,8 +13,8 @@ from torch import nn
 
 import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError, NoUnitsError, UnknownNameError
+from sparsekit_fl.config import options_of
 from sparsekit_fl.methods import base, make_method, registry
-from sparsekit_fl.options import options_of
 from sparsekit_fl.problem.metrics import accuracy
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import tiny_config, tiny_problem

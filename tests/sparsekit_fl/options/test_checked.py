@@ -10,7 +10,7 @@ import pytest
 from pydantic import Field
 
 from sparsekit.errors import InvalidValueError, UnknownNameError
-from sparsekit_fl.options import (
+from sparsekit_fl.config import (
     Checked,
     Count,
     Fraction,

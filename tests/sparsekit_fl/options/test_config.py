@@ -6,8 +6,7 @@ import pytest
 
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.cli.options import RunOptions
-from sparsekit_fl.config import HETEROGENEITY, RunConfig, TrainingConfig
-from sparsekit_fl.options import options_of
+from sparsekit_fl.config import HETEROGENEITY, RunConfig, TrainingConfig, options_of
 from sparsekit_fl.problem.data import CAPABILITY_LEVELS
 
 
