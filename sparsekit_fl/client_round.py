@@ -14,7 +14,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitMask
 from sparsekit.surgery import save_compact
 from sparsekit_fl.checkpoint import Memories
-from sparsekit_fl.client.context import ClientContext, Memory
+from sparsekit_fl.client.context import ClientContext, Memory, Purpose, Rngs
 from sparsekit_fl.client.messages import Cost, Evaluation, Reply, Request, Update, upload_dtype
 from sparsekit_fl.errors import ClientError
 from sparsekit_fl.methods.client import Result, Task, keep_model, kept_model, load
@@ -22,7 +22,6 @@ from sparsekit_fl.models import model_path
 from sparsekit_fl.packing import Kept, Mask, mask_state
 from sparsekit_fl.problem.data import CAPABILITY_LEVELS, Client
 from sparsekit_fl.spec import RunSpec
-from sparsekit_fl.streams import Purpose, Rngs, Streams
 
 
 def answer(spec: RunSpec, client: Client, request: Request, memories: Memories) -> Reply:
@@ -70,7 +69,7 @@ def make_context(
         costs=spec.costs,
         masked=spec.masked,
         device=spec.config.device,
-        rngs=Rngs(Streams(spec.config.seed).client(request.round, client.id)),
+        rngs=Rngs(spec.config.seed, "client", request.round, client.id),
         memory=memory.setdefault("method", {}),
         purpose=purpose,
         levels=spec.config.capability_levels or CAPABILITY_LEVELS,

@@ -14,6 +14,7 @@ from sparsekit.graph import StateDict
 from sparsekit.surgery import save_compact
 from sparsekit_fl.callbacks import Callback, RunView
 from sparsekit_fl.checkpoint import RunFolder, State
+from sparsekit_fl.client.context import stream
 from sparsekit_fl.client.messages import Cost, Reply, Update, request_bytes
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.engines import Engine, Processes, RunClients, describe_environment
@@ -27,7 +28,6 @@ from sparsekit_fl.results import ClientScores, FinalScores, RoundRecord, RoundSc
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec, by_id
 from sparsekit_fl.stored import plain
-from sparsekit_fl.streams import Streams
 
 _log = logging.getLogger(__name__)
 
@@ -245,7 +245,7 @@ def _scored_after(round: int, ids: list[int], config: RunConfig) -> tuple[list[i
         return [], False
     if count is not None and count < len(ids):
         # From seed and round: the same for any engine and method.
-        positions = Streams(config.seed).evaluation(round).choice(len(ids), size=count, replace=False)
+        positions = stream(config.seed, "evaluation", round).choice(len(ids), size=count, replace=False)
         ids = [ids[position] for position in sorted(positions)]
     return ids, whole
 

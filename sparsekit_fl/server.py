@@ -11,7 +11,7 @@ from sparsekit.allocation import check_ratio
 from sparsekit.errors import InvalidValueError, SparsekitError
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit_fl.checkpoint import Memories, Remembered, State
-from sparsekit_fl.client.context import rowmask_flops, timed
+from sparsekit_fl.client.context import Rngs, rowmask_flops, stream, timed
 from sparsekit_fl.client.messages import Reply, Request, Update, request_bytes, update_bytes, upload_dtype
 from sparsekit_fl.config import RunConfig, Upload
 from sparsekit_fl.errors import ClientError, UpdateError
@@ -20,7 +20,6 @@ from sparsekit_fl.methods.client import Task
 from sparsekit_fl.packing import Kept, clone, is_finite
 from sparsekit_fl.problem.data import Capability, Client
 from sparsekit_fl.spec import RunSpec
-from sparsekit_fl.streams import Rngs, Streams
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ class Roster(Mapping[int, ClientInfo]):
             client, config = self._clients[client_id], self._config
             capability = client.capability
             if config.capability_levels is not None:
-                rng = Streams(config.seed).capability(self._round if config.redraw_capability else 0, client_id)
+                rng = stream(config.seed, "capability", self._round if config.redraw_capability else 0, client_id)
                 capability = capability.at(config.capability_levels[int(rng.integers(len(config.capability_levels)))])
             self._read[client_id] = ClientInfo(len(client.data.train), capability)
         return self._read[client_id]
@@ -95,7 +94,7 @@ class Server:
             rounds=config.rounds,
             roster=Roster(self.clients, config, round),
             cohort_size=config.cohort,
-            rngs=Rngs(Streams(config.seed).server(round)),
+            rngs=Rngs(config.seed, "server", round),
             memory=self.state.memory,
             client=Remembered(self._remembered, self.state.remembered),
             graph=spec.graph,

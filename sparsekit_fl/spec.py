@@ -18,6 +18,7 @@ from sparsekit.pruning import signs_of_training
 from sparsekit.rng import torch_scope
 from sparsekit.tracing import trace_units
 from sparsekit.training import GradientImportance, LearnableMask
+from sparsekit_fl.client.context import stream
 from sparsekit_fl.client.fit import check_training
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.layers import Layer, trace_layers
@@ -26,7 +27,6 @@ from sparsekit_fl.models import read_initial
 from sparsekit_fl.packing import clone, digest, plain_bytes
 from sparsekit_fl.problem.data import Client, TensorData
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.streams import Streams
 
 _DIGITS = 16
 
@@ -112,19 +112,19 @@ class RunSpec:
     @cached_property
     def masked(self) -> LearnableMask:
         """The narrow model of this process, on the device of the options. All clients use it, one after the other."""
-        with torch_scope(Streams(self.config.seed).model()):
+        with torch_scope(stream(self.config.seed, "model")):
             model = self.problem.model().to(self.config.device)
         return LearnableMask(model, graph=self.graph, learning=GradientImportance())
 
     def model(self, state: StateDict) -> nn.Module:
-        with torch_scope(Streams(self.config.seed).model()):
+        with torch_scope(stream(self.config.seed, "model")):
             model = self.problem.model()
         model.load_state_dict(state)
         return model
 
 
 def _traced(problem: Problem, config: RunConfig) -> tuple[nn.Module, UnitGraph, tuple[Layer, ...]]:
-    with torch_scope(Streams(config.seed).model()):
+    with torch_scope(stream(config.seed, "model")):
         model = problem.model()
     try:
         graph = trace_units(model, problem.example_inputs)

@@ -57,7 +57,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("problem",),
         ("config",),
         ("checkpoint", "stored"),
-        ("errors", "layers", "packing", "streams"),
+        ("errors", "layers", "packing"),
     ),
 }
 

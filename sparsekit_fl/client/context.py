@@ -1,4 +1,4 @@
-"""ClientContext: a method's view of a client, its state, and the cost of its work."""
+"""ClientContext: a method's view of a client, its state, and the cost of its work; and the random numbers of both sides."""
 
 import bisect
 import functools
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from torch import Tensor
@@ -23,7 +23,6 @@ from sparsekit_fl.layers import Layer
 from sparsekit_fl.packing import Mask
 from sparsekit_fl.problem.data import CAPABILITY_LEVELS, Capability, Client
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.streams import Purpose
 
 _LARGEST_BATCH = 256
 
@@ -31,6 +30,33 @@ Split = Literal["train", "val", "test"]
 
 Memory = dict[str, Any]
 """State that lives from round to round: tensors, numbers, strings, None, and lists and string-keyed dicts of these."""
+
+
+Use = Literal["model", "data", "server", "client", "capability", "noise", "evaluation"]
+"""Parts of a run that draw random numbers; the order decides which seed each has, so that stored results rest on it."""
+
+Purpose = Literal["sampling", "ratio", "mask", "local", "share", "aggregate", "personal", "reading"]
+"""What client and server draw within a round; again, the order decides."""
+
+
+def stream(seed: int, use: Use, *key: int) -> np.random.Generator:
+    """Return the generator of one part of a run, which depends on the arguments alone, never on the order of use.
+
+    So any engine, any order of clients and any resumed run draw the same numbers. `key` is the round, and the id of a client.
+    """
+    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(get_args(Use).index(use), *key)))
+
+
+class Rngs(dict[str, np.random.Generator]):
+    """Purpose → its generator within a stream; made when first asked for, since few are, and making one takes time."""
+
+    def __init__(self, seed: int, use: Use, *key: int) -> None:
+        super().__init__()
+        self._made_of: tuple[Any, ...] = (seed, use, *key)
+
+    def __missing__(self, purpose: str) -> np.random.Generator:
+        self[purpose] = stream(*self._made_of, get_args(Purpose).index(purpose))
+        return self[purpose]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

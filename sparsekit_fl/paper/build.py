@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sparsekit.errors import InvalidValueError
+from sparsekit_fl.client.context import stream
 from sparsekit_fl.config import read_keywords
 from sparsekit_fl.paper.presets import Preset
 from sparsekit_fl.problem.data import Client, ClientData
@@ -19,7 +20,6 @@ from sparsekit_fl.problem.metrics import accuracy
 from sparsekit_fl.problem.models import ModelSpec, models
 from sparsekit_fl.problem.partition import partitions
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.streams import Streams
 
 
 class Task(NamedTuple):
@@ -58,7 +58,7 @@ def build_task(
             the form of `Partition`.
         options: Keywords for the partition, in addition to the preset; text is read by the annotation.
         data_dir: Folder of the data sets; None downloads what can be downloaded.
-        seed: Seed of the run; the partition draws from its `Streams(seed).data()`.
+        seed: Seed of the run; the partition draws from its `stream(seed, "data")`.
         ids: The clients to load, such as the clients of one device; empty on a server without data. None loads all.
 
     Returns:
@@ -97,7 +97,7 @@ def build_task(
     deal, own = partitions.find(kind), ("clients", "rng")  # given here
     keywords |= read_keywords(deal, options or {}, name=f"partition {kind!r}", prefix="partition.", without=own)
     described |= {"clients": count, "partition": kind, "partition_options": keywords}
-    splits = deal(source, clients=count, rng=Streams(seed).data(), **keywords)
+    splits = deal(source, clients=count, rng=stream(seed, "data"), **keywords)
     if ":" in kind and (len(splits) != count or not all(isinstance(one, ClientData) for one in splits)):
         raise InvalidValueError(
             f"partition {kind!r} must return a list of {count} ClientData, one for each client, got {splits!r:.200}"

@@ -1,11 +1,13 @@
-"""Streams: equal numbers for equal purposes, in any order, and no trace in global state."""
+"""stream(): equal numbers for equal purposes, in any order, and no trace in global state."""
+
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 
 from sparsekit.rng import torch_scope
-from sparsekit_fl.streams import Streams
+from sparsekit_fl.client.context import Use, stream
 
 
 def _first(generator: np.random.Generator) -> int:
@@ -13,24 +15,22 @@ def _first(generator: np.random.Generator) -> int:
 
 
 def test_streams_depend_on_the_seed_and_not_on_the_order_of_use() -> None:
-    one, two = Streams(3), Streams(3)
-    forward = [_first(one.client(round, id)) for round in range(3) for id in range(3)]
-    backward = [_first(two.client(round, id)) for round in reversed(range(3)) for id in reversed(range(3))]
+    forward = [_first(stream(3, "client", round, id)) for round in range(3) for id in range(3)]
+    backward = [_first(stream(3, "client", round, id)) for round in reversed(range(3)) for id in reversed(range(3))]
     assert forward == backward[::-1]
-    assert _first(Streams(3).model()) != _first(Streams(4).model())
+    assert _first(stream(3, "model")) != _first(stream(4, "model"))
 
 
 def test_every_purpose_has_its_own_numbers() -> None:
-    streams = Streams(0)
-    drawn = [streams.model(), streams.data(), streams.server(0), streams.server(1), streams.client(0, 0), streams.client(0, 1)]
-    drawn += [streams.client(1, 0), streams.capability(0, 0), streams.capability(1, 0)]
-    drawn += [streams.evaluation(0), streams.evaluation(1)]
+    drawn = [stream(0, use) for use in get_args(Use)] + [stream(0, "server", 0), stream(0, "server", 1)]
+    drawn += [stream(0, use, round, id) for use in ("client", "capability") for round in (0, 1) for id in (0, 1)]
+    drawn += [stream(0, "evaluation", 0), stream(0, "evaluation", 1)]
     assert len({_first(generator) for generator in drawn}) == len(drawn)
 
 
 def test_the_numbers_of_a_seed_never_change() -> None:
     # Recorded results rest on these.
-    assert [int(Streams(0).client(1, 2).integers(1000)) for _ in range(2)] == [764, 764]
+    assert [int(stream(0, "client", 1, 2).integers(1000)) for _ in range(2)] == [764, 764]
 
 
 def test_the_scope_decides_what_torch_draws() -> None:

@@ -12,10 +12,10 @@ from torch import nn
 
 import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError, UnknownNameError
+from sparsekit_fl.client.context import Purpose, Rngs, stream
 from sparsekit_fl.client.fit import Batches, Examples, TrainingLog, check_training, evaluate, fit, make_step
 from sparsekit_fl.config import TrainingConfig, optimizer_class
 from sparsekit_fl.problem.metrics import accuracy
-from sparsekit_fl.streams import Purpose, Rngs, Streams
 from sparsekit_fl.testing import tiny_clients
 
 
@@ -124,24 +124,10 @@ def test_random_transforms_give_the_same_bits_for_any_number_of_workers(method):
 
 def test_generators_are_those_that_numpy_spawns_in_whatever_order_they_are_asked_for():
     purposes = get_args(Purpose)
-    spawned = dict(zip(purposes, np.random.default_rng(5).spawn(len(purposes)), strict=True))
-    lazy = Rngs(np.random.default_rng(5))
+    spawned = dict(zip(purposes, stream(5, "client", 1, 2).spawn(len(purposes)), strict=True))
+    lazy = Rngs(5, "client", 1, 2)
     assert [lazy[one].random() for one in reversed(purposes)] == [spawned[one].random() for one in reversed(purposes)]
     assert lazy["local"] is lazy["local"]
-
-
-def test_every_part_of_a_run_draws_from_a_generator_of_its_own_and_always_the_same():
-    def draws(seed):
-        streams = Streams(seed)
-        generators = [streams.model(), streams.data()]
-        for round in (1, 2):
-            generators += [streams.server(round), streams.evaluation(round)]
-            for id in (1, 2):
-                generators += [streams.client(round, id), streams.capability(round, id)]
-        return [generator.random() for generator in generators]
-
-    assert draws(0) == draws(0)
-    assert len({*draws(0), *draws(1)}) == 2 * len(draws(0))
 
 
 TORCHS = ("adam", "adamw", "RMSprop", "adagrad", "nadam", "torch.optim:SGD")

@@ -10,11 +10,11 @@ from personal import ONE_STEP, chain, client_context, deep_problem, tiny_run, tr
 
 from sparsekit.allocation.shares import keep_count
 from sparsekit.rng import torch_scope
+from sparsekit_fl.client.context import Rngs, stream
 from sparsekit_fl.methods import ditto, fedlps_paper, fedp3, fedprox, fedrep, local, per_fedavg
 from sparsekit_fl.methods.client import Task
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec
-from sparsekit_fl.streams import Rngs, Streams
 from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
 
 
@@ -22,17 +22,16 @@ from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_proble
 def test_equals_a_loop_written_by_hand():
     clients, config = tiny_clients(), tiny_config(rounds=3)
     result = tiny_run(clients=clients, config=config)
-    streams = Streams(config.seed)
-    with torch_scope(streams.model()):
+    with torch_scope(stream(config.seed, "model")):
         model = TinyNet()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for round in range(1, 4):
-        rng = Rngs(streams.server(round))["sampling"]
+        rng = Rngs(config.seed, "server", round)["sampling"]
         cohort = sorted(rng.choice(8, size=4, replace=False).tolist())
         sums = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in state.items()}
         for client_id in cohort:
             data = clients[client_id].data.train
-            rng = Rngs(streams.client(round, client_id))["local"]
+            rng = Rngs(config.seed, "client", round, client_id)["local"]
             orders = [rng.permutation(len(data)) for _ in range(2)]
             model.load_state_dict(state)
             model.train()
