@@ -26,14 +26,13 @@ from common import in_turns, options_of, over, show
 
 import sparsekit_fl as fl
 from sparsekit_fl.checkpoint import Memories
-from sparsekit_fl.client_round import answer
 from sparsekit_fl.config import HETEROGENEITY
 from sparsekit_fl.methods import registry as methods
 from sparsekit_fl.paper.build import build_problem
 from sparsekit_fl.paper.presets import preset_for
 from sparsekit_fl.problem.models import Cnn
 from sparsekit_fl.server import Server
-from sparsekit_fl.spec import RunSpec
+from sparsekit_fl.spec import RunSpec, answer
 
 ROUNDS = {"digits": 20, "mnist": 20, "cifar10": 2, "shakespeare": 3}
 """Rounds of a run where none are given: a turn of two methods takes half a minute to three minutes."""

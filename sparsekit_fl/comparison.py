@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from pydantic_core import to_json
 
 from sparsekit.errors import DataError, require
 from sparsekit_fl.config import HETEROGENEITY
-from sparsekit_fl.stored import flat, plain, read_result, texts
+from sparsekit_fl.stored import flat, read_result, texts
 
 # What may differ between the runs of a table, since it changes no number but by chance.
 _FREE = ("seed", "eval_every", "device")
@@ -144,12 +145,17 @@ class Comparison:
             "title": self.title,
             "methods": list(self.methods),
             "runs": self.runs,
-            "trials": plain(self.frame.reset_index().to_dict("records")),
-            "summary": plain(
+            "trials": _plain(self.frame.reset_index().to_dict("records")),
+            "summary": _plain(
                 {method: {path: row[path].to_dict() for path in self.frame} for method, row in self.summary.iterrows()}
             ),
             "notes": self.notes,
         }
+
+
+def _plain(value: Any) -> Any:
+    """Return JSON values only; numbers that are not finite become null."""
+    return json.loads(to_json(value, inf_nan_mode="null"))
 
 
 def comparisons_of(results: Iterable[Mapping[str, Any]], *, order: Sequence[str] = ()) -> list[Comparison]:

@@ -29,11 +29,10 @@ from sparsekit.registry import Registry
 from sparsekit.version import __version__
 from sparsekit_fl.checkpoint import Memories
 from sparsekit_fl.client.messages import Reply, Request, decode_reply, decode_request, encode_reply, encode_request
-from sparsekit_fl.client_round import answer, run_client
 from sparsekit_fl.config import Checked, Count
 from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.problem.data import Client
-from sparsekit_fl.spec import RunSpec
+from sparsekit_fl.spec import RunSpec, answer, run_client
 
 __all__ = ["Engine", "Memories", "Processes", "RunClients", "RunSpec", "answer", "one_thread", "registry", "run_client"]
 

@@ -16,7 +16,7 @@ from sparsekit_fl.checkpoint import write_atomically
 from sparsekit_fl.client.messages import Cost, Evaluation
 from sparsekit_fl.client.messages import Scores as Sums
 from sparsekit_fl.config import RunConfig
-from sparsekit_fl.stored import SCHEMA_NUMBER, plain, read_result
+from sparsekit_fl.stored import SCHEMA_NUMBER, read_result
 
 Means = Mapping[str, Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]]
 """Metric name → value. JSON has no number that is not finite: such a value is null there, and comes back as NaN."""
@@ -203,7 +203,7 @@ class RunResult:
     clients: int
     cost: Cost
     environment: Mapping[str, Any]
-    experiment: Annotated[Mapping[str, Any], Field(exclude=True)] = field(default_factory=dict)
+    experiment: Mapping[str, Any] = field(default_factory=dict)
     state: Annotated[StateDict, PlainValidator(dict), Field(exclude=True)] = field(default_factory=dict, repr=False)
     note: str = ""
     stopped: str = ""
@@ -228,8 +228,9 @@ class RunResult:
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values: the content of `result.json`."""
         found = json.loads(_RESULT.dump_json(self, by_alias=True))
-        found["config"]["experiment"] = plain(self.experiment)
-        return {"schema": SCHEMA_NUMBER, "seed": self.config.seed, **found, "failed_clients": plain(self.failures)}
+        found["config"]["experiment"] = found.pop("experiment")
+        failed = {str(client_id): reason for client_id, reason in self.failures.items()}
+        return {"schema": SCHEMA_NUMBER, "seed": self.config.seed, **found, "failed_clients": failed}
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any]) -> "RunResult":

@@ -27,7 +27,6 @@ from sparsekit_fl.problem.problem import Problem, check_fit
 from sparsekit_fl.results import ClientScores, FinalScores, RoundRecord, RoundScores, RunResult, load_result, primary_metric
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec, by_id
-from sparsekit_fl.stored import plain
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +91,7 @@ def run(
     engine = Processes() if engine is None else engine
     with RunFolder.open(out, resume=resume) as folder:
         spec = RunSpec.build(method, problem, config, init=init)
-        described = plain(spec.describe(roster, experiment or {}))
+        described = spec.describe(roster, experiment or {})
         state, lines = folder.load(described, State(0, clone(spec.initial)))
         if state is not None and state.round == config.rounds and (folder.path / "result.json").exists():
             saved = load_result(folder.path)

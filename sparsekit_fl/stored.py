@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic_core import to_json
-
 from sparsekit.errors import DataError
 
 SCHEMA_NUMBER: Final = 6
@@ -35,11 +33,6 @@ def read_result(path: Path | str) -> dict[str, Any]:
             f"{path} has schema {schema}, and this version reads {SCHEMA_NUMBER}; install the version that wrote it"
         )
     return dict(raw)
-
-
-def plain(value: Any) -> Any:
-    """Return JSON values only; numbers that are not finite become null."""
-    return json.loads(to_json(value, inf_nan_mode="null"))
 
 
 def flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:

@@ -15,7 +15,6 @@ from torch import nn
 import sparsekit_fl as fl
 from sparsekit.cli.main import execute
 from sparsekit.graph import UnitGraph, UnitGroup, UnitMask, UnitSlice, WeightMask
-from sparsekit_fl.client_round import make_context
 from sparsekit_fl.layers import Layer
 from sparsekit_fl.methods import make_method
 from sparsekit_fl.methods.base import ClientInfo
@@ -125,7 +124,7 @@ def client_context(method, problem=None, config=None, *, client=None, purpose="l
     spec = RunSpec.build(method, problem or tiny_problem(), config or tiny_config())
     client = client or tiny_clients(1)[0]
     request = fl.Request(round=round, client_id=client.id, state={}, capability=client.capability)
-    return spec, client, make_context(spec, client, request, {"method": {} if memory is None else memory}, purpose=purpose)
+    return spec, client, spec.context(client, request, {"method": {} if memory is None else memory}, purpose=purpose)
 
 
 SMALL = ["--rounds", "1", "--clients", "4", "--cohort", "2", "--epochs", "1", "--workers", "1"]

@@ -49,7 +49,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("paper", "rounds"),
         ("callbacks",),
         ("engines",),
-        ("client_round", "server"),
+        ("server",),
         ("comparison", "results", "spec"),
         ("models",),
         ("methods",),

@@ -24,7 +24,6 @@ from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.flower_app import client_ids, parsed
 from sparsekit_fl.cli.options import RunOptions
 from sparsekit_fl.client.messages import Reply, Request, decode_request, encode_reply
-from sparsekit_fl.client_round import answer
 from sparsekit_fl.engines import check_device, one_thread, use_exact_arithmetic
 from sparsekit_fl.flower.engine import GridEngine, content, describe_clients, identity_of, read
 from sparsekit_fl.methods import make_method
@@ -32,7 +31,7 @@ from sparsekit_fl.models import model_path, write_recipe
 from sparsekit_fl.packing import unpack
 from sparsekit_fl.problem.data import Client
 from sparsekit_fl.problem.problem import check_fit
-from sparsekit_fl.spec import RunSpec, by_id
+from sparsekit_fl.spec import RunSpec, answer, by_id
 
 _log = logging.getLogger("flwr")  # what Flower shows of an app
 

@@ -13,11 +13,10 @@ from zoo import ZOO
 import sparsekit_fl as fl
 from sparsekit.graph import WeightMask
 from sparsekit_fl.checkpoint import Memories
-from sparsekit_fl.client_round import run_client
 from sparsekit_fl.methods import prunefl, registry
 from sparsekit_fl.packing import Kept
 from sparsekit_fl.problem.models import NextWordLstm
-from sparsekit_fl.spec import RunSpec
+from sparsekit_fl.spec import RunSpec, run_client
 
 # Of FedLPS, its literal form alone takes other ways; other ablations are made of the same parts.
 ABLATIONS = {name for name, made in registry.items() if isinstance(made, fl.Method)} - {"fedlps-paper", "fedlps-random"}
@@ -80,7 +79,7 @@ def spoiled(monkeypatch):
             changes = reply.update is not None and client.id in HOSTILE
             return (replace(reply, update=change(reply.update)) if changes else reply), memory
 
-        monkeypatch.setattr("sparsekit_fl.client_round.run_client", hostile)
+        monkeypatch.setattr("sparsekit_fl.spec.run_client", hostile)
         result, _ = watched(method, config=replace(tiny_config(rounds=6), eval_every=6))
         assert len(result.rounds) == 6
         return {reason for record in result.rounds for _, reason in record.dropped}
