@@ -1,16 +1,22 @@
-"""Data sets by name, called with the user's data directory; a DataSource is a data set before it is dealt to clients."""
+"""Data sets by name, and their files. A DataSource is a data set before it is dealt to clients."""
 
+import importlib
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import NoneType
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from sparsekit.errors import DataError
+from sparsekit.errors import DataError, install_hint
 from sparsekit.registry import Registry
 from sparsekit_fl.problem.data import TensorData, Transform
 from sparsekit_fl.problem.models import Kind
+
+_log = logging.getLogger(__name__)
 
 _IMAGES, _TEXTS = ("digits", "mnist", "cifar10", "cifar100", "tiny-imagenet"), ("reddit", "shakespeare")
 _HOMES = dict.fromkeys(_IMAGES, "images") | dict.fromkeys(_TEXTS, "text")
@@ -82,3 +88,39 @@ class DataSource:
         """Return the same source, read through another transform."""
         test = None if self.test is None else replace(self.test, transform=transform)
         return replace(self, train=replace(self.train, transform=transform), test=test)
+
+
+def find_files(
+    name: str, root: Path | str | None, *patterns: str, layout: str, repo: str = "", aliases: Sequence[str] = ()
+) -> list[list[Path]]:
+    """Return the files of a data set for each pattern, sorted: from the user's data directory, or from the hub without `root`.
+
+    `layout` describes the expected files in errors, `repo` is the id of the data set on the hub, and `aliases` are other names
+    of its folder. If files are missing, a DataError says how to provide them.
+    """
+    ways = f"pass --data-dir DIR with DIR/{layout}"
+    if repo:
+        ways = (
+            f"either {ways} (the files of the hub data set {repo}), or, on a machine with a network, leave --data-dir out and"
+            f" install the hub's client: {install_hint('huggingface_hub')}"
+        )
+    if root is not None:
+        root, names = Path(root).expanduser(), (name, *aliases)
+        folders = [*(root / spelling for spelling in names), *([root] if root.name in names else [])]
+        folder = next(filter(Path.is_dir, folders), folders[0])
+    elif not repo:
+        raise DataError(f"{name!r} has no copy on the hub that can be fetched; {ways}")
+    else:
+        _log.info("fetching the hub data set %s (kept in the hub's cache)", repo)
+        wanted = [folder + pattern for pattern in patterns for folder in ("", "*/")]
+        try:
+            hub = importlib.import_module("huggingface_hub")
+            folder = Path(hub.snapshot_download(repo, repo_type="dataset", allow_patterns=wanted))
+        except Exception as error:
+            # The hub's client raises many kinds, from requests' to its own; all mean that the copy cannot be had.
+            raise DataError(f"cannot fetch the hub data set {repo}: {error}; {ways}") from error
+    found = [sorted(folder.rglob(pattern)) for pattern in patterns]
+    if not all(found):
+        there = sorted(path.name for path in folder.rglob("*") if path.is_file())[:20]
+        raise DataError(f"{str(folder)!r} does not hold the data set {name!r}: found {there or 'no file'}; {ways}")
+    return found

@@ -1,27 +1,37 @@
-"""Image data sets: digits of scikit-learn, and those in the parquet layout of the hub; and how images become inputs.
+"""Image data sets: the digits of scikit-learn, and parquet files of the hub; decoded images are cached as uint8.
 
-Each takes the user's data directory, or None to fetch the hub's copy. Images stay uint8, in one array that all clients share.
-Missing or malformed files raise a DataError that says how to get them.
+Each takes the user's data directory, or None to fetch the hub's copy. Missing or malformed files raise a DataError that says
+how to get them.
 """
 
+import contextlib
+import hashlib
 import io
-from collections.abc import Sequence
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import platformdirs
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from sparsekit.errors import DataError, require
 from sparsekit.rng import torch_generator
+from sparsekit_fl.checkpoint import write_atomically
 from sparsekit_fl.problem.data import TensorData
-from sparsekit_fl.problem.datasets import DataSource, datasets
-from sparsekit_fl.problem.files import cached_tensors, find_files
+from sparsekit_fl.problem.datasets import DataSource, datasets, find_files
+
+_log = logging.getLogger(__name__)
 
 _DIGITS_TRAIN = 1437  # the first four fifths
 _VALIDATION = 0.1
@@ -70,55 +80,77 @@ def digits(root: Path | str | None = None) -> DataSource:  # noqa: ARG001 (every
     return DataSource(name="digits", kind="image", train=train, test=test, classes=10, mean=(0.3054,), std=(0.3763,))
 
 
-def _load(
+def _hub(
     name: str,
-    root: Path | str | None,
+    about: str,
     *,
     repo: str,
     shape: tuple[int, int, int],
     aliases: Sequence[str] = (),
     test: str = "test",
     **known: Any,
-) -> DataSource:
-    """Read `<root>/<name>/**/*.parquet`, or the hub's copy, which is fetched once; every image has `shape`."""
-    layout, patterns = f"{name}/train.parquet and {name}/{test}.parquet", ("train*.parquet", f"{test}*.parquet")
-    files = find_files(name, root, *patterns, layout=layout, repo=repo, aliases=aliases)
-    pools = (
-        cached_tensors(f"{name}-{split}", own, partial(read_images, own, shape))
-        for split, own in zip(("train", "test"), files, strict=True)
-    )
-    learned, scored = (TensorData((pool["images"],), pool["labels"]) for pool in pools)
-    return DataSource(name=name, kind="image", train=learned, test=scored, **known)
+) -> Callable[..., DataSource]:
+    """Return a function that reads `<root>/<name>/**/*.parquet`, or the hub's copy; every image has `shape` (C, H, W)."""
+
+    def load(root: Path | str | None = None) -> DataSource:
+        layout, patterns = f"{name}/train.parquet and {name}/{test}.parquet", ("train*.parquet", f"{test}*.parquet")
+        files = find_files(name, root, *patterns, layout=layout, repo=repo, aliases=aliases)
+        pools = (
+            cached_tensors(f"{name}-{split}", own, partial(read_images, own, shape))
+            for split, own in zip(("train", "test"), files, strict=True)
+        )
+        learned, scored = (TensorData((pool["images"],), pool["labels"]) for pool in pools)
+        return DataSource(name=name, kind="image", train=learned, test=scored, **known)
+
+    load.__doc__ = about
+    return load
 
 
-def mnist(root: Path | str | None = None) -> DataSource:
-    """Return 60,000 + 10,000 handwritten digits."""
-    return _load("mnist", root, repo="ylecun/mnist", classes=10, shape=(1, 28, 28), mean=(0.1307,), std=(0.3081,))
+mnist = _hub(
+    "mnist", "Return 60,000 + 10,000 handwritten digits.", repo="ylecun/mnist", classes=10, shape=(1, 28, 28),
+    mean=(0.1307,), std=(0.3081,),
+)  # fmt: skip
+cifar10 = _hub(
+    "cifar10", "Return 50,000 + 10,000 small photographs of ten kinds.", repo="uoft-cs/cifar10", classes=10, shape=(3, 32, 32),
+    mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616),
+)  # fmt: skip
+cifar100 = _hub(
+    "cifar100", "Return 50,000 + 10,000 small photographs of a hundred kinds, with the fine labels.", repo="uoft-cs/cifar100",
+    classes=100, shape=(3, 32, 32), mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762),
+)  # fmt: skip
+# The true test labels were never published.
+tiny_imagenet = _hub(
+    "tiny-imagenet", "Return photographs of 200 kinds; the validation split is the test set.", repo="zh-plus/tiny-imagenet",
+    classes=200, shape=(3, 64, 64), mean=(0.4802, 0.4481, 0.3975), std=(0.2770, 0.2691, 0.2821), aliases=("tiny_imagenet",),
+    test="valid",
+)  # fmt: skip
 
 
-def cifar10(root: Path | str | None = None) -> DataSource:
-    """Return 50,000 + 10,000 small photographs of ten kinds."""
-    return _load(
-        "cifar10", root, repo="uoft-cs/cifar10", classes=10, shape=(3, 32, 32),
-        mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616),
-    )  # fmt: skip
+# Raised when the tensors change their meaning: older entries are then not found.
+_FORMAT = 1
 
 
-def cifar100(root: Path | str | None = None) -> DataSource:
-    """Return 50,000 + 10,000 small photographs of a hundred kinds, with the fine labels."""
-    return _load(
-        "cifar100", root, repo="uoft-cs/cifar100", classes=100, shape=(3, 32, 32),
-        mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762),
-    )  # fmt: skip
+def cached_tensors(name: str, files: Sequence[Path], decode: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return tensors decoded from files, or from the cache ($SPARSEKIT_CACHE) if these names, sizes and times are known.
 
-
-def tiny_imagenet(root: Path | str | None = None) -> DataSource:
-    """Return photographs of 200 kinds; the validation split is the test set."""
-    # The true test labels were never published.
-    return _load(
-        "tiny-imagenet", root, repo="zh-plus/tiny-imagenet", classes=200, shape=(3, 64, 64),
-        mean=(0.4802, 0.4481, 0.3975), std=(0.2770, 0.2691, 0.2821), aliases=("tiny_imagenet",), test="valid",
-    )  # fmt: skip
+    If the cache cannot be read or written, the run continues without it. Cached tensors are copy-on-write maps, which processes
+    share.
+    """
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    key = hashlib.sha256(json.dumps([_FORMAT, name, stats]).encode()).hexdigest()[:20]
+    given = os.environ.get("SPARSEKIT_CACHE") or platformdirs.user_cache_path("sparsekit", appauthor=False)
+    entry = Path(given).expanduser() / f"{name}-{key}.safetensors"
+    with contextlib.suppress(OSError, SafetensorError):
+        return dict(load_file(entry))
+    _log.info("decoding %s (%s), once", name, ", ".join(path.name for path in files))
+    tensors = decode()
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(entry, save(tensors), durable=False)
+        return dict(load_file(entry))
+    except (OSError, SafetensorError) as error:
+        _log.info("the decoded data are not cached: %s; set SPARSEKIT_CACHE to a writable directory", error)
+        return tensors
 
 
 def read_images(files: Sequence[Path], shape: tuple[int, int, int]) -> dict[str, Tensor]:

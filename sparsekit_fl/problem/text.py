@@ -12,8 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from sparsekit.errors import DataError
 from sparsekit_fl.problem.data import TensorData
-from sparsekit_fl.problem.datasets import DataSource
-from sparsekit_fl.problem.files import find_files
+from sparsekit_fl.problem.datasets import DataSource, find_files
 from sparsekit_fl.problem.metrics import IGNORED
 
 PADDING = 0

@@ -16,8 +16,7 @@ from PIL import Image
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError
-from sparsekit_fl.problem.files import cached_tensors
-from sparsekit_fl.problem.images import ImageTransform, digits_loaders
+from sparsekit_fl.problem.images import ImageTransform, cached_tensors, digits_loaders
 from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.text import read_leaf, speeches, token_source
 
