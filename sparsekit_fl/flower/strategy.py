@@ -18,8 +18,10 @@ import sparsekit as sk
 from sparsekit.allocation import check_ratio
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.graph import StateDict
+from sparsekit_fl.client.context import Memory
 from sparsekit_fl.client.messages import Cost, Request, Update
 from sparsekit_fl.flower.client import KEY, arrays_of, mask_record, read_mask, traced, unpacked
+from sparsekit_fl.methods.bandits import ClientBandit
 from sparsekit_fl.methods.base import Over, mean_change, moved
 from sparsekit_fl.packing import Kept
 from sparsekit_fl.server import check_update
@@ -198,37 +200,23 @@ class BanditRatios:
         self, rounds: float, *, metric: str = "train_acc", low: float = 1 / 16, high: float = 1.0, seed: int = 0
     ) -> None:
         self._rounds, self._metric, self._space, self._seed = rounds, metric, sk.Interval(low, high), seed
-        self._bandits: dict[int, sk.PUCBV] = {}
-        self._pulls: dict[int, sk.Pull] = {}
-        self._accuracy: dict[int, float] = {}
+        self._memory: dict[int, Memory] = {}
 
     def __call__(self, node: int) -> float:
         """Return the ratio of a node for this round. A draw without an answer is proposed again."""
-        if node not in self._pulls:
-            self._pulls[node] = self._bandit(node).ask()
-        return float(self._pulls[node].value)
+        return self._bandit(node).ask()
 
-    def _bandit(self, node: int) -> sk.PUCBV:
-        if node not in self._bandits:
-            rng = np.random.default_rng([self._seed, node])
-            self._bandits[node] = sk.PUCBV(self._space, horizon=self._rounds, rng=rng)
-        return self._bandits[node]
+    def _bandit(self, node: int) -> ClientBandit:
+        bandit = sk.PUCBV(self._space, horizon=self._rounds, rng=np.random.default_rng([self._seed, node]))
+        return ClientBandit(bandit, self._memory.setdefault(node, {}))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was learned of each node, as JSON values. Save it with the model to resume a run."""
-        return {
-            "bandits": {str(node): bandit.state_dict() for node, bandit in self._bandits.items()},
-            "pulls": {str(node): [pull.id, pull.value] for node, pull in self._pulls.items()},
-            "accuracy": {str(node): value for node, value in self._accuracy.items()},
-        }
+        return {str(node): dict(memory) for node, memory in self._memory.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned; the same ratios follow."""
-        self._bandits = {}
-        for node, saved in state["bandits"].items():
-            self._bandit(int(node)).load_state_dict(saved)
-        self._pulls = {int(node): sk.Pull(*pull) for node, pull in state["pulls"].items()}
-        self._accuracy = {int(node): float(value) for node, value in state["accuracy"].items()}
+        self._memory = {int(node): dict(memory) for node, memory in state.items()}
 
     def check(self, metrics: Mapping[str, Any]) -> float:
         """Return the accuracy in the metrics of a reply; raise InvalidValueError if it is missing or not a finite number."""
@@ -241,8 +229,6 @@ class BanditRatios:
 
     def tell(self, node: int, metrics: Mapping[str, Any], seconds: float) -> None:
         """Credit the ratio of a node with the gain of its accuracy."""
-        accuracy, pull = self.check(metrics), self._pulls.pop(node, None)
-        gain = accuracy - self._accuracy.get(node, accuracy)
-        self._accuracy[node] = accuracy
-        if pull is not None:
-            self._bandit(node).tell(pull, gain / max(seconds, 1e-9))
+        accuracy, bandit, memory = self.check(metrics), self._bandit(node), self._memory[node]
+        bandit.tell((accuracy - memory.get("accuracy", accuracy)) / max(seconds, 1e-9))
+        memory["accuracy"] = accuracy

@@ -7,7 +7,7 @@ regularizers are means.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,31 +17,16 @@ from torch import Tensor
 
 import sparsekit as sk
 from sparsekit.allocation import mask_from_scores, ratio_counts
-from sparsekit.bandit import PUCBV, Interval, Pull
+from sparsekit.bandit import PUCBV, Interval
 from sparsekit.criteria import Criterion, Fisher, Magnitude, Ordered, Random, ScoringContext
 from sparsekit.graph import StateDict, UnitMask
 from sparsekit.training import GradientImportance, LearnableMask
-from sparsekit_fl.client.context import Memory
-from sparsekit_fl.client.fit import Adjust
+from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.config import Fraction, NonNegative, Ratio, option
 from sparsekit_fl.layers import head_entries
-from sparsekit_fl.methods.base import (
-    ClientContext,
-    Method,
-    Model,
-    Result,
-    ServerContext,
-    Setup,
-    Task,
-    Update,
-    affordable,
-    learn_limits,
-    mean,
-    offered,
-    sgd,
-    units,
-)
-from sparsekit_fl.methods.client import descend, keep_model, kept_model, trained_leaves
+from sparsekit_fl.methods.bandits import ClientBandit
+from sparsekit_fl.methods.base import Method, ServerContext, Setup, Update, affordable, learn_limits, mean, offered, units
+from sparsekit_fl.methods.client import Model, Result, Task, descend, keep_model, kept_model, sgd, trained_leaves
 from sparsekit_fl.packing import Kept, recall_mask, remember_mask
 
 _CRITERIA: Mapping[str, Criterion] = {"ordered": Ordered(), "magnitude": Magnitude(), "random": Random()}
@@ -62,16 +47,14 @@ class FedLPS(Method):
 
     If the network was trained before, a client chooses its units once, when it first takes part, and refits the layers that
     read dropped units on its own examples. It adds its refit R to the weights that it receives, and subtracts it from the
-    weights that it sends, because R does not fit clients that keep other units. In round 1 it trains from ω + R under a fixed
-    mask; later from the new global weights + R. If the network is untrained, no unit is more important than another: all
-    clients take the first units, half of the FLOPs that their devices afford, and train twice as many epochs in the same time.
+    weights that it sends, because R does not fit clients that keep other units. If the network is untrained, no unit is more
+    important than another: all clients take the first units, half of the FLOPs that their devices afford, and train twice as
+    many epochs in the same time. A client that fails by an exception of its own code is offered half of the ratio next time,
+    and twice as much after each success.
 
-    The head stays on the client. Every other entry is averaged over the clients that hold it. A client that fails by an
-    exception of its own code is offered half of the ratio next time, and twice as much after each success.
-
-    The bandit is P-UCBV, one per client, in the server's memory, asked for a ratio within the capability. The reward of a
-    participation is (U(a) − U(a⁻)) / T: training accuracy a, that of the participation before a⁻ (at first: of the global state
-    of round 0), and the simulated seconds T of computing and sending both ways. The ratio that ran gets it.
+    The bandit is P-UCBV, one per client, asked for a ratio within the capability. The reward of a participation is
+    (U(a) − U(a⁻)) / T: training accuracy a, the accuracy a⁻ of the participation before (at first: of the global state of
+    round 0), and the simulated seconds T of computing and sending both ways. The ratio that ran gets it.
 
     The pattern "learned": the loss is the task loss + μ‖θ − ω‖² + λ‖Q − σ(|θ|_J)‖². Importance Q stays in the client's memory
     and starts at its target; the mask follows it after every step. ‖θ − ω‖² is a mean over the entries of the whole model, the
@@ -144,7 +127,6 @@ class FedLPS(Method):
         return Task(ratio=offered(server, client_id, self._ratio(server, client_id)), partial=True, metrics=metrics)
 
     def _ratio(self, server: ServerContext, client_id: int) -> float:
-        """Return the ratio by the chosen rule, limited by earlier failures of the client."""
         capability = server.roster[client_id].capability.ratio
         rule = self.ratios if self.ratios != "auto" else "capability" if server.trained else "half"
         if isinstance(rule, float | int):
@@ -154,35 +136,26 @@ class FedLPS(Method):
             return capability if capability <= self.low else float(np.random.default_rng(seed).uniform(self.low, capability))
         if rule != "bandit":
             return capability / 2 if rule == "half" else capability
-        memory = server.client[client_id]
         if capability < self.low:
             # No arm is that small: the client does what it can, and no bandit learns from it.
-            memory["pull"] = None
+            server.client[client_id]["pull"] = None
             return capability
-        if memory.get("pull") is None:  # a draw without an answer is proposed again
-            bandit = self._bandit(server, memory, seed=seed)
-            pull = bandit.ask() if self.literal else bandit.ask(upper=max(self.low, offered(server, client_id, capability)))
-            memory.update(pull=[pull.id, pull.value], bandit=bandit.state_dict())
-        return min(capability, float(memory["pull"][1]))
+        upper = None if self.literal else max(self.low, offered(server, client_id, capability))
+        return min(capability, self._bandit(server, client_id, seed).ask(upper=upper))
 
-    def _bandit(self, server: ServerContext, memory: Memory, *, seed: int) -> PUCBV:
+    def _bandit(self, server: ServerContext, client_id: int, seed: int = 0) -> ClientBandit:
         horizon, rng = server.rounds / server.cohort_size, np.random.default_rng(seed)
         bandit = PUCBV(Interval(self.low, 1.0), horizon=horizon, exploration=_EXPLORATION, rng=rng)
-        if "bandit" in memory:
-            bandit.load_state_dict(memory["bandit"])
-        return bandit
+        return ClientBandit(bandit, server.client[client_id])
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         """Return the mean, and learn from what clients did and from who failed."""
         learn_limits(server, updates)
-        for update in updates if self.ratios == "bandit" else ():
-            self._observe(server, update)
-        for client_id in server.failed if self.ratios == "bandit" else ():
-            memory = server.client[client_id]
-            if memory.get("pull") is not None:  # nothing is known of what did not run
-                bandit = self._bandit(server, memory, seed=0)
-                bandit.forget(Pull(*memory["pull"]))
-                memory.update(bandit=bandit.state_dict(), pull=None)
+        if self.ratios == "bandit":
+            for update in updates:
+                self._observe(server, update)
+            for client_id in server.failed:
+                self._bandit(server, client_id).forget()
         return mean(server, updates, over=self.average)
 
     def _observe(self, server: ServerContext, update: Update) -> None:
@@ -191,45 +164,45 @@ class FedLPS(Method):
         accuracy = update.metrics["accuracy"]
         before = memory.get("accuracy", update.metrics.get("initial_accuracy", accuracy))
         memory["accuracy"] = accuracy
-        if memory.get("pull") is None:
-            return
         seconds = update.cost.seconds
         if self.literal:
             seconds -= update.cost.downlink_bytes / server.roster[update.client_id].capability.downlink_bytes_per_second
         reward = (utility(accuracy) - utility(before)) / max(seconds, 1e-9)
-        bandit, ran = self._bandit(server, memory, seed=0), max(update.ratio, self.low)
-        bandit.tell(Pull(memory["pull"][0], ran), reward, eliminate="below" if accuracy - before < self.threshold else None)
-        memory["bandit"], memory["pull"] = bandit.state_dict(), None
+        eliminate: Literal["below"] | None = "below" if accuracy - before < self.threshold else None
+        self._bandit(server, update.client_id).tell(reward, ran=max(update.ratio, self.low), eliminate=eliminate)
 
     # On a client
 
     def train(self, client: ClientContext, task: Task) -> Result:
-        """Train, and keep the model if it is to be deployed.
+        memory, private = client.memory, client.private
+        mask = None if self.pattern == "learned" else self._mask(client, task)
+        metrics = self._first(client, task.ratio, mask)
+        # ‖θ − ω‖² is a sum in the paper and a mean here; its gradient has a factor of 2.
+        weights = () if self.literal and mask is None else client.masked.named_weights()
+        pull = 2.0 * self.mu / max(1, sum(task.state[name].numel() for name in weights))
+        if mask is None:
+            masked = self._load(client, task.state, task.ratio)
 
-        If a bandit learns from it, the first time the metric `initial_accuracy` is that of the client's submodel of the global
-        state of round 0, on a few of its training examples, a⁻¹ in the paper.
-        """
-        if self.pattern == "learned":
-            return self._train_learned(client, task)
-        memory = client.memory
-        mask = self._mask(client, task)
-        metrics = self._first(client, lambda: client.load(client.initial_state(), mask))
-        kept, start = Kept(client.graph, mask), dict(task.state)
-        private = client.private
-        for name, change in memory.get("refit", {}).items():
+            def learn(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+                masked.update_importance(gradients)  # before they are clipped
+                return gradients
+
+            result = descend(client, task, trained_leaves(masked), adjusts=lambda _: [learn], pull=pull)
+            result = replace(result, mask=masked.unit_mask(), metrics=metrics)
+            memory["importance"] = masked.importance_vector().cpu()
+            keep_model(client, result)
+            return result
+        kept, start, refit = Kept(client.graph, mask), dict(task.state), memory.get("refit", {})
+        for name, change in refit.items():
             # The head is the client's own, and has the refit since it was chosen.
             if name not in private or memory["chosen"] == client.round:
                 start[name] = task.state[name].clone()
                 kept.add(name, change.to(start[name]), start[name])
-        entries = sum(task.state[name].numel() for name in client.masked.named_weights())
         more: dict[str, Any] = {"local_epochs": self._epochs(client, task.ratio)} if self.fill else {}
-        result = sgd(client, replace(task, state=start, mask=mask), pull=2.0 * self.mu / max(1, entries), **more)
+        result = sgd(client, replace(task, state=start, mask=mask), pull=pull, **more)
         keep_model(client, result)
-        sent = dict(result.state)
-        for name, change in memory.get("refit", {}).items():
-            if name not in private:
-                sent[name] = sent[name] - change.to(sent[name])
-        return replace(result, state=sent, metrics=metrics)
+        own = {name: tensor - refit[name].to(tensor) for name, tensor in result.state.items() if name in refit.keys() - private}
+        return replace(result, state={**result.state, **own}, metrics=metrics)
 
     def _epochs(self, client: ClientContext, ratio: float) -> int:
         """Return the number of local epochs that fit into the time of the largest submodel that the client affords."""
@@ -273,33 +246,24 @@ class FedLPS(Method):
         found = memory["importance"]
         return dict(found)
 
-    def _first(self, client: ClientContext, load: Callable[[], object]) -> dict[str, float]:
-        """Score a client's first submodel in the state of round 0; nothing if no bandit learns from it.
+    def _first(self, client: ClientContext, ratio: float, mask: UnitMask | None) -> dict[str, float]:
+        """If a bandit learns from it, score a client's first submodel in the state of round 0, a⁻¹ in the paper.
 
         A few training examples count, for a hundredth of the FLOPs of the training, drawn by the generator of the ratio, so
-        that batches are the same as in any other method.
+        that batches are the same as in any other method. Without a mask, units are learned.
         """
         if self.ratios != "bandit" or "began" in client.memory:
             return {}
         client.memory["began"] = True
-        load()
+        if mask is None:
+            self._load(client, client.initial_state(), ratio)
+        else:
+            client.load(client.initial_state(), mask)
         size = len(client.client.data.train)
         count = max(1, 3 * client.training.local_epochs * size // 100)  # a backward pass costs two forward ones
         sample = torch.from_numpy(client.rngs["ratio"].permutation(size))[:count].sort().values
         score, weight = client.score("train", positions=sample).get("accuracy", (0.0, 0.0))
         return {"initial_accuracy": score / weight} if weight else {}
-
-    def _train_learned(self, client: ClientContext, task: Task) -> Result:
-        metrics = self._first(client, lambda: self._load(client, client.initial_state(), task.ratio))
-        masked = self._load(client, task.state, task.ratio)
-        # ‖θ − ω‖² is a sum in the paper and a mean here; its gradient has a factor of 2.
-        entries = 1 if self.literal else sum(task.state[name].numel() for name in masked.named_weights())
-        pull = 2.0 * self.mu / max(1, entries)
-        result = descend(client, task, trained_leaves(masked), adjusts=lambda _: [learning(masked)], pull=pull)
-        result = replace(result, mask=masked.unit_mask())
-        client.memory["importance"] = masked.importance_vector().cpu()
-        keep_model(client, result)
-        return replace(result, metrics=metrics)
 
     def _load(self, client: ClientContext, start: StateDict, ratio: float) -> LearnableMask:
         masked = client.masked
@@ -344,19 +308,7 @@ def _refitted(client: ClientContext, task: Task, mask: UnitMask) -> dict[str, Te
     return {name: change for name, change in changes.items() if change.any()}
 
 
-def learning(masked: LearnableMask) -> Adjust:
-    """Step importance by the gradients of the weights, before they are clipped."""
-
-    def adjust(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        masked.update_importance(gradients)
-        return gradients
-
-    return adjust
-
-
-# The variants: FedLPS with other defaults, each under a name of its own.
-
-# What the paper has in place of our parts.
+# The variants: FedLPS with other defaults. The first are the paper's, in place of our parts.
 _PAPER: dict[str, Any] = {
     "ratios": "bandit", "pattern": "learned", "refit": False, "head": "shared", "average": "all", "fill": False,
 }  # fmt: skip

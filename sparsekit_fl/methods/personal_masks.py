@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -12,27 +12,14 @@ from torch import Tensor
 from sparsekit.criteria import Magnitude
 from sparsekit.graph import StateDict, WeightMask, group_order
 from sparsekit.rng import torch_generator
-from sparsekit_fl.client.context import Split
+from sparsekit_fl.client.context import Memory
 from sparsekit_fl.client.fit import Adjust
 from sparsekit_fl.config import Fraction, NonNegative, Ratio, Share, option
 from sparsekit_fl.layers import Layer, layer_weights
-from sparsekit_fl.methods.base import (
-    ClientContext,
-    Method,
-    Model,
-    Over,
-    Result,
-    ServerContext,
-    Setup,
-    Task,
-    Update,
-    mean,
-    sgd,
-    units,
-)
-from sparsekit_fl.methods.client import Leaves
+from sparsekit_fl.methods.base import ClientContext, Method, Over, ServerContext, Setup, Update, mean, units
+from sparsekit_fl.methods.client import Leaves, Model, Result, Task, sgd
 from sparsekit_fl.methods.weight_masks import SparseWeights, keep_largest, largest_weights, weight_count
-from sparsekit_fl.packing import Mask, recall_mask, remember_mask, unpack_mask
+from sparsekit_fl.packing import Mask, recall_mask, remember_mask
 
 _STEP = 0.1  # share of what is left that one pruning removes, in the reference codes of LotteryFL and Hermes
 _NEXT = "next_mask"
@@ -47,20 +34,16 @@ class OwnMasks(Method):
 
     over: ClassVar[Over] = "holders"  # see `mean`
 
-    def next_mask(self, layers: Sequence[Layer], mask: Mask | None, extra: StateDict) -> Mask | None:
-        """Return the mask of the client's next participation, from an update; by default the trained mask."""
-        return mask
+    def remember(self, memory: Memory, layers: Sequence[Layer], trained: Result | Update) -> None:
+        """Remember the mask of the client's next participation, on the server and on the client; here the trained mask."""
+        remember_mask(memory, trained.mask)
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
         return Task(mask=recall_mask(server.client[client_id]), partial=True)
 
-    def remember(self, client: ClientContext, result: Result, ratio: float) -> None:
-        client.memory["ratio"] = ratio
-        remember_mask(client.memory, self.next_mask(client.layers, result.mask, result.extra))
-
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         for update in updates:
-            remember_mask(server.client[update.client_id], self.next_mask(server.layers, update.mask, update.extra))
+            self.remember(server.client[update.client_id], server.layers, update)
         return mean(server, updates, weights="uniform", over=self.over)
 
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
@@ -84,27 +67,24 @@ class PruneWhenAccurate(OwnMasks):
         """Return the mask that keeps `ratio` of each layer or group, inside `mask`; `state` is zero outside of it."""
         raise NotImplementedError
 
-    def terms(self, client: ClientContext, leaves: Leaves) -> list[Adjust]:
-        """Return what further terms of the loss add to gradients; by default, there are none."""
-        return []
-
-    def train(self, client: ClientContext, task: Task) -> Result:
+    def train(self, client: ClientContext, task: Task, **how: Any) -> Result:
+        """Prune if it is time, then train by SGD; `how` are the options of `sgd`."""
         mask, kept = task.mask, float(client.memory.get("ratio", 1.0))
         if kept > self.target and _accuracy(client, task) > self.threshold:
             kept *= 1.0 - _STEP
             mask = self.prune(client, task.state, mask, kept)
         rewound = self.rewinds and mask is not None and mask != task.mask
         start = client.initial_state() if rewound else task.state
-        result = sgd(client, replace(task, state=start, mask=mask), adjusts=lambda leaves: self.terms(client, leaves))
-        self.remember(client, result, kept)
-        return replace(result, ratio=kept)
+        result = sgd(client, replace(task, state=start, mask=mask, ratio=kept), **how)
+        client.memory["ratio"] = kept
+        self.remember(client.memory, client.layers, result)
+        return result
 
 
 def _accuracy(client: ClientContext, task: Task) -> float:
+    """Return the accuracy of the received model on validation data, or else on training data."""
     client.load(task.state, task.mask)
-    # A client without validation data decides by its training data.
-    split: Split = "val" if len(client.client.data.val) else "train"
-    score, weight = client.score(split).get("accuracy", (0.0, 0.0))
+    score, weight = client.score("val" if len(client.client.data.val) else "train").get("accuracy", (0.0, 0.0))
     return score / weight if weight else 0.0
 
 
@@ -157,8 +137,9 @@ class Hermes(PruneWhenAccurate):
         """Return the units of largest L1 norm; dropped units are zero and come last."""
         return units(client, Magnitude(), ratio, state)
 
-    def terms(self, client: ClientContext, leaves: Leaves) -> list[Adjust]:
-        return [_group_lasso(client, leaves, self.lasso)] if self.lasso else []
+    def train(self, client: ClientContext, task: Task, **how: Any) -> Result:
+        lasso = (lambda leaves: [_group_lasso(client, leaves, self.lasso)]) if self.lasso else None
+        return super().train(client, task, adjusts=lasso, **how)
 
 
 def _group_lasso(client: ClientContext, leaves: Leaves, strength: float) -> Adjust:
@@ -229,11 +210,11 @@ class FedSpa(OwnMasks, SparseWeights):
         mask = super().assign(server, client_id).mask or recall_mask(memory)
         return Task(mask=mask, ratio=self.ratio, returns=returns)
 
-    def next_mask(self, layers: Sequence[Layer], mask: Mask | None, extra: StateDict) -> Mask | None:
-        if _NEXT not in extra:
-            return mask
-        shapes = [[name, list(shape)] for name, shape in layer_weights(layers).items()]
-        return unpack_mask({"mask": extra[_NEXT]}, {"kind": "weight", "shapes": shapes})
+    def remember(self, memory: Memory, layers: Sequence[Layer], trained: Result | Update) -> None:
+        super().remember(memory, layers, trained)
+        if _NEXT in trained.extra:
+            shapes = [[name, list(shape)] for name, shape in layer_weights(layers).items()]
+            memory.update(bits={"mask": trained.extra[_NEXT]}, description={"kind": "weight", "shapes": shapes})
 
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train, then choose the next mask; the gradient of one batch of the dense model is counted as work."""
@@ -245,7 +226,8 @@ class FedSpa(OwnMasks, SparseWeights):
             bits = [np.packbits(keep.reshape(-1).numpy()) for keep in following.values()]
             work = client.work(task.mask, result.log) + client.work_on(examples)
             result = replace(result, extra={_NEXT: torch.from_numpy(np.concatenate(bits))}, work=work)
-        self.remember(client, result, task.ratio)
+        client.memory["ratio"] = task.ratio
+        self.remember(client.memory, client.layers, result)
         return result
 
 

@@ -10,22 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsekit.graph import StateDict
 from sparsekit_fl.client.fit import Batch
 from sparsekit_fl.config import NonNegativeCount, Ratio, option
-from sparsekit_fl.methods.base import (
-    ClientContext,
-    ClientInfo,
-    Method,
-    Result,
-    ServerContext,
-    StateDict,
-    Task,
-    Update,
-    drawn,
-    mean,
-    mean_change,
-    sgd,
-)
+from sparsekit_fl.methods.base import ClientContext, ClientInfo, Method, ServerContext, Update, drawn, mean, mean_change
+from sparsekit_fl.methods.client import Result, Task, sgd
 
 # Oort
 _SQUARES = "mean_squared_loss"
@@ -80,13 +69,10 @@ class Oort(Method):
         edge = scores[best[min(count, len(best) - 1)]] * _CUT_OFF if best else 0.0
         exploited = _draw({id: scores[id] for id in best if scores[id] >= edge}, count, rng)
         count = min(size - len(exploited), len(fresh))
-        explored = _draw({id: fresh[id] for id in _ranked(fresh)[: max(count, int(_WINDOW * count))]}, count, rng)
+        explored = _draw({id: fresh[id] for id in _ranked(fresh)[: int(_WINDOW * count)]}, count, rng)
         memory.update(exploration=share, exploited=exploited)
         cohort = [*exploited, *explored]
-        rest, missing = [id for id in roster if id not in cohort], size - len(cohort)
-        if missing > 0:
-            cohort += drawn(rest, missing, rng)
-        return sorted(cohort)
+        return sorted(cohort + _fill([[id for id in roster if id not in cohort]], size - len(cohort), rng))
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
         return Task(metrics=(_SQUARES,))

@@ -4,8 +4,6 @@ HeteroFL, FedRolex and eFD differ in the units that they choose. FjORD draws a w
 client chooses how many units, and the mean is over all.
 """
 
-import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -20,30 +18,15 @@ from sparsekit.allocation import mask_from_scores, ratio_counts
 from sparsekit.bandit import Interval
 from sparsekit.criteria import Criterion, Magnitude, Ordered, Random
 from sparsekit.graph import StateDict, UnitMask
-from sparsekit_fl.client.context import Memory, rowmask_flops
+from sparsekit_fl.client.context import ClientContext, rowmask_flops
 from sparsekit_fl.client.fit import Batch
 from sparsekit_fl.client.messages import Cost
 from sparsekit_fl.config import Fraction, Positive, option
 from sparsekit_fl.layers import CONVOLUTIONS
-from sparsekit_fl.methods.base import (
-    ClientContext,
-    Method,
-    Model,
-    Result,
-    ServerContext,
-    Setup,
-    Task,
-    Update,
-    affordable,
-    learn_limits,
-    mean,
-    offered,
-    sgd,
-    units,
-)
-from sparsekit_fl.methods.client import keep_model
+from sparsekit_fl.methods.bandits import EUCB, ClientBandit
+from sparsekit_fl.methods.base import Method, ServerContext, Setup, Update, affordable, learn_limits, mean, offered, units
+from sparsekit_fl.methods.client import Model, Result, Task, keep_model, sgd
 
-_DISCOUNT, _MIN_WIDTH = 0.98, 0.05  # of E-UCB; ours, as we know the paper in outline
 _LEAST_GAP = 0.1  # so that finishing exactly on time does not give FedMP an infinite reward; ours
 
 
@@ -236,71 +219,6 @@ class _Width:
         return functional_call(self._module, parts, batch.inputs)
 
 
-class EUCB:
-    """Extended Upper Confidence Bound over ratios in [low, 1], for rewards that drift.
-
-    With t rewards G_1 … G_t told so far, at ratios x_1 … x_t, an arm P has the discounted count, mean and index
-
-        N(P) = Σ_s λ^(t−s) 1[x_s ∈ P],   Ḡ(P) = Σ_s λ^(t−s) G_s 1[x_s ∈ P] / N(P),
-        U(P) = Ḡ(P) + sqrt(2 log(Σ_Q N(Q)) / N(P)),
-
-    and a ratio is drawn uniformly from the arm of largest index; of equal ones, from the lowest. The drawn ratio splits its arm
-    once its reward is told; λ is 0.98. A part keeps the rewards that were drawn within it, so one part is empty; it has an
-    infinite index and is drawn from next. An arm is not split if a part would be narrower than a twentieth of the interval.
-
-    Its state, ends of arms, ratios, rewards and generator, lives in `memory` from round to round; `seed` counts the first time.
-
-    Source: Jiang et al., ICDE 2022; the discount comes from Garivier, Moulines, "On Upper-Confidence Bound Policies for
-        Switching Bandit Problems", ALT 2011.
-    """
-
-    def __init__(self, memory: Memory, low: float, seed: int) -> None:
-        self._space, self._rng = Interval(low, 1.0), np.random.default_rng(seed)
-        self._memory = memory
-        if "edges" not in memory:
-            memory.update(edges=[low, 1.0], values=[], rewards=[], generator=self._rng.bit_generator.state)
-        self._rng.bit_generator.state = memory["generator"]
-
-    def indices(self) -> list[float]:
-        """Return the index U of each arm, from low to high; infinity where nothing was drawn."""
-        edges, values, rewards = (self._memory[name] for name in ("edges", "values", "rewards"))
-        weights = _DISCOUNT ** np.arange(len(values) - 1, -1, -1, dtype=float)
-        places = np.array([self._place(value) for value in values], dtype=int)
-        counts = np.bincount(places, weights, len(edges) - 1)
-        sums = np.bincount(places, weights * np.array(rewards), len(edges) - 1)
-        total = math.log(max(1.0, float(counts.sum())))
-
-        def index(count: float, gain: float) -> float:
-            return gain / count + math.sqrt(2.0 * total / count) if count > 0.0 else math.inf
-
-        return [index(float(count), float(gain)) for count, gain in zip(counts, sums)]
-
-    def _place(self, value: float) -> int:
-        """Return the arm of a ratio; the end of the interval belongs to the last."""
-        edges = self._memory["edges"]
-        return min(bisect_right(edges, value) - 1, len(edges) - 2)
-
-    def draw(self) -> float:
-        edges: list[float] = self._memory["edges"]
-        indices = self.indices()
-        place = indices.index(max(indices))
-        low, high = edges[place], edges[place + 1]
-        start, end = self._space.to_unit(low), self._space.to_unit(high)
-        value = self._space.from_unit(min(start + (end - start) * self._rng.random(), 1.0))
-        self._memory["generator"] = self._rng.bit_generator.state
-        # The way through the unit interval may round across an edge.
-        return min(max(value, low), 1.0 if place == len(edges) - 2 else math.nextafter(high, low))
-
-    def tell(self, value: float, reward: float) -> None:
-        """Take in the reward of a drawn ratio, and split its arm."""
-        memory, place = self._memory, self._place(value)
-        memory["values"].append(value)
-        memory["rewards"].append(reward)
-        low, here, high = (self._space.to_unit(edge) for edge in (memory["edges"][place], value, memory["edges"][place + 1]))
-        if min(here - low, high - here) >= _MIN_WIDTH:
-            memory["edges"].insert(place + 1, value)
-
-
 @dataclass(frozen=True, kw_only=True)
 class FedMP(Submodels):
     """Magnitude pruning by the server at the ratio of each client's E-UCB; the residual stays as it was.
@@ -322,11 +240,12 @@ class FedMP(Submodels):
     low: Fraction = option(0.2, "Least ratio; the arms cover [low, 1]. It is 0.2 in the comparison of Xue et al., ICDE 2025.")
 
     def ratio_of(self, server: ServerContext, client_id: int) -> float:
-        memory = server.client[client_id]
-        seed = int(server.rngs["ratio"].integers(2**63 - 1))
-        if memory.get("drawn") is None:
-            memory["drawn"] = EUCB(memory, self.low, seed).draw()
-        return offered(server, client_id, float(memory["drawn"]))
+        return offered(server, client_id, self._bandit(server, client_id, int(server.rngs["ratio"].integers(2**63 - 1))).ask())
+
+    def _bandit(self, server: ServerContext, client_id: int, seed: int = 0) -> ClientBandit:
+        """Return the bandit of a client, which splits off no part narrower than a twentieth of the ratios."""
+        bandit = EUCB(Interval(self.low, 1.0), arms=1, min_width=0.05, rng=np.random.default_rng(seed))
+        return ClientBandit(bandit, server.client[client_id])
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
         return replace(super().assign(server, client_id), metrics=("loss",))
@@ -334,13 +253,14 @@ class FedMP(Submodels):
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         learn_limits(server, updates)
         for client_id in server.failed:  # nothing is known of what did not run
-            server.client[client_id]["drawn"] = None
+            server.client[client_id]["pull"] = None
         average = sum(update.cost.seconds for update in updates) / len(updates)
         for update in updates:
             memory = server.client[update.client_id]
             loss, before = update.metrics["loss"], memory.get("loss")
             if before is not None:
                 gap = abs(update.cost.seconds - average) / max(average, 1e-12)
-                EUCB(memory, self.low, 0).tell(max(self.low, update.ratio), (before - loss) / max(gap, _LEAST_GAP))
-            memory.update(drawn=None, loss=loss)
+                ran, reward = max(self.low, update.ratio), (before - loss) / max(gap, _LEAST_GAP)
+                self._bandit(server, update.client_id).tell(reward, ran=ran)
+            memory.update(pull=None, loss=loss)
         return mean(server, updates, weights="uniform")

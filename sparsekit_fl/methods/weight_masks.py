@@ -19,20 +19,8 @@ from sparsekit_fl.client.fit import Adjust, TrainingLog
 from sparsekit_fl.client.messages import Cost
 from sparsekit_fl.config import Count, NonNegativeCount, Positive, Ratio, option
 from sparsekit_fl.layers import Layer, layer_weights
-from sparsekit_fl.methods.base import (
-    ClientContext,
-    Method,
-    Result,
-    ServerContext,
-    Setup,
-    Task,
-    Update,
-    mean,
-    mean_change,
-    moved,
-    sgd,
-)
-from sparsekit_fl.methods.client import Leaves
+from sparsekit_fl.methods.base import ClientContext, Method, ServerContext, Setup, Update, mean, mean_change, moved
+from sparsekit_fl.methods.client import Leaves, Result, Task, sgd
 from sparsekit_fl.packing import mask_state, recall_mask, remember_mask
 from sparsekit_fl.problem.data import Capability
 

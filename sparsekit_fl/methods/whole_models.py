@@ -20,21 +20,8 @@ from sparsekit_fl.client.fit import Adjust, Batch, Batches, LocalStep
 from sparsekit_fl.client.messages import Cost
 from sparsekit_fl.config import Count, NonNegative, Ratio, option
 from sparsekit_fl.layers import Layer, head_entries, layer_weights
-from sparsekit_fl.methods.base import (
-    ClientContext,
-    Method,
-    Model,
-    Result,
-    ServerContext,
-    Setup,
-    Task,
-    Update,
-    affordable,
-    mean,
-    sgd,
-    units,
-)
-from sparsekit_fl.methods.client import Leaves, keep_model, kept_model, load, trained_leaves
+from sparsekit_fl.methods.base import ClientContext, Method, ServerContext, Setup, Update, affordable, mean, units
+from sparsekit_fl.methods.client import Leaves, Model, Result, Task, keep_model, kept_model, load, sgd, trained_leaves
 from sparsekit_fl.methods.weight_masks import largest_weights
 from sparsekit_fl.packing import mask_state
 

@@ -40,7 +40,7 @@ def test_proposals_never_exceed_the_capability_of_the_round_and_what_ran_is_cred
             method.aggregate(ctx, [answer(proposal, 0.5 + 0.001 * round, initial_accuracy=0.1)])
             executed.append(proposal)
     # Also where a draw that was lost was proposed again, to a device that had become slower.
-    assert [pull.value for pull, _ in method._bandit(ctx, memory[7], seed=0).told] == executed
+    assert [pull.value for pull, _ in method._bandit(ctx, 7).bandit.told] == executed
 
 
 def test_a_proposal_that_was_never_answered_is_made_again():
@@ -63,7 +63,6 @@ def test_a_client_that_fails_is_offered_less_a_lost_message_changes_nothing_and_
         ctx.failed[7] = last[-1]
         method.aggregate(ctx, [replace(answer(0.5, 0.5, loss=1.0), client_id=8)])
 
-    memory[8] = {"drawn": 0.5}
     first = ratio(1)
     fail(1)
     second = ratio(2)
@@ -137,7 +136,7 @@ def test_a_bandit_learns_the_utility_gained_per_second_which_in_the_paper_leaves
         ctx = server(round, 1.0, memory)
         told = answer(method.assign(ctx, 7).ratio, accuracy, initial_accuracy=0.1)
         method.aggregate(ctx, [replace(told, cost=fl.Cost(simulated_seconds=2.0, downlink_bytes=int(rate)))])
-    rewards = [reward for _, reward in method._bandit(ctx, memory[7], seed=0).told]
+    rewards = [reward for _, reward in method._bandit(ctx, 7).bandit.told]
     gains = utility(0.6) - utility(0.1), utility(0.5) - utility(0.6)
     assert rewards == pytest.approx([gain / seconds for gain in gains])
 

@@ -20,12 +20,14 @@ from torch import nn
 import sparsekit_fl as fl
 from sparsekit import trace_units
 from sparsekit.allocation.shares import keep_count
+from sparsekit.bandit import Interval
 from sparsekit.graph import UnitMask
 from sparsekit_fl.client.fit import TrainingLog
 from sparsekit_fl.methods import efd, fedavg, fedrolex, fjord, heterofl
+from sparsekit_fl.methods.bandits import EUCB
 from sparsekit_fl.methods.base import ClientInfo
 from sparsekit_fl.methods.client import Task, _sample, keep_model
-from sparsekit_fl.methods.submodels import EUCB, FedMP
+from sparsekit_fl.methods.submodels import FedMP
 from sparsekit_fl.models import load_model
 from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
 
@@ -282,15 +284,25 @@ def test_the_reward_is_the_loss_decrease_over_the_gap_to_the_mean_time(losses, s
             FedMP().ratio_of(ctx, client_id)
         told = [{"metrics": {"loss": loss}, "cost": fl.Cost(simulated_seconds=spent)} for loss, spent in zip(now, seconds)]
         FedMP().aggregate(ctx, [update(k, [0.0] * 3, **one) for k, one in enumerate(told)])
-    assert [memory[k]["rewards"] for k in range(len(rewards))] == [[pytest.approx(each)] for each in rewards]
+    for client_id, each in enumerate(rewards):
+        ((_, reward),) = FedMP()._bandit(ctx, client_id).bandit.told
+        assert reward == pytest.approx(each)
+
+
+def e_ucb(low, seed=0):
+    return EUCB(Interval(low, 1.0), arms=1, min_width=0.05, rng=np.random.default_rng(seed))
+
+
+def told(bandit, value, reward):
+    bandit.tell(replace(bandit.ask(), value=value), reward)
 
 
 def test_the_indices_of_a_trace_of_e_ucb(monkeypatch):
-    monkeypatch.setattr(sys.modules[FedMP.__module__], "_DISCOUNT", 0.5)
-    bandit = EUCB({}, 0.0001, seed=0)
-    assert bandit.indices() == [math.inf]
+    monkeypatch.setattr(sys.modules[EUCB.__module__], "_DISCOUNT", 0.5)
+    bandit = e_ucb(0.0001)
+    assert bandit.indices() == (math.inf,)
     for value, reward in ((0.5, 1.0), (0.2, 0.5), (0.7, 0.25)):
-        bandit.tell(value, reward)
+        told(bandit, value, reward)
     # The first splits [0, 1], the second [0, 0.5], the third [0.5, 1]; a reward stays in the part that begins at its ratio.
     weights, total = (0.25, 0.5, 1.0), math.log(1.75)
     found = bandit.indices()
@@ -300,17 +312,15 @@ def test_the_indices_of_a_trace_of_e_ucb(monkeypatch):
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 1.0), st.floats(-5.0, 5.0)), max_size=30), st.integers(0, 9))
-def test_every_reward_is_in_one_arm_and_the_arms_cover_the_ratios(steps, seed):
-    memory: dict = {}
+def test_e_ucb_draws_from_an_arm_of_largest_index_and_its_arms_cover_the_ratios(steps, seed):
+    bandit = e_ucb(0.1, seed)
     for value, reward in steps:
-        bandit = EUCB(memory, 0.1, seed)
-        drawn = bandit.draw()
-        indices = bandit.indices()
-        place = bandit._place(drawn)
-        assert indices[place] == max(indices)
-        assert 0.1 <= drawn <= 1.0
-        bandit.tell(value, reward)
-    edges = memory.get("edges", [0.1, 1.0])
-    assert (edges[0], edges[-1]) == (0.1, 1.0)
-    assert all(high - low >= 0.05 * 0.9 - 1e-12 for low, high in pairwise(edges))
-    assert len(memory.get("rewards", [])) == len(steps)
+        indices, arms, pull = bandit.indices(), bandit.arms, bandit.ask()
+        assert 0.1 <= pull.value <= 1.0
+        assert [arm.low <= pull.value < arm.high for arm in arms].index(True) == indices.index(max(indices))
+        bandit.tell(replace(pull, value=value), reward)
+    arms = bandit.arms
+    assert (arms[0].low, arms[-1].high) == (0.1, 1.0)
+    assert all(below.high == above.low for below, above in pairwise(arms))
+    assert all(arm.high - arm.low >= 0.05 * 0.9 - 1e-12 for arm in arms)
+    assert len(bandit.told) == len(steps)
