@@ -82,7 +82,7 @@ SHELVES: dict[str, set[str]] = {
     "sparsekit.criteria": {"base", "batches", "gate_gradients", "torch_pruning"},
     "sparsekit.allocation": {"limits", "problem", "schedule"},
     "sparsekit.bandit": {"base", "field", "logged", "make", "optuna", "tree", "search_space"},
-    "sparsekit_fl.methods": {"base", "client", "masks"},
+    "sparsekit_fl.methods": {"bandits", "base", "client"},
 }
 
 
