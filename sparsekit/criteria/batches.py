@@ -37,9 +37,6 @@ def split_batch(batch: Batch, *, keep_target: bool) -> tuple[tuple[Any, ...], di
     """Split a batch into positional inputs, keyword inputs, and the target or None.
 
     With `keep_target`, the target of a mapping stays among the inputs, for models that compute their loss themselves.
-
-    Raises:
-        DataError: the batch is neither a tensor, nor a tuple or list, nor a mapping.
     """
     if isinstance(batch, Mapping):
         key = next((key for key in TARGETS if key in batch), None)
@@ -87,9 +84,6 @@ def loss_of(outputs: Any, target: Any, loss: Loss | None) -> Tensor:
 
     `loss` is called on the outputs, or on their `logits` if they have some, and on the target if there is one. None takes the
     `loss` of the outputs, as models of transformers compute it from labels.
-
-    Raises:
-        InvalidValueError: no loss was given and the outputs have none, it is not a scalar, or it is a sum over the examples.
     """
     if getattr(loss, "reduction", None) == "sum":
         raise InvalidValueError(

@@ -1,7 +1,7 @@
 """gate_squares(): the mean square of ∂L/∂gate of every unit, over the examples of some batches.
 
-∂L/∂gate_j = Σ w·∂L/∂w over the entries that gates multiply. If these are the inputs of linear layers and convolutions, it is
-also Σ x·∂L/∂x at their inputs. One backward pass gives that *for each example*, without any gradient of a weight.
+∂L/∂gate_j = Σ w·∂L/∂w over the entries that gates multiply. At the inputs of linear layers and convolutions, it is also Σ
+x·∂L/∂x. One backward pass gives that *for each example*, without any gradient of a weight.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -147,10 +147,7 @@ def _one_pass(
     positions: bool,
     mixing: Container[nn.Module],
 ) -> dict[str, Tensor]:
-    """Run one backward pass: group name → Σ (∂L/∂gate)² over the examples, float (units,), L the loss of an example.
-
-    Groups that are not part of the loss are absent.
-    """
+    """Return group name → Σ (∂L/∂gate)² over the examples, float (units,), without groups that are not part of the loss."""
     direct = {
         name: found
         for name, found in readers.items()

@@ -1,8 +1,4 @@
-"""TorchPruning: an importance class of the library Torch-Pruning as a criterion.
-
-Its importance classes read a list of pairs: the pruning function that cuts a layer, and the positions. Such a list follows from
-our index table. So every model that we can trace is scored by exactly the numbers that the class gives there.
-"""
+"""TorchPruning: an importance class of the library Torch-Pruning as a criterion, with the numbers that the class gives."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
@@ -36,10 +32,9 @@ def _function(library: Any, layer: nn.Module, piece: UnitSlice) -> Any:
 def _cuts_of(group: UnitGroup, model: nn.Module) -> list[_Cut]:
     """Return a group in the form that importance classes read: one cut for each layer and side, makers of the units first.
 
-    Root positions are those along the first cut. If another layer has more or fewer positions per unit, they are spread evenly
-    over the unit's positions.
+    Root positions are along the first cut. A layer with another number of positions per unit gets them spread evenly.
     """
-    library, modules = _library(), dict(model.named_modules())
+    library, modules = require("torch_pruning"), dict(model.named_modules())
     cuts: list[_Cut] = []
     root_span = 0
     for piece in sorted(group.slices, key=lambda piece: piece.side == "in"):
@@ -59,10 +54,6 @@ def _cuts_of(group: UnitGroup, model: nn.Module) -> list[_Cut]:
         cuts.append(_Cut(dependency, [position for position, _ in pairs]))
         cuts[-1].root_idxs = [root for _, root in pairs]
     return cuts
-
-
-def _library() -> Any:
-    return require("torch_pruning")
 
 
 @dataclass(frozen=True)

@@ -192,16 +192,10 @@ class Stage:
 def meet_latency(
     limit_ms: float, dense_ms: float, cut: Callable[[float], tuple[T, Callable[[], float]]], *, requested: str
 ) -> tuple[T, float]:
-    """Cut to other shares of the FLOPs until the narrow model, measured, is within the limit and near it.
+    """Return the cut that came nearest to a limit without exceeding it, and its milliseconds.
 
     `cut` takes a share of the dense FLOPs, and returns the cut and a function that measures its milliseconds. `requested` is
     the limit as the user gave it.
-
-    Returns:
-        The cut that came nearest to the limit without exceeding it, and its milliseconds.
-
-    Raises:
-        BudgetError: no model was measured within the limit, or none can be made.
     """
     low, high, share = 0.0, 1.0, min(1.0, limit_ms / dense_ms)
     before = 1.0, dense_ms

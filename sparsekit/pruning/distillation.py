@@ -56,11 +56,7 @@ class Distillation:
         return tensor
 
     def combine(self, loss: Tensor, student: Any, teacher: Tensor) -> Tensor:
-        """Combine a scalar loss with the distance of the student's outputs to what `teach` returned.
-
-        Raises:
-            InvalidValueError: their shapes differ, or logits have one axis only.
-        """
+        """Combine a scalar loss with the distance of the student's outputs to what `teach` returned."""
         own = self.outputs(student)
         if own.shape != teacher.shape:
             raise InvalidValueError(

@@ -271,14 +271,11 @@ def batch_norms(model: nn.Module) -> dict[str, NormBase]:
 
 
 def statistics_prior(model: nn.Module, batches: Iterable[Batch], *, share: float = 0.5) -> dict[str, Tensor]:
-    """Return the difference between the running statistics of a dense model and its statistics on some batches.
+    """Return state-dict key → float (channels,): summand of a running mean, factor of a running variance, for a cut model.
 
     A few batches estimate statistics with noise, and they may differ from the data of the training. On EfficientNet-Lite0 and
     enlarged images of 64 pixels, statistics of the batches alone take 12 of 42 points from the dense model itself. The cut
-    model therefore gets its statistics on the batches plus a share of the dense model's difference, in [0, 1].
-
-    Returns:
-        State-dict key → float (channels,): summand of a running mean, factor of a running variance.
+    model therefore gets its statistics on the batches plus a share, in [0, 1], of the dense model's difference to them.
     """
     norms = batch_norms(model)
     measured = _measure_statistics(model, norms, batches)

@@ -15,7 +15,7 @@ from sparsekit.errors import SparsekitError
 from sparsekit.graph import UnitGraph, UnitMask
 from sparsekit.measure.timing import measure_pair, measure_turns
 from sparsekit.pruning.report import PAGE, PruneReport, prune_page
-from sparsekit.surgery.saving import save_compact
+from sparsekit.surgery import save_compact
 from sparsekit.tracing.inputs import ModelInputs
 
 
@@ -93,11 +93,10 @@ class Pruned(PrunePlan):
         args, kwargs = call.args, call.kwargs
         times, notes = measure_pair(dense, self.model, args, kwargs), [*self.report.notes]
         batch, threads = times[-1].batch, times[-1].threads
-        for runtime in runtimes:
+        for runtime in (each for each in runtimes if each != "eager"):
             try:
-                if runtime != "eager":
-                    pair = measure_turns(dense, self.model, args, kwargs, batch=batch, threads=threads, runtime=runtime)
-                    times = (*times, pair)
+                pair = measure_turns(dense, self.model, args, kwargs, batch=batch, threads=threads, runtime=runtime)
+                times = (*times, pair)
             except SparsekitError:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever a compiler or an exporter raises; the cut is good without

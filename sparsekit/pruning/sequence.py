@@ -81,10 +81,7 @@ def fit_in_sequence(
     A layer that is fitted by itself ignores earlier errors in its inputs, and in the stream that its output is added to. Here,
     each layer is fitted on the inputs that it gets in the cut model. If a block adds its output to a stream, the target is the
     stream of the dense model after that sum. So the layer corrects earlier errors, too, as far as its inputs predict them.
-
-    Returns:
-        Name of each layer that was fitted → share of its error that is left. It is empty if the blocks do not follow one
-        another, or if their hidden states need more memory.
+    The result is empty if the blocks do not follow one another, or if their hidden states need more memory.
     """
     left: dict[str, float] = {}
     blocks = [model.get_submodule(name) for name in chain]

@@ -78,11 +78,7 @@ def _refuse(model: str, *_args: Any, **_kwargs: Any) -> NoReturn:
 
 
 def compact_state(state: StateDict, graph: UnitGraph, mask: UnitMask) -> dict[str, Tensor]:
-    """Return the state of the compacted model, gathered from a dense state; nothing in it shares memory with `state`.
-
-    Raises:
-        ForeignMaskError: the mask or the state does not belong to the graph.
-    """
+    """Return the state of the compacted model, gathered from a dense state; nothing in it shares memory with `state`."""
     mask.check(graph)
     graph.check_state(state)
     narrow, numbers = narrow_state(state, graph, mask), graph.numbers(mask.counts())

@@ -41,11 +41,7 @@ def write_file(path: Path, entries: StateDict, spec: Mapping[str, Any]) -> None:
 
 
 def read_file(path: Path, *, tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors, if they are wanted, and the description that `write_file` wrote.
-
-    Raises:
-        CompactFileError: the file is damaged, of another format, or not ours.
-    """
+    """Return the tensors, if they are wanted, and the description that `write_file` wrote."""
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}

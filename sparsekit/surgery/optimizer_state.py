@@ -60,13 +60,11 @@ def first_value(owner: object, name: str, leaf: object) -> float:
 
 
 def carried_state(owner: object, state: Mapping[str, Any], leaf: object, shape: torch.Size, stay: Stay) -> dict[str, Any]:
-    """Return the state of a leaf after its units have changed: kept entries keep theirs, entering ones start fresh.
+    """Return the state of a leaf, of `shape` before its units have changed: kept entries keep theirs, others start fresh.
 
     The state is empty, as before the first step, unless it is known to hold one value for each entry. That needs an optimizer
     of torch's own classes, and tensors of the leaf's shape. Others may keep a second copy of the weights, which must not start
     at zero, or one scale for a block of entries.
-
-    `shape` is the leaf's shape before the change. `state` is not changed.
     """
     foreign = isinstance(owner, Optimizer) and not type(owner).__module__.startswith("torch.optim.")
     if foreign or _FACTORED & state.keys():

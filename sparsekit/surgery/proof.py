@@ -28,11 +28,9 @@ _FACTOR, _MOST = 10.0, 0.3
 def make_proof(model: nn.Module, example_inputs: tuple[Any, ...] | Mapping[str, Any]) -> dict[str, Any] | None:
     """Run the model on drawn inputs, and describe them and the outputs as JSON data.
 
-    Shapes, dtypes and ranges of the tensors in `example_inputs` are used, never their values.
-
-    Returns:
-        None if the inputs hold anything else, if the model fails on drawn ones, or if its outputs are not finite, depend on
-        random numbers, or change much by rounding.
+    Shapes, dtypes and ranges of the tensors in `example_inputs` are used, never their values. None if the inputs hold anything
+    else, if the model fails on drawn ones, or if its outputs are not finite, depend on random numbers, or change much by
+    rounding.
     """
     inputs = _described(dict(example_inputs) if isinstance(example_inputs, Mapping) else tuple(example_inputs))
     if inputs is None or any(entry.is_meta for entry in named_entries(model).values()):

@@ -1,9 +1,7 @@
 """save_compact(), load_compact(): a compacted model as one safetensors file, rebuilt from your own code without pickle.
 
-The file holds the narrow tensors, those outside the state dict too. A JSON text in its header describes the modules: class
-names, plain attributes (`out_channels`, `_num_heads`, `eps`, …), and which parameters are tied or do not train. If they are
-known, it also has the mask, and a proof: what the model computes on inputs that everybody can draw again.
-Nothing in the file can run: the classes come from the factory that the reader passes.
+The file holds the narrow tensors, also from outside the state dict. A JSON text in its header describes the modules: class
+names, plain attributes, tied parameters and parameters that do not train. Nothing in the file can run.
 """
 
 import os
