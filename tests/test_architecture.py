@@ -80,7 +80,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
 # Folders whose every file is in the table of the package, but for these helpers.
 SHELVES: dict[str, set[str]] = {
     "sparsekit.criteria": {"base", "batches", "gate_gradients", "torch_pruning"},
-    "sparsekit.allocation": {"limits", "problem", "schedule"},
+    "sparsekit.allocation": {"limits", "problem"},
     "sparsekit.bandit": {"base", "field", "logged", "make", "optuna", "tree", "search_space"},
     "sparsekit_fl.methods": {"bandits", "base", "client"},
 }

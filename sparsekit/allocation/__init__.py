@@ -2,8 +2,7 @@
 
 from sparsekit.allocation.by_cost import by_cost, by_loss, global_ranking
 from sparsekit.allocation.limits import PreferredMultiple
-from sparsekit.allocation.problem import Allocation, Problem, allocate
-from sparsekit.allocation.schedule import Schedule
+from sparsekit.allocation.problem import Allocation, Problem, Schedule, allocate
 from sparsekit.allocation.shares import by_ratio, check_ratio, make_mask, mask_from_scores, ratio_counts, uniform
 from sparsekit.measure.cost import CostModel
 from sparsekit.registry import Registry

@@ -100,6 +100,7 @@ def _span(group: UnitGroup) -> int:
 
 def free_counts(graph: UnitGraph, limits: Limits, multiple_of: Multiples) -> dict[tuple[str, ...], tuple[int, ...]]:
     """Return tied groups → the ascending numbers of units that they may keep; all units are always allowed."""
+    check_limits(limits)
     for name in limits:
         if name not in graph.groups:
             raise UnknownNameError(f"a limit names no group: {name!r}; {nearest(name, graph.groups)}")

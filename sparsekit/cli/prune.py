@@ -142,7 +142,7 @@ def _prune(
     import numpy as np
     import torch
 
-    from sparsekit.allocation.schedule import Schedule
+    from sparsekit.allocation import Schedule
     from sparsekit.finetuning import Distillation, finetune
     from sparsekit.measure.budget import Budget
     from sparsekit.pruning.prune import prune

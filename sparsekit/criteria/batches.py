@@ -75,8 +75,16 @@ def _told(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def own_loss(outputs: Any) -> Any:
+def _own_loss(outputs: Any) -> Any:
     return outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+
+
+def has_loss(model: nn.Module, batch: Batch) -> bool:
+    """Tell whether a batch has a target, or the model computes a loss of its own on it."""
+    if split_batch(batch, keep_target=True)[2] is not None:
+        return True
+    with scoring(model), torch.no_grad():
+        return isinstance(_own_loss(run_model(model, batch)[0]), Tensor)
 
 
 def loss_of(outputs: Any, target: Any, loss: Loss | None) -> Tensor:
@@ -90,7 +98,7 @@ def loss_of(outputs: Any, target: Any, loss: Loss | None) -> Tensor:
             f"the loss must be the mean over the examples of the batch, got {loss} with reduction='sum'; pass 'mean'"
         )
     if loss is None:
-        value = own_loss(outputs)
+        value = _own_loss(outputs)
         if not isinstance(value, Tensor):
             raise InvalidValueError(
                 f"no loss was given and the outputs, {type(outputs).__name__}, have none;"

@@ -16,7 +16,7 @@ from sparsekit.criteria.batches import (
     Loss,
     call_model,
     example_count,
-    own_loss,
+    has_loss,
     read_batches,
     run_model,
     scoring,
@@ -58,7 +58,7 @@ class Calibration:
                 break
         fit, judge = _held_out(found)
         wanted = None
-        if loss is None and not _has_loss(model, found[0]):
+        if loss is None and not has_loss(model, found[0]):
             with scoring(model), torch.no_grad():
                 wanted = [Distillation.outputs(run_model(model, batch)[0]).clone() for batch in judge]
         return cls(fit, judge, loss, wanted)
@@ -140,11 +140,3 @@ def _divided(batch: Batch, examples: int, place: int) -> tuple[Batch, Batch | No
     if not all(isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == examples for leaf in leaves):
         return batch, None
     return map_tensors(lambda leaf: leaf[:place], batch), map_tensors(lambda leaf: leaf[place:], batch)
-
-
-def _has_loss(model: nn.Module, batch: Batch) -> bool:
-    if split_batch(batch, keep_target=True)[2] is not None:
-        return True
-    with scoring(model), torch.no_grad():
-        outputs, _ = run_model(model, batch)
-    return isinstance(own_loss(outputs), Tensor)

@@ -28,15 +28,7 @@ from sparsekit.pruning.reconstruction import Reconstruct
 from sparsekit.pruning.report import PruneReport, describe, notes_on
 from sparsekit.pruning.result import Pruned, PrunePlan
 from sparsekit.pruning.selection import Selector, read_limits
-from sparsekit.pruning.settings import (
-    Allocations,
-    Criteria,
-    ExampleInputs,
-    Settings,
-    check_model,
-    make_candidates,
-    notes_without_data,
-)
+from sparsekit.pruning.settings import Allocations, Criteria, ExampleInputs, Settings, check_model, data_notes, make_candidates
 from sparsekit.registry import calling
 from sparsekit.rng import torch_generator
 from sparsekit.tracing.trace import trace_units
@@ -215,10 +207,7 @@ def prune(  # type: ignore[misc]  # of a dry run, the options are checked when i
             with torch.no_grad(), evaluated(model):
                 dense_pass = prepare(model, wanted.runtime, call.args, call.kwargs)
                 dense_costs["latency_ms"] = median_ms(dense_pass, device_of(model, call.args, call.kwargs))
-        if calibration is None:
-            notes = notes_without_data(model, candidates[0].criterion)
-        else:
-            notes = calibration.notes(candidates[0].label, candidates[0].way) if len(candidates) > 1 else []
+        notes = data_notes(model, candidates, calibration)
         settings = Settings(
             dense=model, call=call, graph=graph, costs=costs, dense_costs=dense_costs, limits=shares, budget=wanted,
             schedule=schedule, multiple_of=multiples, candidates=candidates, calibration=calibration, reconstruct=reconstruct,

@@ -172,8 +172,11 @@ def _allocation(allocation: Allocation | str, criterion: Criterion) -> Allocatio
     return made
 
 
-def notes_without_data(model: nn.Module, criterion: Criterion) -> list[str]:
-    """Return the consequences of pruning without batches; warn if they cost a trained network its accuracy."""
+def data_notes(model: nn.Module, candidates: Sequence[Candidate], calibration: Calibration | None) -> list[str]:
+    """Return remarks on the batches; warn if there are none and a trained network will lose its accuracy."""
+    first = candidates[0]
+    if calibration is not None:
+        return calibration.notes(first.label, first.way) if len(candidates) > 1 else []
     notes = []
     norms = len(batch_norms(model))
     if norms:
@@ -181,7 +184,7 @@ def notes_without_data(model: nn.Module, criterion: Criterion) -> list[str]:
             f"The statistics of {norms} batch norms are those of the dense model and no longer fit; pass batches=, or call"
             " recalibrate_batchnorm before the model is used."
         )
-    if isinstance(criterion, DataDriven) or (signs := signs_of_training(model)) is None:
+    if isinstance(first.criterion, DataDriven) or (signs := signs_of_training(model)) is None:
         return notes
     notes.append(
         f"{type(model).__name__} was trained ({signs}), but it was pruned without data: trained networks are usually at chance"
