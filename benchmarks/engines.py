@@ -101,8 +101,8 @@ def _timing(records: Sequence[RoundRecord], total: float) -> Timing:
 
 
 def _here(name: str, method: str, plan: Any) -> Timing:
-    from sparsekit_fl.cli.experiment import Experiment
-    from sparsekit_fl.cli.simulate import simulate
+    from sparsekit_fl.cli.flower_app import simulate
+    from sparsekit_fl.cli.run import Experiment
     from sparsekit_fl.methods import make_method
 
     began = time.perf_counter()

@@ -29,7 +29,7 @@ COMMANDS: Mapping[str, Listed] = {
     ),
     "prune": Listed("sparsekit.cli.prune:prune", "Prune a model to a budget, and report what was pruned."),
     "report": Listed(
-        "sparsekit_fl.cli.report:report",
+        "sparsekit_fl.cli.compare:report",
         "Write report.html of finished runs, with tables and charts, and print the tables; nothing is trained.",
     ),
     "run": Listed(

@@ -202,10 +202,15 @@ def toml_of(values: Mapping[str, Any]) -> str:
     return "".join(f"{name} = {text}\n" for name, text in texts.items())
 
 
+def by_path(given: Mapping[str, Any], *without: str) -> dict[str, Any]:
+    """Return the options that were given, by path, as files have them."""
+    kept = {path_of(name): value for name, value in given.items() if name not in (*MOMENTARY, "set", *without)}
+    return {**kept, **read_settings(given.get("set") or ())}
+
+
 def written(method: str, given: Mapping[str, Any]) -> str:
     """Return a method, as the user wrote it, and the options that were given as a file for `--config`."""
-    kept = {path_of(name): value for name, value in given.items() if name not in (*MOMENTARY, "set", "out")}
-    return toml_of({"method": method, **kept, **read_settings(given.get("set") or ())})
+    return toml_of({"method": method, **by_path(given, "out")})
 
 
 def _read_file(path: Path, rest: dict[str, Any], own: Collection[str], command: Callable[..., None]) -> dict[str, Any]:

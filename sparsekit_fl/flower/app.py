@@ -20,9 +20,9 @@ from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.graph import StateDict
 from sparsekit.surgery import save_compact
 from sparsekit_fl.checkpoint import Memories, write_atomically
-from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.flower_app import client_ids, parsed
 from sparsekit_fl.cli.options import RunOptions
+from sparsekit_fl.cli.run import Experiment
 from sparsekit_fl.client.messages import Reply, Request, decode_request, encode_reply
 from sparsekit_fl.engines import check_device, one_thread, use_exact_arithmetic
 from sparsekit_fl.flower.engine import GridEngine, content, describe_clients, identity_of, read

@@ -15,7 +15,7 @@ from saved_results import compared, result, save
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError
-from sparsekit_fl.cli.report import show
+from sparsekit_fl.cli.compare import show
 from sparsekit_fl.comparison import comparisons_of, read_results
 from sparsekit_fl.stored import texts
 

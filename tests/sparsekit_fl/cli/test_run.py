@@ -162,7 +162,7 @@ def test_what_is_wrong_is_said_in_one_sentence_with_code_2(line, says, capsys):
 
 
 def test_an_engine_whose_package_is_absent_says_what_to_install(capsys, monkeypatch):
-    monkeypatch.setattr("sparsekit_fl.cli.simulate.find_spec", lambda name: None)
+    monkeypatch.setattr("sparsekit_fl.cli.flower_app.find_spec", lambda name: None)
     assert execute(["run", "fedavg", "--engine", "flower"]) == 2
     assert '".[flower]"' in capsys.readouterr().err
 

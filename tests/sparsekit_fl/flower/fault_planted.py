@@ -12,7 +12,7 @@ from typing import Literal
 
 from own_models import OwnModels
 
-from sparsekit_fl.cli.simulate import QUIET
+from sparsekit_fl.cli.flower_app import QUIET
 
 _HERE = Path(__file__).resolve().parent
 

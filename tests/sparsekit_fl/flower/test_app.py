@@ -22,10 +22,10 @@ from own_models import OwnModels
 import sparsekit_fl as fl
 from sparsekit.errors import DataError, InvalidValueError, UnknownNameError
 from sparsekit_fl.checkpoint import Memories
-from sparsekit_fl.cli import simulate
-from sparsekit_fl.cli.experiment import Experiment
+from sparsekit_fl.cli import flower_app
 from sparsekit_fl.cli.flower_app import DEFAULTS, parsed, run_text, write_app
 from sparsekit_fl.cli.options import RunOptions
+from sparsekit_fl.cli.run import Experiment
 from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.flower import app
 from sparsekit_fl.flower.app import Node, serve
@@ -175,7 +175,7 @@ def test_processes_of_the_simulation_get_the_gpus_that_were_named_under_numbers_
     """Ray shows each process the GPUs that it may use as cuda:0, cuda:1, …, whichever they are."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     given = RunOptions(**options, ray_address="HEAD:6379")
-    command, env = simulate._app_for("fedavg", given, tmp_path, tmp_path / "out", tmp_path / "error", 8000)
+    command, env = flower_app._app_for("fedavg", given, tmp_path, tmp_path / "out", tmp_path / "error", 8000)
     assert f"client-resources-num-gpus={gpus}" in command[-1]
     assert "init-args" not in command[-1], "a cluster has its own resources"
     assert (env.get("CUDA_VISIBLE_DEVICES"), env["RAY_ADDRESS"]) == (visible, "HEAD:6379")

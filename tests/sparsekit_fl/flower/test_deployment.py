@@ -16,9 +16,8 @@ pytest.importorskip("flwr", reason="flwr is not installed; pip install '.[flower
 
 from fault_planted import Planted, environment, until
 
-from sparsekit_fl.cli.experiment import Experiment
-from sparsekit_fl.cli.flower_app import DEFAULTS, parsed, write_app
-from sparsekit_fl.cli.simulate import await_port, free_port, programs
+from sparsekit_fl.cli.flower_app import DEFAULTS, await_port, free_port, parsed, programs, write_app
+from sparsekit_fl.cli.run import Experiment
 from sparsekit_fl.results import load_result
 from sparsekit_fl.rounds import run
 from sparsekit_fl.testing import tiny_clients, tiny_problem

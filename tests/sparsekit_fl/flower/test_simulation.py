@@ -15,8 +15,8 @@ if find_spec("ray") is None:  # importing it takes seconds, also where these tes
 from fault_planted import environment, until
 from personal import command
 
+from sparsekit_fl.cli.flower_app import simulate
 from sparsekit_fl.cli.options import RunOptions
-from sparsekit_fl.cli.simulate import simulate
 from sparsekit_fl.errors import RunInterrupted
 
 DATA = "--dataset sparsekit_fl.testing:tiny_data --cohort 4 --seed 3 --epochs 1 --batch-size 8 --rounds 3 --eval-every 2"
