@@ -243,6 +243,9 @@ class MaskedModel:
         self.module.load_state_dict(dict(state))
         self.mask = mask
 
+    def follow(self) -> None:
+        pass
+
     def compact(self) -> nn.Module:
         return compact(self.module, self.graph, self.mask)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.criteria.weights import unit_magnitudes
-from sparsekit.errors import ForeignMaskError, InvalidValueError
+from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import group_order
 from sparsekit.graph.index import StateDict, wide
@@ -123,7 +123,8 @@ class ImportanceSteps:
         if now or self._gates_of != vectors.narrow_model.version:
             gates, self._gates_of = vectors.gate_gradient(gradients), vectors.narrow_model.version
             self._gates = (gates if scale is None else gates / scale).to(self._target)
-        gradient = (scores - self._target).mul_(2.0 * rule.strength).add_(self._gates)
+        target, gates = self._target.to(scores.device), self._gates.to(scores.device)  # the mask may have moved since
+        gradient = (scores - target).mul_(2.0 * rule.strength).add_(gates)
         scores.sub_(gradient, alpha=rule.lr)
 
     def state(self) -> dict[str, Tensor]:
@@ -136,10 +137,6 @@ class ImportanceSteps:
             self._age = int(state["age"])
             self._target, self._gates = (state[name].to(scores, copy=True) for name in ("target", "gates"))
         self._gates_of = version
-
-    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        # Only the device changes.
-        self._target, self._gates = (each.to(function(each).device) for each in (self._target, self._gates))
 
 
 def on_backward(outputs: Any, call: Callable[[], None]) -> None:
@@ -162,25 +159,6 @@ def split_units(graph: UnitGraph, flat: Tensor) -> dict[str, Tensor]:
     """Return group name → (units,): views of a vector over all units, float (J,)."""
     parts = flat.split([group.size for group in graph.groups.values()])
     return dict(zip(graph.groups, parts, strict=True))
-
-
-def set_importance(graph: UnitGraph, scores: Tensor, importance: Mapping[str, Tensor]) -> None:
-    """Write the importance of some groups into `scores`, float (J,).
-
-    Raises:
-        ForeignMaskError: an unknown group or another number of units.
-        InvalidValueError: a value is NaN or infinite.
-    """
-    parts = split_units(graph, scores)
-    for name, values in importance.items():
-        if name not in parts or values.shape != parts[name].shape:
-            expected = {group.name: group.size for group in graph.groups.values()}
-            raise ForeignMaskError(f"importance of {name!r} has shape {tuple(values.shape)}; groups and sizes: {expected}")
-        if not bool(torch.isfinite(values).all()):
-            raise InvalidValueError(f"importance of {name!r} must be finite")
-    with torch.no_grad():
-        for name, values in importance.items():
-            parts[name].copy_(values)
 
 
 # Made once: a table that is made on the CPU would cross to the device of the model in every step.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Self
 
@@ -22,25 +22,14 @@ from sparsekit.measure.budget import Budget
 from sparsekit.measure.cost import CostModel, cost_model
 from sparsekit.pruning.result import Pruned, PrunePlan
 from sparsekit.tracing.inputs import ModelInputs
+from sparsekit.training import start
 from sparsekit.training.checkpoint import Checkpoint
-from sparsekit.training.importance import GradientImportance, ImportanceSteps, importance_targets, on_backward, set_importance
+from sparsekit.training.importance import GradientImportance, ImportanceSteps, importance_targets, on_backward
 from sparsekit.training.moving_mask import MovingMask
 from sparsekit.training.narrow_model import NarrowModel
 from sparsekit.training.narrowing import LearnedNarrowing, NarrowingSteps
 from sparsekit.training.optimizers import is_distributed, watch
-from sparsekit.training.start import (
-    UNCOMPILED,
-    Learning,
-    check_arguments,
-    dense_start,
-    first_cut,
-    graph_of,
-    importance_of,
-    read_refits,
-    refuse_export,
-    used_magnitudes,
-    warn_without_data,
-)
+from sparsekit.training.start import Learning
 
 
 class LearnableMask(MovingMask):
@@ -111,10 +100,10 @@ class LearnableMask(MovingMask):
         loss: Loss | None = None,
         learning: Learning | None = None,
     ) -> None:
-        ratio = check_arguments(model, ratio, budget, learning)
+        ratio = start.check_arguments(model, ratio, budget, learning)
         if loss is not None and batches is None:
             raise InvalidValueError("a loss needs batches; pass batches=, training data such as a loader")
-        graph = graph_of(model, example_inputs, graph, rules, prune_hidden_size=prune_hidden_size)
+        graph = start.graph_of(model, example_inputs, graph, rules, prune_hidden_size=prune_hidden_size)
         super().__init__(NarrowModel(model, graph, rules=rules), learning)
         self.budget = None if budget is None else Budget.of(budget)
         """Upper limits for the sparse model; None for a mask with a ratio."""
@@ -123,23 +112,17 @@ class LearnableMask(MovingMask):
         if narrows and example_inputs is not None:
             call, *_ = ModelInputs.several(example_inputs)
             self._costs = cost_model(model, call, graph)
-        self._widths = 1.0 if narrows else ratio
         if graph.groups:
-            used = used_magnitudes(model, graph, example_inputs)
+            used = start.used_magnitudes(model, graph, example_inputs)
             self.scores = self._first_importance(self.vectors.magnitudes() if used is None else used)
-        if narrows:
-            self._rule = self._steps(learning, ratio, read_refits(batches, model))
-        elif budget is not None or batches is not None:
+        if not narrows and (budget is not None or batches is not None):
+            self._widths = ratio
             options: Any = {"budget": self.budget, "batches": batches, "loss": loss, "graph": graph, "rules": rules}
-            self._begin(first_cut(model, example_inputs, ratio, **options), model)
-        else:
+            self._begin(start.first_cut(model, example_inputs, ratio, **options), model)
+        elif graph.groups:
             if learning is None and ratio < 1.0:
-                warn_without_data(model)
-            self._rule = self._steps(learning, ratio, ())
-            if graph.groups:
-                with torch.inference_mode(False), torch.no_grad():
-                    self.vectors.set_mask(self._largest())
-            self._chosen_for = self._widths
+                start.warn_without_data(model)
+            self.load(start.dense_state(model), ratio=ratio, importance=self.scores, batches=batches)
         if learning is not None or is_distributed():
             self._watched = True  # nobody holds the mask yet
             watch(self)
@@ -180,8 +163,8 @@ class LearnableMask(MovingMask):
         """Load a pruned model; dropped units keep their dense weights. After a dry run, load the dense model alone."""
         if (counts := pruned.mask.counts()) != self._counts():
             self._widths = counts
-        scores = importance_of(pruned, self._targets if self.learning else lambda plain: plain)
-        self.load(dense_start(pruned, dense), importance=scores.to(self.scores))
+        scores = start.importance_of(pruned, self._targets if self.learning else lambda plain: plain)
+        self.load(start.dense_state(dense, pruned), importance=scores.to(self.scores))
 
     def _targets(self, magnitudes: Tensor) -> Tensor:
         absolute = isinstance(self.learning, GradientImportance) and self.learning.target == "absolute"
@@ -190,11 +173,6 @@ class LearnableMask(MovingMask):
     def _first_importance(self, magnitudes: Tensor) -> Tensor:
         targets = self._targets(magnitudes)
         return torch.zeros_like(targets) if isinstance(self.learning, LearnedNarrowing) else targets
-
-    def _steps(self, rule: Learning | None, ratio: float, batches: Sequence[Batch]) -> ImportanceSteps | NarrowingSteps | None:
-        if isinstance(rule, LearnedNarrowing):
-            return NarrowingSteps(rule, self.graph, ratio=ratio, budget=self.budget, costs=self._costs, batches=batches)
-        return None if rule is None else ImportanceSteps(rule, self.graph.units)
 
     @property
     def ratio(self) -> float:
@@ -235,7 +213,7 @@ class LearnableMask(MovingMask):
         if not is_followed():
             return self._run(args, kwargs, compiling=False)
         if is_exporting():  # a strict exporter looks no further than this line
-            refuse_export()
+            start.refuse_export()
         compiling = torch.compiler.is_compiling()
         if not compiling and in_transform():  # torch.func hands on tensors without values, from which nothing is learned
             return self.narrow_model.run(args, kwargs)
@@ -243,7 +221,7 @@ class LearnableMask(MovingMask):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiling: bool) -> Any:
         if compiling:
-            warnings.warn(UNCOMPILED, stacklevel=2)
+            warnings.warn(start.UNCOMPILED, stacklevel=2)
         rule, run = self._rule, partial(self.narrow_model.run, args, kwargs)
         if rule is None or not torch.is_grad_enabled():
             return run()
@@ -292,10 +270,9 @@ class LearnableMask(MovingMask):
             InvalidValueError: a ratio outside (0, 1], a ratio for a mask with a budget, or importance that is NaN or infinite.
         """
         rule = self.learning if learning is None else learning
+        narrows = isinstance(rule, LearnedNarrowing)
         widths = self._widths if ratio is None else check_ratio(ratio)
-        if isinstance(rule, LearnedNarrowing):
-            widths = 1.0
-        elif ratio is not None:
+        if ratio is not None and not narrows:
             self._check_no_budget()
         self.graph.check_state(state)
         if mask is not None:
@@ -304,10 +281,14 @@ class LearnableMask(MovingMask):
             raise ForeignMaskError(f"importance must have shape ({self.graph.units},), got {tuple(importance.shape)}")
         elif importance is not None and not bool(torch.isfinite(importance).all()):
             raise InvalidValueError("importance must be finite")
-        refits = read_refits(batches if mask is None else None, self.model)
-        steps = None if mask is not None else self._steps(rule, 1.0 if ratio is None else ratio, refits)
-        self.learning = rule
-        self._widths, self._rule, self._mask_given, self.mask_changed = widths, steps, mask is not None, False
+        steps: ImportanceSteps | NarrowingSteps | None = None
+        if mask is None and isinstance(rule, LearnedNarrowing):
+            share, refits = 1.0 if ratio is None else ratio, start.read_refits(batches, self.model)
+            steps = NarrowingSteps(rule, self.graph, ratio=share, budget=self.budget, costs=self._costs, batches=refits)
+        elif mask is None and isinstance(rule, GradientImportance):
+            steps = ImportanceSteps(rule, self.graph.units)
+        self.learning, self._rule, self._widths = rule, steps, 1.0 if narrows else widths
+        self._mask_given, self.mask_changed = mask is not None, False
         if learning is not None:
             self._watch()
         for optimizer in self.optimizers:
@@ -364,21 +345,12 @@ class LearnableMask(MovingMask):
         self.narrow_model.set_mask(found.mask, following)
         self.narrow_model.load(found.dense, found.mask)
         self.vectors.follow()
-        set_importance(self.graph, self.scores, found.importance)
+        self.scores.copy_(torch.cat([*found.importance.values()]))
         counts = found.mask.counts()
         by_ratio = self.budget is None and counts == ratio_counts(self.graph, found.ratio)
         self._widths = found.ratio if by_ratio else counts
         self._resume(found.rule)
         self.mask_changed = False
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        moved = fn(self.scores)
-        # Steps of importance are smaller than bfloat16 and float16 can tell apart.
-        self.scores = moved if moved.dtype.itemsize >= 4 else self.scores.to(moved.device, torch.float32)
-        if self._rule is not None:
-            self._rule.apply(fn)
-        return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.allocation.shares import mask_from_scores, ratio_counts
-from sparsekit.errors import InvalidValueError
+from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.optimizer_state import HasState
-from sparsekit.training.importance import ImportanceSteps, UnitVectors, set_importance, split_units
+from sparsekit.training.importance import ImportanceSteps, UnitVectors, split_units
 from sparsekit.training.narrow_model import NarrowModel
 from sparsekit.training.narrowing import NarrowingReport, NarrowingSteps
 from sparsekit.training.optimizers import OptimizerSet, find_holders, watch
@@ -110,6 +110,9 @@ class MovingMask(nn.Module):
         self.model._apply(fn, recurse)
         self.narrow_model.apply_to_tensors(fn)
         vars(self).pop("vectors", None)  # its tables are on the old device
+        moved = fn(self.scores)
+        # Steps of importance are smaller than bfloat16 and float16 can tell apart.
+        self.scores = moved if moved.dtype.itemsize >= 4 else self.scores.to(moved.device, torch.float32)
         return self
 
     def _counts(self) -> Mapping[str, int]:
@@ -145,8 +148,15 @@ class MovingMask(nn.Module):
             ForeignMaskError: an unknown group or another number of units.
             InvalidValueError: a value is NaN or infinite.
         """
-        before = self.scores.clone()
-        set_importance(self.graph, self.scores, importance)
+        before, parts = self.scores.clone(), split_units(self.graph, self.scores)
+        for name, values in importance.items():
+            if name not in parts or values.shape != parts[name].shape:
+                sizes = {group.name: group.size for group in self.graph.groups.values()}
+                raise ForeignMaskError(f"importance of {name!r} has shape {tuple(values.shape)}; groups and sizes: {sizes}")
+            if not bool(torch.isfinite(values).all()):
+                raise InvalidValueError(f"importance of {name!r} must be finite")
+        for name, values in importance.items():
+            parts[name].copy_(values.detach())
         try:
             self.update_mask()
         except InvalidValueError:  # an optimizer that cannot follow
@@ -159,7 +169,7 @@ class MovingMask(nn.Module):
         The step of a torch optimizer calls this. Call it after a step of your own. The mask changes nowhere else, and never in
         the middle of a step.
         """
-        if self._mask_given or self.optimizers.frozen or not self.graph.groups:
+        if self._mask_given or self.optimizers.stepping or not self.graph.groups:
             return
         # Tensors of inference mode could not be trained later.
         with torch.inference_mode(False), torch.no_grad():
@@ -235,8 +245,10 @@ class MovingMask(nn.Module):
             sam.second_step()
         ```
         """
+        block = object()
+        self.optimizers.stepping.append(block)
         try:
-            with self.optimizers.freeze():
-                yield
+            yield
         finally:
+            self.optimizers.finish(block)
             self.update_mask()

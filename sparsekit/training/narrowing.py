@@ -273,6 +273,3 @@ class NarrowingSteps:
         self._weight, steps, self._flops, self._dense_flops = state["progress"].tolist()
         self._steps = int(steps)
         self._cuts = [(row[0], row[1:]) for row in state["cuts"].tolist() if row[0]]
-
-    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        self._moments = self._moments.to(function(self._moments).device)

@@ -14,7 +14,6 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,20 +36,8 @@ class OptimizerSet:
         self.just_loaded: weakref.WeakSet[Any] = weakref.WeakSet()
         """Those with newly loaded state, which have neither stepped nor followed a change of the mask since."""
         self.process_group: Any = None  # of the DistributedDataParallel that averages gradients, if there is one
-        self.stepping: list[Any] = []  # those in the middle of a step, the outermost first: one may step another
-        self._freezes = 0
-
-    @property
-    def frozen(self) -> bool:
-        return self._freezes > 0 or bool(self.stepping)
-
-    @contextmanager
-    def freeze(self) -> Iterator[None]:
-        self._freezes += 1
-        try:
-            yield
-        finally:
-            self._freezes -= 1
+        self.stepping: list[Any] = []
+        """Optimizers in the middle of a step, and blocks that freeze the mask, the outermost first: one may step another."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(list(self._known))
@@ -80,9 +67,9 @@ class OptimizerSet:
             optimizer.register_step_post_hook(functools.partial(_after_step, reference))
             optimizer.register_load_state_dict_post_hook(functools.partial(_after_load, reference))
 
-    def finish(self, optimizer: Any) -> None:
-        """Forget the step of an optimizer, and steps within it that failed."""
-        found = (at for at, each in enumerate(self.stepping) if each is optimizer)
+    def finish(self, step: object) -> None:
+        """Forget a step or a block, and steps within it that failed."""
+        found = (at for at, each in enumerate(self.stepping) if each is step)
         del self.stepping[next(found, len(self.stepping)) :]
 
     def check_change(self) -> None:
@@ -108,28 +95,23 @@ def _before_step(reference: Callable[[], Any], optimizer: Optimizer, args: Any, 
         masked._rule.take(masked.scores, masked.vectors, None, scale, masked.optimizers.process_group)
     if len(args) == 1 and not kwargs:
         return None
-    freeze = functools.partial(_frozen, masked)
-    return (
-        (args[0], *(freeze(value) if callable(value) else value for value in args[1:])),
-        {name: freeze(value) if callable(value) else value for name, value in kwargs.items()},
-    )
+
+    def watched(value: Any) -> Any:
+        """Return an argument of the step; a closure that fails ends the step, and no hook is called after it."""
+
+        def run() -> Any:
+            try:
+                return value()
+            except BaseException:
+                _after_step(reference, optimizer)
+                raise
+
+        return functools.wraps(value)(run) if callable(value) else value
+
+    return (args[0], *map(watched, args[1:])), {name: watched(value) for name, value in kwargs.items()}
 
 
-def _frozen(masked: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
-    @functools.wraps(closure)
-    def run() -> Any:
-        try:
-            with masked.optimizers.freeze():
-                return closure()
-        except BaseException:  # the step is not finished, and no hook is called after it
-            masked.optimizers.stepping.clear()
-            masked.update_mask()
-            raise
-
-    return run
-
-
-def _after_step(reference: Callable[[], Any], optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+def _after_step(reference: Callable[[], Any], optimizer: Optimizer, *_: Any) -> None:
     masked = reference()
     if masked is not None:
         masked.optimizers.finish(optimizer)

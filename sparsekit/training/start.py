@@ -1,5 +1,6 @@
 """The start of a learnable mask: checks of its arguments, and the first cut."""
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -84,9 +85,9 @@ def first_cut(model: nn.Module, example_inputs: Any, ratio: float, **options: An
     return prune(model, example_inputs, **options) if whole else prune(model, example_inputs, dry_run=True, **options)
 
 
-def dense_start(pruned: PrunePlan, dense: nn.Module) -> dict[str, Tensor]:
-    """Return a dense state with the kept units of a pruned model, and the dropped ones of the dense model."""
-    state: dict[str, Tensor] = dense.state_dict()
+def dense_state(dense: nn.Module, pruned: PrunePlan | None = None) -> dict[str, Tensor]:
+    """Return a copy of a dense state, with the kept units of a pruned model if there is one."""
+    state: dict[str, Tensor] = copy.deepcopy(dense.state_dict())
     return expand(pruned.model.state_dict(), pruned.graph, pruned.mask, into=state) if isinstance(pruned, Pruned) else state
 
 
