@@ -120,6 +120,17 @@ def test_a_loaded_mask_trains_as_a_new_one_and_gives_what_it_keeps() -> None:
         assert torch.equal(small.eval()(x), new.compact().eval()(x))
 
 
+@pytest.mark.parametrize("learning", [None, GradientImportance(), LearnedNarrowing(steps=24)])
+@pytest.mark.parametrize("options", [{"ratio": 0.5}, {"budget": "flops=40%"}])
+def test_later_changes_of_the_model_do_not_reach_its_mask(options: Any, learning: Any) -> None:
+    model, x, _ = convolutions()
+    masked = LearnableMask(model, (x,), learning=learning, **options)
+    before = copy.deepcopy(masked.state_dict())
+    for tensor in model.state_dict().values():
+        tensor.add_(1)
+    assert all(torch.equal(value, before[name]) for name, value in masked.state_dict().items())
+
+
 def test_a_mask_that_is_given_stays_until_the_next_load() -> None:
     model, x, y = convolutions()
     state = convolutions(seed=1)[0].state_dict()
