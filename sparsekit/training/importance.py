@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.optimizer_state import HasState
 from sparsekit.tracing.inputs import find_tensors
 from sparsekit.training.narrow_model import NarrowModel
+
+Gradients: TypeAlias = Mapping[Tensor, Tensor] | None
+"""Weight → gradient; None reads `.grad` of the weights."""
 
 
 def importance_targets(magnitudes: Tensor, sizes: Sequence[int], *, absolute: bool = False) -> Tensor:
@@ -104,16 +107,8 @@ class ImportanceSteps:
         self.due = True
 
     @torch.no_grad()
-    def take(
-        self,
-        scores: Tensor,
-        vectors: UnitVectors,
-        gradients: Mapping[Tensor, Tensor] | None,
-        scale: Tensor | None,
-        group: object = None,
-    ) -> None:
-        """Change `scores`, float (J,), in place. The arguments are as in `GateSquares.take`; `group` is not needed here."""
-        del group
+    def take(self, scores: Tensor, vectors: UnitVectors, gradients: Gradients, scale: Tensor | None, _group: object) -> None:
+        """Change `scores`, float (J,), in place. The arguments are as in `GateSquares.take`."""
         self.due = False
         rule, now = self.settings, self._age % self.settings.refresh_every == 0
         self._age += 1
@@ -178,7 +173,7 @@ class GateReader(NamedTuple):
     name: str  # state-dict key of the leaf
     units: Tensor  # int64 (dense size,), the unit of each dense position; J where none
 
-    def products(self, gradients: Mapping[Tensor, Tensor] | None) -> Tensor:
+    def products(self, gradients: Gradients) -> Tensor:
         """Return Σ gradient · weight at each position along the axis: (narrow size,)."""
         weight, kind = self.leaf.detach(), self.leaf.device.type
         gradient = self.leaf.grad if gradients is None else gradients.get(self.leaf)
@@ -238,8 +233,9 @@ class UnitVectors:
         self.narrow_model.set_mask(mask, optimizers)
         self.follow()
 
-    def magnitudes_of(self, dense: StateDict) -> Tensor:
-        """Return Σ |θ| over each unit's own parameters in a dense state, |θ|_J in the paper: float (J,)."""
+    def magnitudes(self, dense: StateDict | None = None) -> Tensor:
+        """Return Σ |θ| over each unit's own parameters in a dense state, or the present one: float (J,), |θ|_J in the paper."""
+        dense = self.narrow_model.dense_state() if dense is None else dense
         leaves = {name: dense[name].detach().to(self.group_of.device) for name in self._leaves}
         return torch.cat([unit_magnitudes(group, leaves) for group in self.narrow_model.graph.groups.values()])
 
@@ -253,19 +249,15 @@ class UnitVectors:
         self._consumer_units = torch.cat(units) if units else torch.zeros(0, dtype=torch.int64, device=device)
         """Unit of each narrow position of all consumers; J if there is none."""
 
-    def gate_gradient(self, gradients: Mapping[Tensor, Tensor] | None = None) -> Tensor:
+    def gate_gradient(self, gradients: Gradients = None) -> Tensor:
         """Return ∂L/∂gate of each kept unit, 0 for the others: float (J,).
 
-        It is Σ gradient · weight over the gated entries of the unit. `gradients` maps leaves to gradients; None reads `.grad`.
+        It is Σ gradient · weight over the gated entries of the unit.
 
         Source: first-order Taylor importance, Molchanov et al., CVPR 2019; straight-through on kept units.
         """
         flat = torch.cat([consumer.products(gradients) for consumer in self._consumers])
         return flat.new_zeros(self.total + 1).index_add_(0, self._consumer_units, flat)[:-1]
-
-    def magnitudes(self) -> Tensor:
-        """Return the same of the present dense state."""
-        return self.magnitudes_of(self.narrow_model.dense_state())
 
     def mask_unchanged(self, scores: Tensor) -> bool:
         """Tell, without sorting, whether the mask still keeps the largest scores, float (J,), of every group.

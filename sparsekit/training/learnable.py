@@ -297,7 +297,7 @@ class LearnableMask(MovingMask):
         if mask is not None:
             self.narrow_model.load(state, mask)
             return
-        self.scores.copy_(self._first_importance(self.vectors.magnitudes_of(state)) if importance is None else importance)
+        self.scores.copy_(self._first_importance(self.vectors.magnitudes(state)) if importance is None else importance)
         self.narrow_model.load(state, self._largest())
         self.vectors.follow()
         self._resume({})

@@ -213,7 +213,7 @@ class MovingMask(nn.Module):
         `update_mask` after your step. `gradients`: weight → gradient; None reads `.grad` of the weights.
         """
         if self._rule is not None:
-            self._rule.take(self.scores, self.vectors, gradients, None)
+            self._rule.take(self.scores, self.vectors, gradients, None, None)
 
     def add_optimizer(self, optimizer: HasState) -> None:
         """Let the state of `optimizer` follow the mask from now on.

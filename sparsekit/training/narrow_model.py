@@ -98,10 +98,11 @@ class NarrowModel:
         self._constants = {name: tensor.clone() for name, tensor in named_constants(self.module, graph).items()}
         """Dense tensors outside the state, by name."""
         self._dense: dict[str, Tensor] = {}
-        self._owned: set[str] = set()
+        self._owned: set[str] = set()  # keys of dense tensors that are copies of our own
         self._axes: dict[str, dict[int, Tensor]] = {}
         self.version = 0  # counts loads and changes of the mask
         self.mask = UnitMask.full(graph)
+        self._counts = self.mask.counts()  # for which the sizes of layers are set
         self.load(model.state_dict(), None)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -136,36 +137,31 @@ class NarrowModel:
         self._dense = {}
         self._owned = set()
         self.version += 1
-        resized = False
         for entry in self._entries:
             dense = state[entry.key].detach().to(device=entry.tensor.device, dtype=entry.tensor.dtype)
             if entry.key in self.graph.slices_of:
                 self._dense[entry.key] = dense
-            resized = self._gather(entry, dense) or resized
-        self._cut_constants()
-        if resized:
-            self._fit_sizes()
+            self._gather(entry, dense)
+        self._fit_module()
 
-    def _gather(self, entry: _Entry, dense: Tensor) -> bool:
-        """Replace a narrow entry by the kept part of a dense one; return whether its shape changes."""
+    def _gather(self, entry: _Entry, dense: Tensor) -> None:
+        """Replace a narrow entry by the kept part of a dense one."""
         narrow = gather(dense, self._cut(entry))
-        resized = narrow.shape != entry.tensor.shape
         entry.replace(narrow.clone() if narrow is dense else narrow)
-        return resized
 
-    def _fit_sizes(self) -> None:
-        """Set the sizes of layers, starting from the dense ones: a single kept unit does not tell all of them."""
-        for name, numbers in self._sizes.items():
-            vars(self.module.get_submodule(name)).update(numbers)
-        resize(self.module, self.rules)
-        set_sizes(self.module, self.graph, self.mask.counts())
-
-    def _cut_constants(self) -> None:
+    def _fit_module(self) -> None:
+        """Cut the constants, and set the sizes of layers if they change."""
         if self._constants:
             held = named_constants(self.module, self.graph)
             narrow = narrow_state(self._constants, self.graph, self.mask, self.graph.kept_constants(self.mask))
             moved = {name: tensor.to(held[name]) for name, tensor in narrow.items()}
             put_constants(self.module, moved, self.graph.constants.values())
+        if (counts := self.mask.counts()) != self._counts:
+            self._counts = counts
+            for name, numbers in self._sizes.items():  # the dense ones first: a single kept unit does not tell all of them
+                vars(self.module.get_submodule(name)).update(numbers)
+            resize(self.module, self.rules)
+            set_sizes(self.module, self.graph, counts)
 
     def _save_constants(self) -> None:
         axes = self.graph.kept_constants(self.mask)
@@ -173,12 +169,6 @@ class NarrowModel:
             dense = self._constants[name]
             if held.shape == narrow_shape(dense.shape, axes[name]):
                 self._constants[name] = scatter(held.detach(), dense, cut_axes(dense.shape, axes[name]))
-
-    def _writable(self, key: str) -> Tensor:
-        if key not in self._owned:
-            self._dense[key] = self._dense[key].clone()
-            self._owned.add(key)
-        return self._dense[key]
 
     def set_mask(self, mask: UnitMask, optimizers: Iterable[HasState] = ()) -> None:
         """Change the mask: save the weights of all units, and gather the kept ones.
@@ -202,15 +192,17 @@ class NarrowModel:
         for entry in self._touched:
             stay = entries_that_stay(self.graph.shapes[entry.key], before.get(entry.key, {}), after.get(entry.key, {}))
             if stay is not None:
-                scatter_(entry.tensor, self._writable(entry.key), self._cut(entry))
+                if entry.key not in self._owned:
+                    self._dense[entry.key] = self._dense[entry.key].clone()
+                    self._owned.add(entry.key)
+                scatter_(entry.tensor, self._dense[entry.key], self._cut(entry))
                 changed.append((entry, stay))
         self._save_constants()
         self.mask, self._axes = mask, after
         self.version += 1
-        resized = False
         for entry, stay in changed:
             shape, gradient = entry.tensor.shape, None if entry.parameter is None else entry.parameter.grad
-            resized = self._gather(entry, self._dense[entry.key]) or resized
+            self._gather(entry, self._dense[entry.key])
             if entry.parameter is not None and gradient is not None:
                 entry.parameter.grad = scatter_(gather(gradient, stay.old), gradient.new_zeros(stay.shape), stay.new)
             for owner in optimizers:
@@ -219,9 +211,7 @@ class NarrowModel:
                     carried = carried_state(owner, state, entry.parameter, shape, stay)
                     state.clear()
                     state.update(carried)
-        self._cut_constants()
-        if resized:
-            self._fit_sizes()
+        self._fit_module()
 
     def _read(self, read: Callable[[_Entry], Tensor]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
