@@ -21,7 +21,7 @@ import click
 import typer
 from typer.core import TyperGroup
 
-from sparsekit.cli.output import TYPED, in_flags, log_to
+from sparsekit.cli import TYPED, in_flags, log_to
 from sparsekit.cli.table import COMMANDS
 from sparsekit.errors import InvalidValueError, SparsekitError, install_hint, nearest
 from sparsekit.registry import CALLED, Registry, load_object

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from sparsekit.cli import AsJson, command_app, command_line, in_flags, print_json, print_table, print_wrapped
 from sparsekit.cli.data_source import find_loss, load_data, metric_of
 from sparsekit.cli.model_source import Device, ExampleShape, Init, Model, load_with_inputs
-from sparsekit.cli.output import AsJson, command_app, command_line, in_flags, print_json, print_table, print_wrapped
 from sparsekit.errors import InvalidValueError
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import typer
 
 from sparsekit.bandit.make import DEFAULT, registry
 from sparsekit.bandit.search_space import parse_axes
+from sparsekit.cli import AsJson, command_app, print_table
 from sparsekit.cli.commands import Commands, check_command, metric_pattern
-from sparsekit.cli.output import AsJson, command_app, print_table
 from sparsekit.errors import InvalidValueError, require
 
 if TYPE_CHECKING:
@@ -108,32 +108,33 @@ def _tune(
             resume = "nothing was kept, since --out was not given" if out is None else "the same command line resumes"
             typer.echo(f"stopped after {len(search.ended)} of {trials} trials{so_far}\n{resume}", err=True)
             raise typer.Exit(_INTERRUPTED)
-        _finish(search, best, out, as_json=as_json)
+        _finish(search.report() | {"out": None if out is None else str(out)}, as_json=as_json)
 
 
-def _finish(search: Search, best: FrozenTrial | None, out: Path | None, *, as_json: bool) -> None:
-    report = search.report() | {"out": None if out is None else str(out)}
+def _finish(report: Mapping[str, Any], *, as_json: bool) -> None:
     text = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False)
+    out, best, recommended = report["out"], report["best"], report["recommended"]
     if out is not None:
-        (out / "trials.json").write_text(text + "\n", encoding="utf-8")
+        Path(out, "trials.json").write_text(text + "\n", encoding="utf-8")
     if as_json:
         typer.echo(text)
     else:
-        _print(report, list(search.axes))
+        _print(report)
     if best is None:
-        number, last = len(report["trials"]), next(row["error"] for row in reversed(report["trials"]) if "error" in row)
+        number, last = len(report["trials"]), report["trials"][-1]["error"]
         failed = "the only trial has failed" if number == 1 else f"all {number} trials have failed; the last"
         typer.echo(f"error: {failed}: {last}{'' if out is None else f'; see {out}'}", err=True)
         raise typer.Exit(_FAILED)
-    recommended = search.recommended()
-    lines = [f"best: {search.line(best.number, best.params)}"]
-    if recommended is not None and recommended.number != best.number:
-        lines.insert(0, "The recommended trial has the best mean there and nearby; the best one may have been lucky.")
-        lines.append(f"recommended: {search.line(recommended.number, recommended.params)}")
+    if as_json:
+        return
+    lucky = recommended is not None and recommended["trial"] != best["trial"]
+    if lucky:
+        typer.echo("The recommended trial has the best mean there and nearby; the best one may have been lucky.")
+    typer.echo(f"best: {best['command']}")
+    if lucky:
+        typer.echo(f"recommended: {recommended['command']}")
     if out is not None:
-        lines.append(f"Every trial is in {out}")
-    if not as_json:
-        typer.echo("\n".join(lines))
+        typer.echo(f"Every trial is in {out}")
 
 
 def _values(texts: Mapping[str, str]) -> str:
@@ -147,7 +148,7 @@ def _line(search: Search, trial: FrozenTrial) -> str:
     return f"trial {trial.number}: {_values(search.texts(trial.params))} → {outcome}"
 
 
-def _print(report: Mapping[str, Any], names: list[str]) -> None:
+def _print(report: Mapping[str, Any]) -> None:
     rows = report["trials"]
     failed = f", {report['failed']} failed" if report["failed"] else ""
     better = "larger" if report["maximize"] else "smaller"
@@ -164,7 +165,7 @@ def _print(report: Mapping[str, Any], names: list[str]) -> None:
         )
         for row in rows[:_MAX_ROWS]
     ]
-    print_table(("trial", "metric", *names, ""), shown)
+    print_table(("trial", "metric", *rows[0]["values"], ""), shown)
     scores = [row["score"] for row in report["trials"]]
     if len(scores) > 2 and any(score is not None for score in scores):
         typer.echo(f"metric by trial: {curve(scores)}")

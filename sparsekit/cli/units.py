@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sparsekit.cli import AsJson, command_app, print_json, print_table, print_wrapped
 from sparsekit.cli.model_source import Device, ExampleShape, Init, Model, load_with_inputs
-from sparsekit.cli.output import AsJson, command_app, print_json, print_table, print_wrapped
 from sparsekit.graph.refusals import by_cause, folded, pattern_of
 from sparsekit.measure.budget import format_cost
 
