@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -47,14 +48,16 @@ def without_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the module's own table of parameters: name → parameter, or None. It may be changed."""
-    return module._parameters
-
-
-def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the module's own table of buffers. It may be changed."""
-    return module._buffers
+# Tables of a module, by name; they may be changed.
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+# The list of weights that a recurrent layer passes to its kernel: rebuild it, or also store them in one block, as cuDNN needs.
+refresh_flat_weights: Callable[[nn.RNNBase], None] = methodcaller("_update_flat_weights")
+reset_flat_weights: Callable[[nn.RNNBase], None] = methodcaller("_init_flat_weights")
+# Of an operator: its name, its arguments and which of them it writes to; and the operator without its overload.
+operator_schema: Callable[[Any], Any] = attrgetter("_schema")
+operator_packet: Callable[[Any], Any] = attrgetter("_overloadpacket")
+stored_numbers: Callable[[Tensor], int] = methodcaller("_nnz")  # of a sparse tensor
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -70,16 +73,6 @@ def pre_hooks(module: nn.Module) -> list[Any]:
 def flat_weights(module: nn.RNNBase) -> dict[str, Tensor | None]:
     """Return name → tensor that a recurrent layer passes to its kernel, in order."""
     return dict(zip(module._flat_weights_names, module._flat_weights, strict=True))
-
-
-def refresh_flat_weights(module: nn.RNNBase) -> None:
-    """Rebuild the list of weights of a recurrent layer from its attributes."""
-    module._update_flat_weights()
-
-
-def reset_flat_weights(module: nn.RNNBase) -> None:
-    """Rebuild the list, and store the weights in one block of memory, as cuDNN needs them."""
-    module._init_flat_weights()
 
 
 def set_packed_projections(module: nn.MultiheadAttention, packed: bool) -> None:
@@ -142,18 +135,3 @@ def storage_id(tensor: Tensor) -> int:
     if tensor.layout is not torch.strided:  # a sparse tensor has several
         return -id(tensor)
     return int(tensor.untyped_storage()._cdata)
-
-
-def stored_numbers(tensor: Tensor) -> int:
-    """Return how many numbers a sparse tensor stores."""
-    return int(tensor._nnz())
-
-
-def operator_schema(func: Any) -> Any:
-    """Return the schema of an operator: its name, its arguments, and which of them it writes to."""
-    return func._schema
-
-
-def operator_packet(func: Any) -> Any:
-    """Return the operator without its overload."""
-    return func._overloadpacket

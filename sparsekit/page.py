@@ -41,15 +41,7 @@ def row(*parts: str) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, texts: Sequence[str] = ()) -> str:
     """Return a table; empty without rows. `texts`: titles of columns of prose, which are aligned to the left and may wrap."""
-    if not rows:
-        return ""
-    kinds = [' class="text"' if title in texts else "" for title in head]
-    top = "".join(f"<th{kind}>{escape(title)}</th>" for title, kind in zip(head, kinds, strict=True))
-    lines = []
-    for first, *others in rows:
-        cells = "".join(f"<td{kind}>{escape(text)}</td>" for text, kind in zip(others, kinds[1:], strict=True))
-        lines.append(f"<tr><th>{escape(first)}</th>{cells}</tr>")
-    return _table(top, lines)
+    return _table(head, [[escape(text) for text in cells] for cells in rows], texts)
 
 
 def bars(head: Sequence[str], rows: Sequence[tuple[Sequence[str], float, float]]) -> str:
@@ -59,19 +51,24 @@ def bars(head: Sequence[str], rows: Sequence[tuple[Sequence[str], float, float]]
         head: Titles of the columns; the last one is the title of the bars.
         rows: Cells, the number before, and the number after, which is at most as large.
     """
+    most = max((before for _, before, _ in rows), default=0.0) or 1.0
+    drawn = []
+    for cells, before, after in rows:
+        bar = f'<span style="width:{before / most:.2%}"><i style="width:{after / (before or 1.0):.2%}"></i></span>'
+        drawn.append([*map(escape, cells), f'<div class="bar">{bar}</div>'])
+    return _table(head, drawn)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], texts: Sequence[str] = ()) -> str:
+    """Return a table of cells that are HTML."""
     if not rows:
         return ""
-    most = max(before for _, before, _ in rows) or 1.0
-    top = "".join(f"<th>{escape(title)}</th>" for title in head)
+    kinds = [' class="text"' if title in texts else "" for title in head]
+    top = "".join(f"<th{kind}>{escape(title)}</th>" for title, kind in zip(head, kinds, strict=True))
     lines = []
-    for (first, *others), before, after in rows:
-        cells = "".join(f"<td>{escape(text)}</td>" for text in others)
-        drawn = f'<span style="width:{before / most:.2%}"><i style="width:{after / (before or 1.0):.2%}"></i></span>'
-        lines.append(f'<tr><th>{escape(first)}</th>{cells}<td><div class="bar">{drawn}</div></td></tr>')
-    return _table(top, lines)
-
-
-def _table(top: str, lines: Sequence[str]) -> str:
+    for first, *others in rows:
+        cells = "".join(f"<td{kind}>{cell}</td>" for cell, kind in zip(others, kinds[1:], strict=True))
+        lines.append(f"<tr><th>{first}</th>{cells}</tr>")
     body = "\n".join(lines)
     return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
 

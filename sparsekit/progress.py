@@ -11,12 +11,6 @@ _drawing: list[str] = []
 """What is drawn now: a bar inside another one is not drawn."""
 
 
-def _shown(show: bool | None) -> bool:
-    if show is None:
-        show = sys.stderr.isatty() and multiprocessing.parent_process() is None
-    return show and not _drawing
-
-
 def track(items: Iterable[_Item], description: str, *, show: bool | None, total: int | None = None) -> Iterator[_Item]:
     """Yield the items, and draw a bar on stderr meanwhile.
 
@@ -26,15 +20,7 @@ def track(items: Iterable[_Item], description: str, *, show: bool | None, total:
         show: Whether to draw; None draws if stderr is a terminal. A bar inside another one is never drawn.
         total: Number of items, if they have no length.
     """
-    if not _shown(show):
-        yield from items
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-
-    if total is None and isinstance(items, Sized):
-        total = len(items)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with _drawn(description, total, *columns) as advance:
+    with _drawn(description, show, items, total) as advance:
         for item in items:
             yield item
             advance()
@@ -43,23 +29,32 @@ def track(items: Iterable[_Item], description: str, *, show: bool | None, total:
 @contextlib.contextmanager
 def working(description: str, *, show: bool | None) -> Iterator[None]:
     """Show a task and its time on stderr while the block runs; `show` is as in `track`."""
-    if not _shown(show):
-        yield
-        return
-    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    with _drawn(description, None, SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()):
+    with _drawn(description, show):
         yield
 
 
 @contextlib.contextmanager
-def _drawn(description: str, total: int | None, *columns: Any) -> Iterator[Callable[[], None]]:
+def _drawn(
+    description: str, show: bool | None, items: Iterable[Any] | None = None, total: int | None = None
+) -> Iterator[Callable[[], None]]:
+    """Draw a bar for items, or time alone without items; yields the function to call after each item."""
+    if show is None:
+        show = sys.stderr.isatty() and multiprocessing.parent_process() is None
+    if not show or _drawing:
+        yield lambda: None
+        return
+    from rich import progress
     from rich.console import Console
-    from rich.progress import Progress
 
+    text = progress.TextColumn("{task.description}")
+    columns: Any = (progress.SpinnerColumn(), text, progress.TimeElapsedColumn())
+    if items is not None:
+        columns = (text, progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeRemainingColumn())
+    if total is None and isinstance(items, Sized):
+        total = len(items)
     _drawing.append(description)
     try:
-        with Progress(*columns, console=Console(stderr=True)) as bar:
+        with progress.Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task(description, total=total)
             yield lambda: bar.advance(task)
     finally:
