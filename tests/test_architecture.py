@@ -65,9 +65,9 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "flwr": ("sparsekit_fl.flower.*",),
     "ray": (),
-    "typer": ("sparsekit.cli.*", "sparsekit_fl.cli.*"),
+    "typer": ("sparsekit.cli*", "sparsekit_fl.cli.*"),
     "click": ("sparsekit.cli.*", "sparsekit_fl.cli.*"),
-    "rich": ("sparsekit.progress", "sparsekit.cli.*", "sparsekit_fl.cli.*", "sparsekit_fl.callbacks"),
+    "rich": ("sparsekit.progress", "sparsekit.cli*", "sparsekit_fl.cli.*", "sparsekit_fl.callbacks"),
     "optuna": ("sparsekit.bandit.*", "sparsekit.cli.tune", "sparsekit.cli.search"),
     "pydantic": ("sparsekit_fl.*",),
     "pickle": ("sparsekit.testing", "sparsekit_fl.testing", "sparsekit_fl.engines"),
