@@ -21,7 +21,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from sparsekit.errors import DataError
+from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.version import __version__
 from sparsekit_fl.errors import ResumeError
 from sparsekit_fl.packing import dumps, loads
@@ -177,6 +177,8 @@ class RunFolder:
         processes do not inherit the lock.
         """
         if path is None:
+            if resume:
+                raise InvalidValueError("resume needs out, the folder of the run to continue")
             with tempfile.TemporaryDirectory(prefix="sparsekit-") as name:
                 yield RunFolder(Path(name), durable=False)
             return

@@ -15,11 +15,11 @@ from sparsekit.surgery import save_compact
 from sparsekit_fl.callbacks import Callback, RunView
 from sparsekit_fl.checkpoint import RunFolder, State
 from sparsekit_fl.client.context import stream
-from sparsekit_fl.client.messages import Cost, Reply, Update, request_bytes
+from sparsekit_fl.client.messages import Cost, Reply, Request, Update, request_bytes
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.engines import Engine, Processes, RunClients, describe_environment
 from sparsekit_fl.errors import ClientError, RunInterrupted, StorageError, TooFewRepliesError, UpdateError, WorkerDiedError
-from sparsekit_fl.methods.base import Method
+from sparsekit_fl.methods.base import Method, ServerContext
 from sparsekit_fl.models import model_path, write_recipe
 from sparsekit_fl.packing import clone, digest
 from sparsekit_fl.problem.data import Client
@@ -85,71 +85,96 @@ def run(
         StorageError: the folder could not be written, as when the disk is full; says how to continue.
     """
     roster = _checked(method, clients, config, callbacks)
-    if resume and out is None:
-        raise InvalidValueError("resume needs out, the folder of the run to continue")
     check_fit(problem, list(roster.values()))
     engine = Processes() if engine is None else engine
     with RunFolder.open(out, resume=resume) as folder:
         spec = RunSpec.build(method, problem, config, init=init)
         described = spec.describe(roster, experiment or {})
         state, lines = folder.load(described, State(0, clone(spec.initial)))
-        if state is not None and state.round == config.rounds and (folder.path / "result.json").exists():
-            saved = load_result(folder.path)
-            if len(saved.rounds) == state.round:  # else a callback had stopped it
-                return replace(saved, state=state.model)
-        server, records = Server(spec, roster, state, folder.remembered), [RoundRecord.from_dict(line) for line in lines]
-        view = RunView(
-            method=spec.method.name,
-            config=spec.config,
-            metrics=spec.problem.metrics,
-            records=records,
-            out=folder.path if folder.durable else None,
-            model=lambda: spec.model(server.state.model),
-        )
+        if (finished := _finished(folder, state, config)) is not None:
+            return finished
+        server = Server(spec, roster, state, folder.remembered)
+        view = _view(server, folder, [RoundRecord.from_dict(line) for line in lines])
         with _explained(view), engine.open(spec, roster, folder.memories) as run_clients:
-            for one in callbacks:
-                one.on_run_start(view)
-            final: list[ClientScores] | None = None
-            while view.round < spec.config.rounds and not view.stopped:
-                record, final = _run_round(server, view, run_clients)
-                folder.save(server.state, record.to_dict())
-                records.append(record)
-                for one in callbacks:
-                    one.on_round_end(view, record)
+            final = _train(server, view, run_clients, folder, callbacks)
             if final is None:
                 # Resumed after the last round, or stopped by a callback: the scores of each client were not saved.
                 final, _ = _score(server, list(roster), run_clients, with_shared=True, with_model=folder.durable)
             # A worker that outlived a killed run may have written once more after this one began.
             folder.clean()
-            environment = describe_environment(workers=engine.workers, device=spec.config.device)
-            state = server.state
-            result = RunResult(
-                method=spec.method.name,
-                method_options=spec.method.describe(),
-                config=spec.config,
-                rounds=tuple(records),
-                final=FinalScores.of(
-                    final,
-                    lower=spec.problem.lower,
-                    per_client=tuple(final),
-                    state_sha256=digest(state.model),
-                    primary_metric=primary_metric((*spec.problem.metrics, "loss")),
-                ),
-                clients=len(roster),
-                cost=view.cost,
-                environment=environment,
-                experiment=described["experiment"],
-                state=state.model,
-                note="\n".join(filter(None, (spec.method.note, server.note))),
-                stopped=view.stopped,
-            )
+            result = _result(server, view, final, workers=engine.workers, experiment=described["experiment"])
             if folder.durable:
-                (folder.path / "models").mkdir(exist_ok=True)
-                save_compact(view.model(), model_path(folder.path, "global"))
-                personal = not getattr(engine, "keeps_models", False)
-                write_recipe(folder.path, spec.problem.model, list(roster), personal=personal)
-                result.save(folder.path / "result.json")
+                _save(result, view, server, folder.path, personal=not getattr(engine, "keeps_models", False))
             return result
+
+
+def _finished(folder: RunFolder, state: State, config: RunConfig) -> RunResult | None:
+    """Return the result of a run that was resumed and has no round left; None where a callback had stopped it."""
+    if state.round < config.rounds or not (folder.path / "result.json").exists():
+        return None
+    saved = load_result(folder.path)
+    return replace(saved, state=state.model) if len(saved.rounds) == state.round else None
+
+
+def _view(server: Server, folder: RunFolder, records: list[RoundRecord]) -> RunView:
+    return RunView(
+        method=server.spec.method.name,
+        config=server.spec.config,
+        metrics=server.spec.problem.metrics,
+        records=records,
+        out=folder.path if folder.durable else None,
+        model=lambda: server.spec.model(server.state.model),
+    )
+
+
+def _train(
+    server: Server, view: RunView, run_clients: RunClients, folder: RunFolder, callbacks: Sequence[Callback]
+) -> list[ClientScores] | None:
+    """Run the rounds that are left; return the scores of the clients after the last round, if it was run now."""
+    final: list[ClientScores] | None = None
+    for one in callbacks:
+        one.on_run_start(view)
+    while view.round < view.config.rounds and not view.stopped:
+        record, final = _run_round(server, view, run_clients)
+        folder.save(server.state, record.to_dict())
+        view.records = [*view.records, record]
+        for one in callbacks:
+            one.on_round_end(view, record)
+    return final
+
+
+def _result(
+    server: Server, view: RunView, final: Sequence[ClientScores], *, workers: int, experiment: Mapping[str, Any]
+) -> RunResult:
+    spec, state = server.spec, server.state.model
+    scores = FinalScores.of(
+        final,
+        lower=spec.problem.lower,
+        per_client=tuple(final),
+        state_sha256=digest(state),
+        primary_metric=primary_metric((*spec.problem.metrics, "loss")),
+    )
+    return RunResult(
+        method=spec.method.name,
+        method_options=spec.method.describe(),
+        config=spec.config,
+        rounds=tuple(view.records),
+        final=scores,
+        clients=len(server.clients),
+        cost=view.cost,
+        environment=describe_environment(workers=workers, device=spec.config.device),
+        experiment=experiment,
+        state=state,
+        note="\n".join(filter(None, (spec.method.note, server.note))),
+        stopped=view.stopped,
+    )
+
+
+def _save(result: RunResult, view: RunView, server: Server, out: Path, *, personal: bool) -> None:
+    (out / "models").mkdir(exist_ok=True)
+    save_compact(view.model(), model_path(out, "global"))
+    write_recipe(out, server.spec.problem.model, list(server.clients), personal=personal)
+    result.save(out / "result.json")
 
 
 def _checked(method: Method, clients: Sequence[Client], config: RunConfig, callbacks: Sequence[Callback]) -> dict[int, Client]:
@@ -194,22 +219,8 @@ def _run_round(server: Server, view: RunView, run_clients: RunClients) -> tuple[
     """Let the cohort train, change the global model, and score clients if it is time; return scores after the last round."""
     began, spec, round = time.perf_counter(), server.spec, view.round + 1
     ctx = server.context(round)
-    requests, replies = server.requests(ctx), list[Reply]()
-    good, dropped = list[Update](), dict[int, Exception]()
-    for request, reply in zip(requests, run_clients(requests), strict=True):
-        replies.append(server.priced(request, reply))
-        try:
-            good.append(server.validate(ctx, request, replies[-1]))
-        except (ClientError, UpdateError) as error:
-            dropped[request.client_id] = error
-            _log.warning("round %d continues without client %d: %s", round, request.client_id, error)
-    needed = spec.config.needed_replies(len(requests))
-    if len(good) < needed:
-        reasons = _shortened([f"client {id}: {str(error).rstrip('.')}" for id, error in dropped.items()])
-        raise TooFewRepliesError(
-            f"round {round}: {len(good)} of {len(requests)} updates were valid and {needed} are needed"
-            f" (min_replies); {reasons}. Nothing of that round counted"
-        ) from next(iter(dropped.values()), None)
+    requests = server.requests(ctx)
+    replies, good, dropped = _collect(server, ctx, requests, run_clients)
     seconds = server.aggregate(ctx, good, replies)
     ids, whole = _scored_after(round, list(server.clients), spec.config)
     last = round == spec.config.rounds
@@ -232,6 +243,28 @@ def _run_round(server: Server, view: RunView, run_clients: RunClients) -> tuple[
         notes=(*(reply.note for reply in replies if reply.note), *unscored),
     )
     return record, found if last else None
+
+
+def _collect(
+    server: Server, ctx: ServerContext, requests: Sequence[Request], run_clients: RunClients
+) -> tuple[list[Reply], list[Update], dict[int, Exception]]:
+    """Return the replies, the updates that count, and by client why others do not; or raise TooFewRepliesError."""
+    replies, good, dropped = list[Reply](), list[Update](), dict[int, Exception]()
+    for request, reply in zip(requests, run_clients(requests), strict=True):
+        replies.append(server.priced(request, reply))
+        try:
+            good.append(server.validate(ctx, request, replies[-1]))
+        except (ClientError, UpdateError) as error:
+            dropped[request.client_id] = error
+            _log.warning("round %d continues without client %d: %s", ctx.round, request.client_id, error)
+    needed = server.spec.config.needed_replies(len(requests))
+    if len(good) < needed:
+        reasons = _shortened([f"client {id}: {str(error).rstrip('.')}" for id, error in dropped.items()])
+        raise TooFewRepliesError(
+            f"round {ctx.round}: {len(good)} of {len(requests)} updates were valid and {needed} are needed"
+            f" (min_replies); {reasons}. Nothing of that round counted"
+        ) from next(iter(dropped.values()), None)
+    return replies, good, dropped
 
 
 def _scored_after(round: int, ids: list[int], config: RunConfig) -> tuple[list[int], bool]:
