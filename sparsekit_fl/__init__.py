@@ -14,7 +14,6 @@ from sparsekit.lazy import lazy_names
 
 if TYPE_CHECKING:
     from sparsekit_fl import callbacks as callbacks, engines as engines, errors as errors, methods as methods
-    from sparsekit_fl.callbacks import Callback as Callback, RunView as RunView
     from sparsekit_fl.client.context import ClientContext as ClientContext
     from sparsekit_fl.problem.datasets import datasets as datasets, DataSource as DataSource
     from sparsekit_fl.engines import Engine as Engine, Processes as Processes
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.problem.data import TensorData as TensorData
     from sparsekit_fl.problem.problem import Problem as Problem
     from sparsekit_fl.results import load_result as load_result, RoundRecord as RoundRecord, RunResult as RunResult
+    from sparsekit_fl.results import Callback as Callback, RunView as RunView
     from sparsekit_fl.models import load_model as load_model
     from sparsekit_fl.rounds import run as run
     from sparsekit_fl.client.messages import Evaluation as Evaluation, Reply as Reply, Request as Request
@@ -52,7 +52,6 @@ _HOMES = {
 """What a script can rely on."""
 _FURTHER = {
     "sparsekit_fl": "engines",
-    "sparsekit_fl.callbacks": "Callback RunView",
     "sparsekit_fl.client.context": "ClientContext",
     "sparsekit_fl.methods.base": "ServerContext Setup mean units",
     "sparsekit_fl.problem.datasets": "datasets DataSource",
@@ -60,7 +59,7 @@ _FURTHER = {
     "sparsekit_fl.methods.client": "sgd Model Result Task",
     "sparsekit_fl.config": "option",
     "sparsekit_fl.problem.partition": "partitions Partition",
-    "sparsekit_fl.results": "RoundRecord",
+    "sparsekit_fl.results": "Callback RoundRecord RunView",
     "sparsekit_fl.client.messages": "Evaluation Reply Request Update Cost",
 }
 """For authors of plug-ins, and for sparsekit itself; these names may change."""

@@ -1,4 +1,4 @@
-"""Callbacks: what happens during a run. Progress, TensorBoard, early stopping, the best model, and what users write."""
+"""Callbacks: progress, TensorBoard, early stopping, and the best model."""
 
 from __future__ import annotations
 
@@ -6,22 +6,15 @@ import importlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
-
-from torch import nn
 
 from sparsekit.errors import InvalidValueError, nearest, require
 from sparsekit.registry import Registry
 from sparsekit.surgery import save_compact
 from sparsekit_fl.checkpoint import write_atomically
-from sparsekit_fl.client.messages import Cost
-from sparsekit_fl.config import RunConfig
 from sparsekit_fl.models import model_path
-from sparsekit_fl.problem.metrics import Metric, lower_is_better
-from sparsekit_fl.results import PARTS, RoundRecord, primary_metric
+from sparsekit_fl.problem.metrics import lower_is_better
+from sparsekit_fl.results import PARTS, Callback, RoundRecord, RunView, primary_metric
 from sparsekit_fl.stored import number_text, score_text, texts
 
 if TYPE_CHECKING:
@@ -32,62 +25,6 @@ _OURS = {name: f"sparsekit_fl.callbacks:{kind}" for name, kind in _KINDS.items()
 loggers = Registry("logger", _OURS, group="sparsekit_fl.loggers")
 
 __all__ = ["BestCheckpoint", "Callback", "EarlyStopping", "LiveProgress", "RunView", "TensorBoard", "loggers"]
-
-
-@dataclass(eq=False, kw_only=True)
-class RunView:
-    """View of a run for callbacks, which may also stop it.
-
-    Args:
-        method: Name of the method.
-        config: The options.
-        metrics: Name → metric, of the problem.
-        records: One per saved round, including rounds before a resumption. A callback that counts here, and keeps no state of
-            its own, behaves the same in a run that was killed and resumed.
-        out: Folder of the run; None if it keeps nothing.
-        model: Makes a fresh module that holds the global state.
-        stopped: The reason why the run stops after this round; empty as long as it continues.
-    """
-
-    method: str
-    config: RunConfig
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
-    records: Sequence[RoundRecord] = ()
-    out: Path | None = None
-    model: Callable[[], nn.Module] = nn.Module
-    stopped: str = ""
-
-    @property
-    def round(self) -> int:
-        """The last saved round; 0 before the first."""
-        return self.records[-1].round if self.records else 0
-
-    @property
-    def cost(self) -> Cost:
-        """Cost of the saved rounds."""
-        return self.records[-1].cost if self.records else Cost()
-
-    def stop(self, reason: str) -> None:
-        """End the run after this round. Every client is scored and the result is written, as after the last round.
-
-        Args:
-            reason: One sentence, for the result. The first one counts.
-        """
-        self.stopped = self.stopped or reason
-
-
-class Callback:
-    """Base class: override the hooks you need. A callback only reads, but it may stop the run.
-
-    An error in a callback ends the run; all rounds before it are saved. Base decisions on `RunView.records`: one object can
-    then serve several runs, and a resumed run decides the same.
-    """
-
-    def on_run_start(self, run: RunView) -> None:
-        """Before the first round; worker processes already run."""
-
-    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
-        """A round ended and is saved."""
 
 
 class _Monitor(Callback):

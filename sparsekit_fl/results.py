@@ -1,14 +1,15 @@
-"""RunResult: scores, records of rounds and everything else that a run reports, and `result.json`."""
+"""Everything that a run reports: scores, records, and a view for callbacks while it runs; `RunResult` at its end."""
 
 import dataclasses
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, PlainValidator, TypeAdapter
+from torch import nn
 
 from sparsekit.errors import DataError, require
 from sparsekit.graph import StateDict
@@ -16,6 +17,7 @@ from sparsekit_fl.checkpoint import write_atomically
 from sparsekit_fl.client.messages import Cost, Evaluation
 from sparsekit_fl.client.messages import Scores as Sums
 from sparsekit_fl.config import RunConfig
+from sparsekit_fl.problem.metrics import Metric
 from sparsekit_fl.stored import SCHEMA_NUMBER, read_result
 
 Means = Mapping[str, Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]]
@@ -179,6 +181,62 @@ class RoundRecord:
         row |= {f"{part}_{name}": value for part in PARTS for name, value in scores.part(part).items()}
         worst = scores.worst_decile.items()
         return row | {f"{part}_{name}_worst_decile": value for part, own in worst for name, value in own.items()}
+
+
+@dataclass(eq=False, kw_only=True)
+class RunView:
+    """View of a run for callbacks, which may also stop it.
+
+    Args:
+        method: Name of the method.
+        config: The options.
+        metrics: Name → metric, of the problem.
+        records: One per saved round, including rounds before a resumption. A callback that counts here, and keeps no state of
+            its own, behaves the same in a run that was killed and resumed.
+        out: Folder of the run; None if it keeps nothing.
+        model: Makes a fresh module that holds the global state.
+        stopped: The reason why the run stops after this round; empty as long as it continues.
+    """
+
+    method: str
+    config: RunConfig
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    records: Sequence[RoundRecord] = ()
+    out: Path | None = None
+    model: Callable[[], nn.Module] = nn.Module
+    stopped: str = ""
+
+    @property
+    def round(self) -> int:
+        """The last saved round; 0 before the first."""
+        return self.records[-1].round if self.records else 0
+
+    @property
+    def cost(self) -> Cost:
+        """Cost of the saved rounds."""
+        return self.records[-1].cost if self.records else Cost()
+
+    def stop(self, reason: str) -> None:
+        """End the run after this round. Every client is scored and the result is written, as after the last round.
+
+        Args:
+            reason: One sentence, for the result. The first one counts.
+        """
+        self.stopped = self.stopped or reason
+
+
+class Callback:
+    """Base class: override the hooks you need. A callback only reads, but it may stop the run.
+
+    An error in a callback ends the run; all rounds before it are saved. Base decisions on `RunView.records`: one object can
+    then serve several runs, and a resumed run decides the same.
+    """
+
+    def on_run_start(self, run: RunView) -> None:
+        """Before the first round; worker processes already run."""
+
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
+        """A round ended and is saved."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

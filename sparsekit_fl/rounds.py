@@ -12,7 +12,6 @@ from typing import Any
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict
 from sparsekit.surgery import save_compact
-from sparsekit_fl.callbacks import Callback, RunView
 from sparsekit_fl.checkpoint import RunFolder, State
 from sparsekit_fl.client.context import stream
 from sparsekit_fl.client.messages import Cost, Reply, Request, Update, request_bytes
@@ -24,7 +23,17 @@ from sparsekit_fl.models import model_path, write_recipe
 from sparsekit_fl.packing import clone, digest
 from sparsekit_fl.problem.data import Client
 from sparsekit_fl.problem.problem import Problem, check_fit
-from sparsekit_fl.results import ClientScores, FinalScores, RoundRecord, RoundScores, RunResult, load_result, primary_metric
+from sparsekit_fl.results import (
+    Callback,
+    ClientScores,
+    FinalScores,
+    RoundRecord,
+    RoundScores,
+    RunResult,
+    RunView,
+    load_result,
+    primary_metric,
+)
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec, by_id
 
