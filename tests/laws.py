@@ -36,16 +36,19 @@ def trace(
     return graph, [str(w.message) for w in caught if w.category is category]
 
 
-def slices(graph: sk.UnitGraph, group: str) -> dict[tuple[str, int], tuple[str, bool, int]]:
-    """(entry, axis) → side, whether it is gated, span."""
-    return {(s.name, s.dim): (s.side, s.gated, s.span) for s in graph.groups[group].slices}
+def with_index(graph: sk.UnitGraph, name: str, number: int, index: Tensor) -> sk.UnitGraph:
+    """The graph with other positions in one slice of a group."""
+    group = graph.groups[name]
+    pieces = [*group.slices]
+    pieces[number] = dataclasses.replace(pieces[number], index=index)
+    return dataclasses.replace(graph, groups={**graph.groups, name: dataclasses.replace(group, slices=tuple(pieces))})
 
 
 def spoiled(graph: sk.UnitGraph, name: str) -> sk.UnitGraph:
     """The graph with the readers of one group in the wrong order."""
-    group = graph.groups[name]
-    pieces = tuple(dataclasses.replace(s, index=s.index.flip(0)) if s.side == "in" else s for s in group.slices)
-    return dataclasses.replace(graph, groups={**graph.groups, name: dataclasses.replace(group, slices=pieces)})
+    for number, piece in enumerate(graph.groups[name].slices):
+        graph = with_index(graph, name, number, piece.index.flip(0)) if piece.side == "in" else graph
+    return graph
 
 
 def random_mask(graph: sk.UnitGraph, ratio: float, seed: int) -> sk.UnitMask:

@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -12,7 +11,7 @@ import laws
 import pytest
 import torch
 import torch.nn.functional as F
-from laws import spoiled
+from laws import spoiled, with_index
 from torch import Tensor, nn
 from zoo_base import Lambda, Refused
 
@@ -40,12 +39,7 @@ MISTAKES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 
 def model_of(mistake: Callable[[Any, Tensor], Tensor], output: Callable[[Tensor], Any], seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return Lambda(
-        lambda m, x: output(mistake(m, m.a(x).relu())),
-        a=nn.Linear(4, 8),
-        head=nn.Linear(8, 5),
-        skip=nn.Parameter(torch.randn(5)),
-    )
+    return Lambda(lambda m, x: output(mistake(m, m.a(x).relu())), a=(4, 8), head=(8, 5), skip=nn.Parameter(torch.randn(5)))
 
 
 @pytest.fixture(params=[False, True], ids=["whole", "block by block"])
@@ -54,7 +48,6 @@ def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
     return bool(request.param)
 
 
-@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
 @pytest.mark.parametrize(("output", "least"), [*((name, 10**12) for name in OUTPUTS), ("argmax", 0)])
 def test_an_output_that_says_little_hides_no_error(output: str, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "LARGE_NUMBERS", least)  # 0: block by block
@@ -65,7 +58,6 @@ def test_an_output_that_says_little_hides_no_error(output: str, least: int, monk
     assert list(sk.trace_units(honest, torch.randn(6, 4)).groups) == ["a"]
 
 
-@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
 def test_a_number_that_is_the_width_is_an_output_and_without_any_float_nothing_is_cut() -> None:
     for output in (lambda h: (h.shape[1], 0), lambda h: 1.0 / h.shape[1]):
         model = Lambda(lambda m, x: (m.head(m.a(x)), output(m.a(x))), a=nn.Linear(4, 8), head=nn.Linear(8, 5))  # noqa: B023
@@ -111,12 +103,7 @@ def test_a_tiny_scale_hides_no_error(shape: tuple[int, ...], size: float, fixed:
 def test_a_group_that_others_would_hide_is_judged_alone() -> None:
     """The columns of one group are tiny, but not as a whole tensor: beside the others its error is nothing."""
     torch.manual_seed(0)
-    model = Lambda(
-        lambda m, x: m.head(torch.cat([m.a(x).relu(), m.b(x).relu()], 1)),
-        a=nn.Linear(4, 8),
-        b=nn.Linear(4, 8),
-        head=nn.Linear(16, 5),
-    ).eval()
+    model = Lambda(lambda m, x: m.head(torch.cat([m.a(x).relu(), m.b(x).relu()], 1)), a=(4, 8), b=(4, 8), head=(16, 5)).eval()
     with torch.no_grad():
         model.head.weight[:, 8:] *= 1e-7
     x = torch.randn(16, 4)
@@ -138,14 +125,11 @@ def test_every_wrong_order_of_a_few_silent_units_is_caught_under_the_masks_of_la
     [group] = graph.groups.values()
     for number, piece in enumerate(group.slices):
         for order in itertools.islice(itertools.permutations(range(size)), 1, None):
-            wrong = dataclasses.replace(piece, index=piece.index[list(order)])
-            pieces = (*group.slices[:number], wrong, *group.slices[number + 1 :])
-            spoilt = dataclasses.replace(graph, groups={group.name: dataclasses.replace(group, slices=pieces)})
-            assert Verifier(Session(model, [ModelInputs((x,), {})])).failures(spoilt), (piece.name, order)
+            wrong = with_index(graph, group.name, number, piece.index[list(order)])
+            assert Verifier(Session(model, [ModelInputs((x,), {})])).failures(wrong), (piece.name, order)
 
 
 @pytest.mark.usefixtures("large")
-@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
 @pytest.mark.parametrize(
     "forward",
     [
@@ -177,7 +161,6 @@ class Branches(nn.Module):
 
 
 @pytest.mark.usefixtures("large")
-@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
 @pytest.mark.parametrize(
     "asks",
     [
@@ -197,21 +180,23 @@ def test_a_branch_at_one_width_or_at_one_pair_of_widths_is_found(asks: Callable[
         assert len(sk.trace_units(Branches(asks), torch.randn(4, 4)).groups) == 1
 
 
-def test_only_widths_that_code_compares_cost_more_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Any] = []
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The trials for which masks are drawn."""
+    trials: list[Any] = []
     draw = verify.Masks.draw
-    monkeypatch.setattr(verify.Masks, "draw", lambda masks, *given: (drawn.append(given[-1]), draw(masks, *given))[1])
+    monkeypatch.setattr(verify.Masks, "draw", lambda masks, *given: (trials.append(given[-1]), draw(masks, *given))[1])
+    return trials
+
+
+def test_only_widths_that_code_compares_cost_more_trials(drawn: list[Any]) -> None:
     asks = lambda a, b: torch.empty(2, a).view(-1, a).shape[1] * 2 == a + a and b > 0  # noqa: E731
     assert list(sk.trace_units(Branches(asks), torch.randn(4, 4)).groups) == ["a", "b"]
     assert drawn
     assert all(trial.widths is None for trial in drawn)
 
 
-def test_pairs_of_widths_are_visited_where_one_module_compares_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Any] = []
-    draw = verify.Masks.draw
-    monkeypatch.setattr(verify.Masks, "draw", lambda masks, *given: (drawn.append(given[-1]), draw(masks, *given))[1])
-
+def test_pairs_of_widths_are_visited_where_one_module_compares_both(drawn: list[Any]) -> None:
     def visits(blocks: int) -> int:
         drawn.clear()
         model = nn.Sequential(*(Branches(lambda a, b: (a % 9) * (b % 9) == 64) for _ in range(blocks)))
@@ -222,7 +207,6 @@ def test_pairs_of_widths_are_visited_where_one_module_compares_both(monkeypatch:
     assert visits(4) == visits(1) >= 7 * 7
 
 
-@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
 def test_a_cause_in_every_block_costs_one_search_and_takes_no_other_group_along(monkeypatch: pytest.MonkeyPatch) -> None:
     passes, run = [], Session.run
     monkeypatch.setattr(Session, "run", lambda *args, **mode: (passes.append(1), run(*args, **mode))[1])
@@ -241,7 +225,6 @@ class Slots:
         self.features = features
 
 
-@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -263,26 +246,16 @@ def test_what_a_model_returns_is_an_output_whatever_it_is_in(wrap: Callable[[Ten
     assert list(sk.trace_units(model, torch.randn(4, 8)).groups) == ["c"]
 
 
-def _aux(m: Any, h: Tensor, value: Callable[[Tensor], Tensor], place: str) -> None:
-    loss = value(h)
-    if place == "list":
-        m.losses = [loss]
-    elif place == "buffer":
-        m.loss = loss
-    else:
-        m.note = loss
-
-
-@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
-@pytest.mark.parametrize("place", ["attribute", "list", "buffer"])
-def test_a_tensor_that_a_pass_leaves_in_an_attribute_is_compared(place: str, large: bool) -> None:
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("name", ["attribute", "list", "buffer"])
+def test_a_tensor_that_a_pass_leaves_in_an_attribute_is_compared(name: str) -> None:
     def model(value: Callable[[Tensor], Tensor]) -> nn.Module:
         def forward(m: Any, x: Tensor) -> Tensor:
             h = m.a(x).relu()
-            _aux(m, h, value, place)
+            setattr(m, name, [value(h)] if name == "list" else value(h))
             return m.b(h)  # type: ignore[no-any-return]
 
-        block = Lambda(forward, a=nn.Linear(8, 16), b=nn.Linear(16, 8), loss=torch.zeros(()))
+        block = Lambda(forward, a=(8, 16), b=(16, 8), buffer=torch.zeros(()))
         return nn.Sequential(nn.Linear(8, 8), block, nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 90))
 
     x = torch.randn(4, 8)
