@@ -1,6 +1,5 @@
 """The small architectures that the tests share, by name, with example inputs and the groups that must be found."""
 
-import warnings
 from typing import Any
 
 import zoo_attention  # noqa: F401 (fills the zoo)
@@ -16,8 +15,6 @@ __all__ = ["ZOO", "Architecture", "Lambda", "build", "traced"]
 
 
 def traced(name: str, **options: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], UnitGraph]:
-    """A seeded model of the zoo, its inputs, and its units, without the warnings of those that stay."""
+    """A seeded model of the zoo, its inputs, and its units."""
     model, args, kwargs = build(name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return model, args, kwargs, trace_units(model, ModelInputs(args, kwargs), **options)
+    return model, args, kwargs, trace_units(model, ModelInputs(args, kwargs), **options)

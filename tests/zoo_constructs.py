@@ -186,17 +186,14 @@ add("interpolated-sum", images(2, 1, 5, 5), {"a": 6})(
 add("maxout", images(4, 3), {"a": 6})(lambda m, x: m.head(m.a(x).view(x.shape[0], -1, 2).amax(-1)), a=(3, 12), head=(6, 2))
 
 
-def _unsaved(**scale: Any) -> nn.Module:
-    """A tensor of one number per unit outside the state: in a buffer that is not saved, or in an attribute."""
+def _unsaved() -> nn.Module:
+    """A tensor of one number per unit outside the state."""
     model = Lambda(lambda m, x: m.head(F.relu(m.b(m.a(x) * m.scale.to(x.dtype)))), a=(3, 6), b=(6, 5), head=(5, 2))
-    if scale:
-        model.register_buffer("scale", torch.rand(6), **scale)
-    else:
-        model.scale = torch.rand(6)
+    model.register_buffer("scale", torch.rand(6), persistent=False)
     return model
 
 
-add("unsaved-buffer", images(4, 3), {"a": 6, "b": 5})(lambda: _unsaved(persistent=False))
+add("unsaved-buffer", images(4, 3), {"a": 6, "b": 5})(_unsaved)
 add("bilinear", images(4, 3), {"both": 4}, fixed=("operator '_trilinear' is not known to keep units apart",))(
     lambda m, x: m.head(F.relu(m.both(F.relu(m.a(x)), F.relu(m.b(x))))),
     a=(3, 6),

@@ -66,7 +66,6 @@ HIDDEN = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
 @pytest.mark.parametrize(("hidden", "large"), [("most", True), ("padding", False)])
 def test_float_masks_with_minus_infinity_are_inputs_like_any_other(
     hidden: str, large: bool, monkeypatch: pytest.MonkeyPatch

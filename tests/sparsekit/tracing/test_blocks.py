@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import zoo
-from laws import as_text, spoiled, trace
+from laws import as_text, snapshot, spoiled, trace
 from readers import is_wrong
 from torch import Tensor, nn
 
 import sparsekit as sk
-from sparsekit.errors import NoUnitsError
 from sparsekit.tracing import blocks
 from sparsekit.tracing.blocks import BlockVerifier
 from sparsekit.tracing.inputs import ModelInputs
@@ -65,96 +63,56 @@ def _text() -> tuple[nn.Module, Tensor]:
     return Text().eval(), torch.randint(0, 30, (2, 6))
 
 
-@pytest.fixture
-def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def large(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Every model is large here, until this is called with another least number of parameters."""
     monkeypatch.setattr(blocks, "LARGE_NUMBERS", 0)
+    return lambda least: monkeypatch.setattr(blocks, "LARGE_NUMBERS", least)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_have_the_groups_of_the_whole_model(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("dtype", "device"), [(torch.float32, "cpu"), (torch.bfloat16, "cpu"), (torch.float32, "meta")])
+def test_blocks_have_the_groups_of_the_whole_model_and_a_wrong_one_is_found_in_its_block(
+    dtype: torch.dtype, device: str, large: Callable[[int], None]
+) -> None:
     model, tokens = _text()
-    model = model.to(dtype)
+    model, inputs = model.to(dtype), [ModelInputs((tokens.to(device),), {})]
+    large(10**12)
     whole = trace(model, tokens)[0]
-    monkeypatch.setattr(blocks, "LARGE_NUMBERS", 0)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert as_text(trace(model, tokens)[0]) == as_text(whole)
+    large(0)
+    model = model.to(device)
+    before = snapshot(model) if device == "cpu" else None
+    graph = trace(model, tokens.to(device))[0]
+    assert as_text(graph) == as_text(whole)
     assert len(whole.groups) == 7
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert not any(module._forward_pre_hooks for module in model.modules())
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("all_are_large")
-@pytest.mark.parametrize("name", sorted(zoo.ZOO)[::12])
-def test_the_zoo_has_the_same_groups_block_by_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = zoo.ZOO[name]
-    torch.manual_seed(0)
-    model = entry.make()
-
-    def sizes() -> dict[str, int]:
-        try:
-            return {name: group.size for name, group in trace(model, *entry.inputs())[0].groups.items()}
-        except NoUnitsError:
-            return {}
-
-    found = sizes()
-    monkeypatch.setattr(blocks, "LARGE_NUMBERS", 10**12)
-    assert found == sizes()
-
-
-def test_a_wrong_group_is_found_in_its_block() -> None:
-    model, tokens = _text()
-    graph = trace(model, tokens)[0]
     with private_passes():
-        assert BlockVerifier(model, [ModelInputs((tokens,), {})]).failures(graph) == {}
-        for name in ("blocks.1.up", "blocks.2.attention.query", "middle.0"):
-            failures = BlockVerifier(model, [ModelInputs((tokens,), {})]).failures(spoiled(graph, name))
+        for name in {"cpu": ("blocks.1.up", "blocks.2.attention.query", "middle.0"), "meta": ("blocks.1.up",)}[device]:
+            failures = BlockVerifier(model, inputs).failures(spoiled(graph, name))
             assert list(failures) == [name]
             assert "removing units changes the output" in failures[name]
+    assert device == "meta" or snapshot(model) == before
 
 
-def test_a_model_on_the_meta_device_has_the_groups_of_one_with_values() -> None:
-    model, tokens = _text()
-    whole = trace(model, tokens)[0]
-    with torch.device("meta"):
-        bare = Text()
-    graph = trace(bare, tokens.to("meta"))[0]
-    assert as_text(graph) == as_text(whole)
-    with private_passes():
-        verifier = BlockVerifier(bare.eval(), [ModelInputs((tokens.to("meta"),), {})])
-        assert list(verifier.failures(spoiled(graph, "blocks.1.up"))) == ["blocks.1.up"]
-
-
-@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
-def test_a_small_model_on_the_meta_device_is_verified_with_values() -> None:
-    """Without values, a tensor of ones whose length is a width of the whole model looks like any other."""
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3)).eval()
-        model.register_forward_hook(lambda m, _, y: y * torch.ones(len(m[0].bias), device=y.device).sum())
-        assert set(sk.trace_units(model, torch.zeros(2, 8)).groups) == {"2"}
-
-
-@pytest.mark.usefixtures("all_are_large")
-@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
 @pytest.mark.parametrize(
-    "reads",
+    ("reads", "least"),
     [
-        lambda y, layer: y * (len(layer.bias) / 12),
-        lambda y, layer: y * torch.ones(len(layer.bias)).sum(),
-        lambda y, layer: (y, y.new_zeros(len(layer.bias))),
-        lambda y, layer: y * (2.0 if layer.out_features % 12 == 6 else 1.0),
+        (lambda y, layer: y * (len(layer.bias) / 12), 0),
+        (lambda y, layer: y * torch.ones(len(layer.bias)).sum(), 0),
+        (lambda y, layer: y * torch.ones(len(layer.bias)).sum(), 10**12),
+        (lambda y, layer: (y, y.new_zeros(len(layer.bias))), 0),
+        (lambda y, layer: y * (2.0 if layer.out_features % 12 == 6 else 1.0), 0),
     ],
-    ids=["number", "tensor with values", "shape", "one width"],
+    ids=["number", "tensor with values", "tensor with values in a small model", "shape", "one width"],
 )
-def test_what_code_does_with_widths_of_a_whole_model_on_the_meta_device_is_found(reads: Callable[..., Any]) -> None:
+def test_what_code_does_with_widths_of_a_whole_model_on_the_meta_device_is_found(
+    reads: Callable[..., Any], least: int, large: Callable[[int], None]
+) -> None:
+    large(least)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3)).eval()
         model.register_forward_hook(lambda m, _, y: reads(y, m[0]))
         assert set(sk.trace_units(model, torch.zeros(2, 8)).groups) == {"2"}
 
 
-@pytest.mark.usefixtures("all_are_large")
-@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
 def test_a_block_that_holds_a_weight_of_another_one_keeps_its_units() -> None:
     torch.manual_seed(0)
     blocks = [Neighbor(None, lambda self, weight, _h: len(weight) / 12) for _ in range(4)]
@@ -163,7 +121,8 @@ def test_a_block_that_holds_a_weight_of_another_one_keeps_its_units() -> None:
     assert set(sk.trace_units(model, torch.randn(2, 8)).groups) == {"1.up", "2.up", "3.up"}
 
 
-def test_a_small_model_on_the_meta_device_that_refuses_random_values_has_its_groups() -> None:
+def test_a_small_model_on_the_meta_device_that_refuses_random_values_has_its_groups(large: Callable[[int], None]) -> None:
+    large(10**12)
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3)).eval()
         assert set(sk.trace_units(model, torch.zeros(2, 9, dtype=torch.long)).groups) == {"0", "1"}
@@ -188,7 +147,6 @@ def test_a_cut_in_place_is_the_cut_of_a_copy(tied: bool) -> None:
         assert torch.equal(model(tokens), copied(tokens))
 
 
-@pytest.mark.usefixtures("all_are_large")
 def test_of_blocks_that_are_alike_one_is_compared_and_all_are_compared_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[str] = []
     one = BlockVerifier._compared
@@ -219,8 +177,6 @@ class Outside(Text):
         return self.reads(self, super().forward(tokens), *widths)
 
 
-@pytest.mark.usefixtures("all_are_large")
-@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
 @pytest.mark.parametrize(
     "reads",
     [
@@ -253,27 +209,24 @@ class Neighbor(nn.Module):
         return x + (h if self.other[0] is None else h * self.reads(self, self.other[0], h))
 
 
-@pytest.mark.usefixtures("all_are_large")
-@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("from_", [0, 1, 2], ids=["the next", "the last but one", "the last"])
+READS: dict[str, Callable[[Any, Any, Tensor], Any]] = {
+    "ones": lambda _self, other, h: torch.ones(other.up.weight.shape[0], device=h.device).sum(),
+    "ones like a bias": lambda _self, other, _h: torch.ones_like(other.up.bias).sum(),
+    "numel": lambda _self, other, _h: other.up.weight.numel() / 96,
+    "tensor of a length": lambda _self, other, h: torch.tensor(float(len(other.up.bias)), device=h.device),
+    "count of values": lambda _self, other, h: other.up(h).relu().ne(-1.0).to(h.dtype).sum(),
+    "maximum": lambda self, other, _h: max(len(self.up.bias), len(other.up.bias)) / 12,
+}
+
+
 @pytest.mark.parametrize(
-    "reads",
-    [
-        lambda _self, other, h: torch.ones(other.up.weight.shape[0], device=h.device).sum(),
-        lambda _self, other, _h: torch.ones_like(other.up.bias).sum(),
-        lambda _self, other, _h: other.up.weight.numel() / 96,
-        lambda _self, other, h: torch.tensor(float(len(other.up.bias)), device=h.device),
-        lambda _self, other, h: other.up(h).relu().ne(-1.0).to(h.dtype).sum(),
-        lambda self, other, _h: max(len(self.up.bias), len(other.up.bias)) / 12,
-    ],
-    ids=["ones", "ones like a bias", "numel", "tensor of a length", "count of values", "maximum"],
+    ("name", "device", "from_"),
+    [(name, device, (place + turn) % 3) for place, name in enumerate(READS) for turn, device in enumerate(("cpu", "meta"))],
 )
-def test_what_one_block_does_with_the_width_of_another_is_found(
-    reads: Callable[[nn.Module, nn.Module, Tensor], Any], from_: int, device: str
-) -> None:
+def test_what_one_block_does_with_the_width_of_another_is_found(name: str, device: str, from_: int) -> None:
+    """The reader is the block after, the last but one, or the last."""
     torch.manual_seed(0)
-    readers = [Neighbor(None, reads) for _ in range(4)]
+    readers = [Neighbor(None, READS[name]) for _ in range(4)]
     readers[from_ + 1].other[0] = readers[0]
     model, x = nn.Sequential(*readers, nn.Linear(8, 3)).double().eval(), torch.randn(2, 8, dtype=torch.float64)
     graph = sk.trace_units(copy.deepcopy(model).to(device), x.to(device))
@@ -296,8 +249,6 @@ class Double(nn.Module):
         )
 
 
-@pytest.mark.usefixtures("all_are_large")
-@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_group_is_not_cleared_by_a_comparison_that_another_one_has_ended(device: str) -> None:
     model = nn.Sequential(Double(), Double(), nn.Linear(8, 12), nn.Linear(12, 3)).eval().to(device)
@@ -327,8 +278,6 @@ class Around(Within):
         return x * self.reads(inner, own) + self.down(self.up(x).tanh())
 
 
-@pytest.mark.usefixtures("all_are_large")
-@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(
     ("reads", "most"),
@@ -346,8 +295,6 @@ def test_what_a_block_does_with_widths_inside_it_is_found(
     assert is_wrong(model, x, graph) is None
 
 
-@pytest.mark.usefixtures("all_are_large")
-@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
 def test_values_of_the_whole_model_are_compared_only_if_operators_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockVerifier, "_whole", property(lambda _: pytest.fail("the whole model was compared")))
     torch.manual_seed(0)
@@ -362,7 +309,6 @@ class OneToken(Outside):
         return super().forward(tokens)
 
 
-@pytest.mark.usefixtures("all_are_large")
 def test_a_model_that_refuses_other_tokens_is_verified_on_its_own() -> None:
     torch.manual_seed(0)
     model = OneToken(lambda _m, y, _a, _b: y).eval()

@@ -92,7 +92,6 @@ BARE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
 @pytest.mark.parametrize("name", BARE)
 def test_a_model_without_values_is_traced_counted_and_cut_as_one_with_values(name: str) -> None:
     make, shape = BARE[name]
@@ -109,7 +108,6 @@ def test_a_model_without_values_is_traced_counted_and_cut_as_one_with_values(nam
     }
 
 
-@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
 @pytest.mark.parametrize(("name", "only", "device"), [("linear", None, "meta"), ("lstm", 1, "cpu"), ("convolution", 1, "meta")])
 def test_what_needs_values_refuses_a_model_without_them_and_says_what_to_do(name: str, only: int | None, device: str) -> None:
     make, shape = BARE[name]

@@ -17,9 +17,11 @@ from zoo_base import Architecture, build
 
 import sparsekit as sk
 from sparsekit.errors import NoUnitsError
+from sparsekit.graph.edit import compact_graph
 from sparsekit.runtime import safe_convolution
 from sparsekit.runtime.narrow_attention import NarrowMultiheadAttention
 from sparsekit.surgery.rebuild import named_entries
+from sparsekit.tracing import blocks
 from sparsekit.tracing.inputs import ModelInputs, find_tensors
 from sparsekit.tracing.trace import UnprunableWarning, UnreadParametersWarning
 
@@ -142,6 +144,17 @@ def check_costs(model: nn.Module, args: Any, kwargs: Any, graph: sk.UnitGraph) -
     assert tracker.totals() == pytest.approx(found)
 
 
+def check_cut_twice(model: nn.Module, args: Any, kwargs: Any, graph: sk.UnitGraph) -> None:
+    """A cut of a cut is the cut that is made at once."""
+    mask = random_mask(graph, 0.6, 3)
+    small, left = sk.compact(model, graph, mask), compact_graph(graph, mask)
+    inner = random_mask(left, 0.5, 4)
+    both = sk.UnitMask({name: keep.masked_scatter(keep, inner[name]) for name, keep in mask.items()})
+    once, twice = sk.compact(model, graph, both).eval(), sk.compact(small, left, inner).eval()
+    torch.testing.assert_close(twice.state_dict(), once.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(*(find_tensors(each(*args, **kwargs)) for each in (twice, once)))
+
+
 @pytest.mark.parametrize(
     ("name", "norms"),
     [
@@ -151,7 +164,7 @@ def check_costs(model: nn.Module, args: Any, kwargs: Any, graph: sk.UnitGraph) -
     ],
 )
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad", "ignore:LSTM with projections")
-def test_an_architecture(name: str, norms: bool, tmp_path: Path) -> None:
+def test_an_architecture(name: str, norms: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, args, kwargs, graph = check_trace(name, norms)
     if graph is None:
         return
@@ -162,3 +175,9 @@ def test_an_architecture(name: str, norms: bool, tmp_path: Path) -> None:
     check_nothing_is_lost(model, graph, mask)
     check_costs(model, args, kwargs, graph)
     check_saved(name, norms, model, args, kwargs, graph, tmp_path / "small.safetensors")
+    check_cut_twice(model, args, kwargs, graph)
+    if CASES.index((name, norms)) % 12 == 0:  # as a large model, block by block, it has the same units and costs
+        cost = sk.cost_model(model, ModelInputs(args, kwargs), graph).cost(mask)
+        monkeypatch.setattr(blocks, "LARGE_NUMBERS", 0)
+        check_trace(name, norms)
+        assert sk.cost_model(model, ModelInputs(args, kwargs), graph).cost(mask) == cost
