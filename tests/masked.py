@@ -52,8 +52,11 @@ def convolutions(
 
 
 def shake(masked: LearnableMask, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    masked.load_importance({name: torch.rand(v.shape, generator=generator).to(v) for name, v in masked.importance().items()})
+    """Give units well separated importance, in an order that the seed draws."""
+    own = masked.importance()
+    order = torch.randperm(masked.graph.units, generator=torch.Generator().manual_seed(seed)) + 1
+    parts = (order / masked.graph.units).split([len(values) for values in own.values()])
+    masked.load_importance({name: part.to(values) for (name, values), part in zip(own.items(), parts, strict=True)})
 
 
 def train_step(masked: LearnableMask, optimizer: Optimizer, x: Any, y: Tensor | None) -> Tensor:
@@ -115,15 +118,8 @@ def train_alike(
             losses[masked] = train_step(masked, optimizer, x, y)  # its graph lives on during the next pass
         assert pair[0].unit_mask() == pair[1].unit_mask(), at
         seen, before = seen + (pair[0].unit_mask() != before), pair[0].unit_mask()
-        left, right = (masked.state_dict() for masked in pair)
-        for name in right:
-            torch.testing.assert_close(
-                left[name].double(),
-                right[name].double(),
-                rtol=0,
-                atol=tolerance,
-                msg=lambda told, name=name, at=at: f"{name} differs in step {at}: {told}",
-            )
+        states = [{name: value.double() for name, value in masked.state_dict().items()} for masked in pair]
+        torch.testing.assert_close(*states, rtol=0, atol=tolerance, msg=lambda told, at=at: f"step {at}: {told}")
     assert seen >= changes
     return pair[0], pair[1]
 
@@ -260,9 +256,6 @@ class MaskedModel:
         parameters = dict(self.module.named_parameters())
         for name, dropped in self._dropped_by_name(parameters, self._stepped):
             parameters[name].detach()[dropped] = self._saved[name][dropped]
-
-
-__all__ = ["Lookahead", "Sam", "SamOver"]
 
 
 class Sam(torch.optim.Optimizer):

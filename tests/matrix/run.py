@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from masked import learnable_mask
+from masked import learnable_mask, shake
 from torch import Tensor, nn
 
 from sparsekit import LearnableMask
@@ -125,12 +125,6 @@ def _autocast(cell: Cell, device: str) -> AbstractContextManager[Any]:
     return torch.autocast(torch.device(device).type, getattr(torch, name)) if kind == "autocast" else nullcontext()
 
 
-def _importance(units: int, turn: int, like: Tensor) -> Tensor:
-    """Well separated values in an order that every turn changes."""
-    order = torch.randperm(units, generator=torch.Generator().manual_seed(turn))
-    return ((order + 1) / units).to(like)
-
-
 def _masked(cell: Cell, device: str, *, plain: bool = False) -> LearnableMask:
     model, x = _model(cell, device)
     if cell.compiler and not plain:
@@ -163,10 +157,8 @@ def distance(cell: Cell, *, device: str = "cpu", after_step: Callable[..., None]
             return F.cross_entropy(outputs.float() if outputs.dtype.itemsize < 4 else outputs, target)
 
         if _learns(cell) and (step == 0 or (step in CHANGES_AT and cell.change != "ratio")):
-            values = _importance(masked.scores.numel(), step, masked.scores)
-            sizes = {name: group.size for name, group in masked.graph.groups.items()}
             for mask in (masked, reference):
-                mask.load_importance(dict(zip(sizes, values.split(list(sizes.values())), strict=True)))
+                shake(mask, step)
         if step in CHANGES_AT and cell.change == "ratio":
             masked.ratio = reference.ratio = (0.25, 0.75)[CHANGES_AT.index(step)]
         elif step == CHANGES_AT[0] and not _learns(cell) and cell.change != "resume":

@@ -10,7 +10,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from masked import convolutions, train_step
+from masked import convolutions, shake, train_step
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
 
 import sparsekit as sk
@@ -60,57 +61,71 @@ def test_a_checkpoint_that_is_refused_leaves_a_mask_as_its_copy_from_before(rule
     before, moments = copy.deepcopy(masked), copy.deepcopy(optimizer.state_dict())
     with pytest.raises((RuntimeError, InvalidValueError)):
         masked.load_state_dict(FAULTS[fault](_state(rule)))
-    left, right = masked.state_dict(), before.state_dict()
-    assert all(torch.equal(left[name], right[name]) for name in right)
+    torch.testing.assert_close(masked.state_dict(), before.state_dict(), rtol=0, atol=0)
     assert (repr(masked), masked.ratio) == (repr(before), before.ratio)
     assert masked.unit_mask() == before.unit_mask()
-    after = optimizer.state_dict()["state"]
-    assert all(torch.equal(after[at][key], value) for at, each in moments["state"].items() for key, value in each.items())
+    torch.testing.assert_close(optimizer.state_dict()["state"], moments["state"], rtol=0, atol=0)
 
 
 NARROWING = sk.LearnedNarrowing(steps=24, least_steps=3, until=0.5, cuts=3)
-RESUMED: dict[str, tuple[dict[str, Any], Any]] = {
-    "gradients": (RULES["gradients"], lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1)),
-    "AdamW": ({"ratio": 0.3, "learning": NARROWING}, lambda p: torch.optim.AdamW(p, lr=0.01)),
-    "SGD": ({"budget": "flops=20%", "learning": NARROWING}, lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, nesterov=True)),
-    "Adafactor": ({"ratio": 0.3, "learning": NARROWING}, lambda p: torch.optim.Adafactor(p, lr=0.01)),
+RESUMED: dict[str, tuple[dict[str, Any], list[Any]]] = {
+    "gradients": (RULES["gradients"], [lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1)]),
+    "two optimizers": (RULES["gradients"], [lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)] * 2),
+    "AdamW": ({"ratio": 0.3, "learning": NARROWING}, [lambda p: torch.optim.AdamW(p, lr=0.01)]),
+    "SGD": (
+        {"budget": "flops=20%", "learning": NARROWING},
+        [lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, nesterov=True)],
+    ),
+    "Adafactor": ({"ratio": 0.3, "learning": NARROWING}, [lambda p: torch.optim.Adafactor(p, lr=0.01)]),
 }
 
 
 @pytest.mark.parametrize("at", [1, 5])
-@pytest.mark.parametrize("how", ["state", "pickle", "copy"])
+@pytest.mark.parametrize("how", ["state", "state, the last part first", "pickle", "copy"])
 @pytest.mark.parametrize("name", RESUMED)
 @pytest.mark.same_bits
 def test_a_training_resumed_at_any_step_has_the_bits_of_one_that_never_stopped(name: str, how: str, at: int) -> None:
+    """Also where dropped units return, and where the mask changes before a step."""
     model, x, y = convolutions()
-    options, make = RESUMED[name]
+    options, makers = RESUMED[name]
+    narrows = options["learning"] is NARROWING
 
-    def begin() -> tuple[sk.LearnableMask, torch.optim.Optimizer, Any]:
-        masked = sk.LearnableMask(model, (x,), **({"batches": [(x, y)]} if name != "gradients" else {}), **options)
-        optimizer = make(masked.parameters())
-        return masked, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 24)
+    def begin() -> list[Any]:
+        masked = sk.LearnableMask(model, (x,), **({"batches": [(x, y)]} if narrows else {}), **options)
+        optimizers = [make(masked.parameters()) for make in makers]
+        return [masked, *optimizers, *(torch.optim.lr_scheduler.CosineAnnealingLR(each, 24) for each in optimizers)]
 
     run, twin = begin(), None
     keys, first = run[0].state_dict().keys(), run[0].unit_mask()
     for step in range(24):
-        if step == at and how == "state":
+        if step == at and how.startswith("state"):
             buffer = io.BytesIO()
-            torch.save([part.state_dict() for part in run], buffer)
+            torch.save([part.state_dict() for part in (nn.Sequential(run[0]), *run[1:])], buffer)
             buffer.seek(0)
             twin = begin()
-            for part, state in zip(twin, torch.load(buffer, weights_only=True), strict=True):
+            parts = list(zip((nn.Sequential(twin[0]), *twin[1:]), torch.load(buffer, weights_only=True), strict=True))
+            for part, state in parts if how == "state" else reversed(parts):
                 part.load_state_dict(state)
         elif step == at:
             twin = copy.deepcopy(run) if how == "copy" else pickle.loads(pickle.dumps(run))
-        for masked, optimizer, scheduler in (run,) if twin is None else (run, twin):
-            generator = torch.Generator().manual_seed(step)
-            train_step(masked, optimizer, x + 0.1 * torch.randn(x.shape, generator=generator), y)
-            scheduler.step()
+        if step == at:
+            assert (twin[0].ratio, twin[0].unit_mask()) == (run[0].ratio, run[0].unit_mask())
+        if step == at and not narrows and (how.startswith("state") or len(makers) > 1):
+            for optimizer in twin[1 : 1 + len(makers)]:
+                twin[0].add_optimizer(optimizer)  # the mask may change before its next step
+        for masked, *others in (run,) if twin is None else (run, twin):
+            if not narrows and step % 3 == 0:
+                masked.ratio = (0.5, 0.75, 0.75, 0.25)[step // 3 % 4]
+                shake(masked, step)
+            for optimizer in others[: len(makers)]:
+                generator = torch.Generator().manual_seed(step)
+                train_step(masked, optimizer, x + 0.1 * torch.randn(x.shape, generator=generator), y)
+            for scheduler in others[len(makers) :]:
+                scheduler.step()
     left, right = run[0].state_dict(), twin[0].state_dict()
     assert left.keys() == right.keys() == keys
-    assert all(torch.equal(left[key], right[key]) for key in left)
-    assert run[0].unit_mask() == twin[0].unit_mask()
-    assert name == "gradients" or run[0].unit_mask() != first
+    torch.testing.assert_close(left, right, rtol=0, atol=0)
+    assert run[0].unit_mask() != first
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -126,7 +141,7 @@ def test_keys_never_change_and_names_of_parameters_are_among_them_also_for_distr
     assert moments["state"].keys() == dict(masked.named_parameters()).keys()
     twin = _trained(rule, steps=0)[0]
     set_model_state_dict(twin, found)
-    assert all(torch.equal(value, state[name]) for name, value in twin.state_dict().items())
+    torch.testing.assert_close(twin.state_dict(), state, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("rule", ["fixed", "budget"])

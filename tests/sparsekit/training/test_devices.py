@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from laws import Operators
-from masked import convolutions, train_step
+from masked import convolutions, shake, train_step
 from matrix.run import cells
 
 import sparsekit as sk
@@ -54,9 +54,7 @@ def test_a_mask_of_a_model_on_a_device_trains_there_as_on_the_cpu(device: str) -
         optimizer = torch.optim.Adam(masked.parameters(), lr=0.01, eps=1e-2)
         for step in range(5):
             masked.ratio = 0.25 if step > 2 else 0.5
-            order = torch.arange(masked.scores.numel(), dtype=torch.float32).roll(3 * step).to(place)
-            sizes = [group.size for group in masked.graph.groups.values()]
-            masked.load_importance(dict(zip(masked.graph.groups, order.split(sizes), strict=True)))
+            shake(masked, step)
             train_step(masked, optimizer, x, y)
         assert all(t.device.type == torch.device(place).type for t in masked.dense_state().values())
         saved = {name: tensor.cpu() for name, tensor in masked.state_dict().items()}
@@ -64,8 +62,7 @@ def test_a_mask_of_a_model_on_a_device_trains_there_as_on_the_cpu(device: str) -
         twin.load_state_dict(saved)  # from the CPU, whatever the device
         torch.testing.assert_close(twin.eval()(x), masked.eval()(x))
         found.append(saved)
-    for name, tensor in found[0].items():
-        torch.testing.assert_close(found[1][name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
 
 
 def test_a_mask_that_moves_to_a_device_takes_everything_along(device: str) -> None:
@@ -121,5 +118,4 @@ def test_every_criterion_keeps_the_same_units_and_what_follows_the_cut_is_the_sa
         sk.finetune(pruned.model, [(x, y)], F.cross_entropy, epochs=2)
         found.append((pruned.mask, {name: tensor.cpu() for name, tensor in pruned.model.state_dict().items()}))
     assert found[0][0] == found[1][0]
-    for name, tensor in found[0][1].items():
-        torch.testing.assert_close(found[1][1][name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-3, atol=1e-4)

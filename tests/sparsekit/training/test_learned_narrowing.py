@@ -152,11 +152,11 @@ def test_finetune_narrows_resumes_and_keeps_the_best_of_the_narrow_epochs(tmp_pa
     """Though the first, wide epoch scores best."""
     found = []
     for epochs in ([4], [1, 4]):
-        masked, x, y = _masked(batches=None, learning=sk.LearnedNarrowing(steps=16, least_steps=1))
         path = tmp_path / f"{len(epochs)}.pt"
-        batches = list(zip(x.split(3), y.split(3), strict=True))
         options: Any = {"validation": lambda m: float(sum(p.numel() for p in m.parameters())), "checkpoint": path}
         for number in epochs:
+            masked, x, y = _masked(batches=None, learning=sk.LearnedNarrowing(steps=16, least_steps=1))
+            batches = list(zip(x.split(3), y.split(3), strict=True))
             sk.finetune(
                 masked, batches, F.cross_entropy, epochs=number, optimizer=lambda p: torch.optim.SGD(p, lr=0.01), **options
             )
