@@ -126,8 +126,6 @@ def data_dir() -> Path:
     return folder
 
 
-__all__ = ["OnDevice"]
-
 TESTS = str(Path(__file__).parent)
 PACKAGES = tuple(str(Path(__file__).parent.parent / name) for name in ("sparsekit", "sparsekit_fl"))
 
@@ -139,7 +137,7 @@ def _of_a_test() -> bool:
         name = frame.f_code.co_filename
         if name.startswith(PACKAGES):
             return False
-        if name.startswith(TESTS) and not name.endswith(("on_device.py", "conftest.py")):
+        if name.startswith(TESTS) and not name.endswith("conftest.py"):
             return True
         frame = frame.f_back
     return False

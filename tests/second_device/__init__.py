@@ -10,20 +10,19 @@ import torch
 
 
 @cache
-def load() -> Any:
+def load() -> None:
     """Compile the extension, once for each version of torch, and register the device; needs a C++ compiler."""
     from torch.utils import cpp_extension
 
-    module = cpp_extension.load(
+    cpp_extension.load(
         name="sparsekit_second_device",
         sources=[str(Path(__file__).parent / "second.cpp")],
         extra_cflags=["-O1", "-g0", "-w"],
-        verbose=False,
+        is_python_module=False,
     )
     torch.utils.rename_privateuse1_backend("elsewhere")
     torch._register_device_module("elsewhere", _module())
     torch.utils.generate_methods_for_privateuse1_backend(for_packed_sequence=False, for_storage=True)
-    return module
 
 
 def _module() -> types.ModuleType:
@@ -40,8 +39,3 @@ def _module() -> types.ModuleType:
     module.set_rng_state = lambda *_: None
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     return module
-
-
-def counts() -> tuple[int, int]:
-    """Copies between the CPU and the device, and numbers that were read from it, since the start."""
-    return load().counts()
