@@ -18,7 +18,7 @@ from torch import nn
 import sparsekit as sk
 from sparsekit import registry
 from sparsekit.cli import main as cli
-from sparsekit.cli.model_source import load_checkpoint
+from sparsekit.cli.model_source import load_checkpoint, load_model
 from sparsekit.cli.table import COMMANDS
 from sparsekit.graph.refusals import folded
 
@@ -36,14 +36,8 @@ def test_it_writes_the_model_and_the_report(nets: str, tmp_path: Path, capsys: p
     assert all(0 < pair["low"] <= pair["faster"] <= pair["high"] for pair in report["times"])
     assert {path.name for path in out.iterdir()} == {"model.safetensors", "report.html", "report.json"}
     page = (out / "report.html").read_text()
-    for part in (
-        "--budget flops=50%",
-        "Groups",
-        "Cannot be pruned",
-        "model output",
-        "sk.load_compact(&quot;model.safetensors&quot;",
-    ):
-        assert part in page
+    file = "sk.load_compact(&quot;model.safetensors&quot;"
+    assert all(part in page for part in ("--budget flops=50%", "Groups", "Cannot be pruned", "model output", file))
     assert all(f"<th>{group['name']}</th><td>{group['before']} → {group['after']} " in page for group in report["groups"])
     assert json.loads((out / "report.json").read_text())["after"] == report["after"]
     small = sk.load_compact(out / "model.safetensors", lambda: _made(nets))
@@ -62,8 +56,6 @@ def test_messages_name_flags_and_not_arguments_of_python(nets: str, tmp_path: Pa
 
 
 def _made(nets: str) -> Any:
-    from sparsekit.cli.model_source import load_model
-
     return load_model(f"{nets}:make")[0]
 
 
@@ -106,23 +98,20 @@ def test_checkpoints_are_read_in_every_usual_form(nets: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_the_small_model_is_written_as_onnx(nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_small_model_is_written_as_onnx_without_a_warning(
+    nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Torch lists the operators of torchvision if that is not installed."""
     runtime = pytest.importorskip("onnxruntime", reason="the extra 'export' is not installed")
     out = tmp_path / "small"
     _json(capsys, "prune", f"{nets}:make", "--budget", "flops=50%", "--out", str(out), "--onnx")
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
     small = sk.load_compact(out / "model.safetensors", lambda: _made(nets)).eval()
     session = runtime.InferenceSession(str(out / "model.onnx"))
     for examples in (1, 2, 5):
         x = torch.randn(examples, 1, 8, 8)
         [found] = session.run(None, {session.get_inputs()[0].name: x.numpy()})
         torch.testing.assert_close(torch.from_numpy(found), small(x), rtol=1e-4, atol=1e-5)
-
-
-def test_an_export_tells_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Torch lists the operators of torchvision if that is not installed."""
-    pytest.importorskip("onnxscript", reason="the extra 'export' is not installed")
-    sk.export_onnx(nn.Sequential(nn.Linear(3, 2), nn.ReLU()).eval(), (torch.zeros(1, 3),), tmp_path / "model.onnx")
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_units_of_a_built_in_model_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -160,19 +160,3 @@ def test_mappings_and_objects_like_them_give_what_tuples_give() -> None:
     for batches, loss in ((named, None), (named, F.cross_entropy), ([Encoding(b) for b in named], None)):
         found = Fisher(batches, loss).scores(graph, ScoringContext(model=model))
         assert torch.equal(found["body.0"], plain["0"])
-
-
-def test_modes_and_flags_are_put_back_after_an_error(residual: tuple[nn.Module, sk.UnitGraph]) -> None:
-    model, graph = residual
-    model.train()
-    model.head.bias.requires_grad_(False)
-
-    def failing(outputs: Tensor, targets: Tensor) -> Tensor:
-        raise RuntimeError("on purpose")
-
-    with pytest.raises(RuntimeError, match="on purpose"):
-        Taylor(_batches(), failing).scores(graph, ScoringContext(model=model))
-    assert model.norm.training
-    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["head.bias"]
-    assert not model.head._forward_pre_hooks
-    assert torch.ones(1).add(1).item() == 2.0  # no counter is left on

@@ -68,6 +68,8 @@ WRONG: list[tuple[Any, str]] = [
     (make_batches, r"got a function \(make_batches\); call it"),
     (5, "got 5"),
     ("data", "got 'data'"),
+    ([], "empty"),
+    (iter([]), "empty"),
 ]
 
 
@@ -75,12 +77,14 @@ WRONG: list[tuple[Any, str]] = [
 @pytest.mark.parametrize("call", [0, 1, 2])
 def test_what_is_no_loader_is_named_with_what_to_pass(batches: Any, told: str, call: int) -> None:
     model = make_model()
+    before = copy.deepcopy(model.state_dict())
     with pytest.raises(sk.errors.DataError, match=told):
         [
             lambda: sk.prune(model, X[:2], budget="flops=60%", batches=batches, loss=F.cross_entropy),
             lambda: sk.finetune(model, batches, F.cross_entropy, epochs=1),
             lambda: sk.recalibrate_batchnorm(model, batches),
         ][call]()
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 def test_batches_of_several_sizes_and_split_tensors_are_loaders() -> None:

@@ -18,7 +18,7 @@ from zoo_base import Lambda
 import sparsekit as sk
 from sparsekit.errors import NoUnitsError
 from sparsekit.graph.edit import compact_graph
-from sparsekit.graph.held import held_numbers, set_held
+from sparsekit.graph.held import held_numbers
 from sparsekit.surgery.compaction import compact, compact_state, expand
 from sparsekit.tracing.trace import UnprunableWarning, trace_units
 
@@ -276,16 +276,6 @@ def test_a_number_that_is_written_in_the_code_is_named_with_its_line() -> None:
     told = r"the number 6 is written in the code at test_sizes.py:\d+ .*; write -1"
     with pytest.warns(UnprunableWarning, match=told), pytest.raises(NoUnitsError):
         trace_units(model, torch.randn(2, 3, 4))
-
-
-def test_one_integer_of_a_module_is_set_without_touching_what_others_hold() -> None:
-    shared = {"sizes": [Config(), 3]}
-    first, second = Lambda(None, shared=shared), Lambda(None, shared=shared)
-    assert set_held(first, ("shared", "sizes", 0, "width"), 4)
-    assert first.shared["sizes"][0].width == 4
-    assert second.shared is shared
-    assert shared == {"sizes": [Config(), 3]}
-    assert not set_held(first, ("shared", "nothing"), 4)
 
 
 def test_heads_that_einops_splits_are_found_in_every_layer() -> None:

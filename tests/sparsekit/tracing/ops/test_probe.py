@@ -89,16 +89,6 @@ def test_operators_in_no_table_keep_the_units_that_they_keep_apart() -> None:
     check_masked_equals_compact(model, (x,), {}, graph, random_mask(graph, 0.5, 1), gradients=False)
 
 
-def test_steps_of_a_slice_take_neighbours_together() -> None:
-    def run(m: Any, x: Tensor) -> Any:
-        y = m.a(x)
-        return m.b(y[..., ::2] * y[..., 1::2].sigmoid())
-
-    graph, _ = trace(Lambda(run, a=(3, 12), b=(6, 2)), torch.randn(4, 3))
-    assert graph.groups["a"].size == 6
-    assert {piece.span for piece in graph.groups["a"].slices if piece.name == "a.weight"} == {2}
-
-
 @torch.library.custom_op("sparsekit_tests::filtered", mutates_args=())
 def filtered(x: Tensor, weight: Tensor) -> Tensor:
     return x @ weight.T
