@@ -10,11 +10,9 @@ validation images. A run that was measured is not repeated: its row is in OUT/fe
 the picture.
 """
 
-import copy
-import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -28,9 +26,7 @@ from common import ROOT, add, options_of, read, show, spread
 from narrow_vgg import vgg11
 from torch import Tensor, nn
 
-import sparsekit as sk
 import sparsekit_fl as fl
-from sparsekit_fl.methods.fedlps import _sample
 from sparsekit_fl.paper.build import build_problem
 from sparsekit_fl.paper.presets import PRESETS
 from sparsekit_fl.problem.images import cifar10
@@ -127,48 +123,6 @@ class Alone(fl.methods.fedlps):
         return replace(super().check(setup), private=setup.graph.shapes)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Validated(fl.methods.fedlps):
-    """FedLPS whose bandits learn from validation accuracy."""
-
-    def _first(self, client: fl.ClientContext, load: Callable[[], object]) -> dict[str, float]:
-        if "began" in client.memory:
-            return {}
-        client.memory["began"] = True
-        load()
-        return {"initial_accuracy": _accuracy(client)}
-
-    def train(self, client: fl.ClientContext, task: fl.Task) -> fl.Result:
-        result = super().train(client, task)
-        return replace(result, metrics={**result.metrics, "accuracy": _accuracy(client)})
-
-
-def _accuracy(client: fl.ClientContext) -> float:
-    right, count = client.score("val")["accuracy"]
-    return right / count
-
-
-@dataclass(frozen=True, kw_only=True)
-class Narrowed(fl.methods.fedlps):
-    """FedLPS whose weak devices choose their units by learned narrowing, which is counted as scoring."""
-
-    def _importance(self, client: fl.ClientContext, task: fl.Task) -> Mapping[str, Tensor]:
-        if task.ratio > 1 / 8:
-            return super()._importance(client, task)
-        graph, steps = client.graph, 24
-        client.load(task.state, None)
-        model = copy.deepcopy(client.masked.compact())
-        rule = sk.LearnedNarrowing(steps=steps, until=0.7, cuts=3)
-        masked = sk.LearnableMask(model, graph=graph, ratio=client.width(task.ratio), learning=rule)
-        optimizer = torch.optim.SGD(masked.parameters(), lr=client.training.lr, momentum=0.9)
-        for batch in itertools.islice(itertools.cycle(_sample(client, 256)), steps):
-            client.scored.append(3 * len(batch[-1]) * client.costs.forward_flops(masked.unit_mask()))
-            optimizer.zero_grad()
-            client.problem.loss(masked(*batch[:-1]), batch[-1]).backward()
-            optimizer.step()
-        return {name: keep.float() for name, keep in masked.unit_mask().items()}
-
-
 fedlps, plain = fl.methods.fedlps, {"scaler": False, "clip": None}
 # HeteroFL's scaler changes nothing before a batch norm, and its clipping would make its steps shorter than those of others.
 ARMS: dict[str, fl.Method] = {
@@ -188,8 +142,6 @@ ARMS: dict[str, fl.Method] = {
     "half, not filled": fedlps(ratios="half", fill=False),
     "bandit": fedlps(ratios="bandit"),
     "random ratio": fedlps(ratios="random"),
-    "bandit, validation": Validated(ratios="bandit"),
-    "narrowed": Narrowed(),
     "rcr, redrawn": fl.methods.rcr_dyn(),
     "alone": Alone(),
     "local": fl.methods.local(),

@@ -258,7 +258,7 @@ def candidates(out: Path, seeds: list[int], steps: int = 200) -> None:
     """Cut the network by each candidate of `prune`; judge it as cut, after 20 steps, and after all on other images."""
     from learning_nets import cifar10
 
-    (x, y), _ = cifar10(out)
+    (x, y), _ = cifar10()
     task = tasks("turned", 0, out)
 
     def judged(model: nn.Module, images: slice) -> tuple[float, float]:

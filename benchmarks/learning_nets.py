@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.measure.cost import CostModel
-from sparsekit_fl.problem.images import read_images
+from sparsekit_fl.problem.datasets import datasets
 
 Data = tuple[Tensor, Tensor]
 """Images, float32 (n, 3, H, W), and classes, int64 (n,)."""
@@ -52,13 +52,10 @@ class ConvNet(nn.Module):
 
 
 @cache
-def cifar10(out: Path) -> tuple[Data, Data]:
-    """Training and test images, standardised; decoded once, into OUT/images.pt."""
-    cache = out / "images.pt"
-    if not cache.exists():
-        folder = Path(os.environ.get("SPARSEKIT_DATA", "data")) / "cifar10"
-        torch.save([read_images([folder / f"{split}.parquet"], (3, 32, 32)) for split in ("train", "test")], cache)
-    train, test = (((each["images"].float() / 255 - 0.47) / 0.25, each["labels"]) for each in torch.load(cache))
+def cifar10() -> tuple[Data, Data]:
+    """Training and test images, standardised."""
+    source = datasets["cifar10"](os.environ.get("SPARSEKIT_DATA", "data"))
+    train, test = (((pool.inputs[0].float() / 255 - 0.47) / 0.25, pool.labels()) for pool in (source.train, source.test))
     return train, test
 
 
@@ -127,7 +124,7 @@ def tasks(name: str, seed: int, out: Path, device: str = "cpu") -> Task:
     generator = torch.Generator().manual_seed(seed)
     if name == "tiny":
         return _tiny(seed, device)
-    (x, y), test = cifar10(out)
+    (x, y), test = cifar10()
     pool, held = (x[_PRETRAINED:_CLIENTS], y[_PRETRAINED:_CLIENTS]), (x[_CLIENTS:], y[_CLIENTS:])
     turned = name == "turned"
     classes = list(range(10)) if turned else [CLASSES.index(each) for each in name.split()]
@@ -169,7 +166,7 @@ def _tiny(seed: int, device: str, pixels: int = 64, classes: int = 20) -> Task:
 
 def pretrain(out: Path, epochs: int, device: str, batch: int = 500, lr: float = 0.5) -> None:
     """Train `ConvNet` on the first 40,000 images, shifted by up to two pixels and flipped, into OUT/cifar10.pt."""
-    (x, y), test = cifar10(out)
+    (x, y), test = cifar10()
     torch.manual_seed(0)
     model = ConvNet()
     with torch.no_grad():

@@ -8,7 +8,6 @@ what the process needs before they are made. Linux only: the peak is read from /
 without instructions for bfloat16, take `--examples 3 --tokens 2`.
 """
 
-import argparse
 import gc
 import json
 import re
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from common import options_of
 from torch import Tensor, nn
 
 import sparsekit as sk
@@ -71,12 +71,7 @@ def resident(what: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a network of 2 million parameters")
-    parser.add_argument("--examples", type=int, default=8, help="examples, one in a batch")
-    parser.add_argument("--tokens", type=int, default=16, help="tokens of each example")
-    parser.add_argument("--criterion", default="fisher", help="what scores the units")
-    options = parser.parse_args()
+    options = options_of(__doc__, quick=False, examples=8, tokens=16, criterion="fisher")
     sizes = QUICK if options.quick else FULL
     torch.manual_seed(0)
     tokens = torch.randint(sizes["words"], (options.examples, 1, options.tokens))

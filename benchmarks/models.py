@@ -4,11 +4,11 @@
     python benchmarks/models.py levit gpt-oss  # some of them; the others keep their rows in models.json
     python benchmarks/models.py --before OLD.json --page   # write docs/evidence/models.md from models.json and OLD.json
 
-The packages are the dependency group `models`; install them with --no-deps where torch is there already. A model runs in its
-own process, and its seconds are processor time of `trace_units` on one thread. Sizes are small where the class allows it.
+A name selects the models that contain it, and `--version` names that of OLD.json. The packages are the dependency group
+`models`; install them with --no-deps where torch is there already. A model runs in its own process, and its seconds are
+processor time of `trace_units` on one thread. Sizes are small where the class allows it.
 """
 
-import argparse
 import contextlib
 import importlib
 import json
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import in_process
+from common import in_process, options_of
 from laws import run_gated
 from torch import Tensor, nn
 
@@ -283,7 +283,6 @@ def examine(build: Callable[[], Any]) -> dict[str, Any]:
         "units": sum(group.size for group in units.groups.values()),
         "share": round(share, 4),
         "floor": round(floor, 4),
-        "kinds": sorted({group.kind for group in units.groups.values()}),
         "refused": sum(reasons.values()),
         "reasons": reasons.most_common(3),
         "difference": difference(model, inputs, units),
@@ -331,38 +330,6 @@ Where a cell has an arrow, the first value is that of version {before}.
 | Model | Package | Seconds | Groups | Parameters | Least FLOPs | Error | Not prunable |
 |---|---|---|---|---|---|---|---|
 """
-SECONDS = {"res2net50_26w_4s": 2.5, "YOLO11n": 4, "Stable Diffusion UNet, ¼ width": 15, "UNETR": 10, "levit_128s": 5}
-SECONDS |= {"crossvit_9_240": 5}
-NO_NUMBER = ("YOLO11n", "UNet2DCondition", "AutoencoderKL", "GAT", "res2net50_26w_4s", "levit_128s")
-KINDS = {"Deformable DETR": "head", "RT-DETR": "head", "Phi-3": "head", "GPT-OSS": "expert"}
-HALF = ("SAM", "TimeSformer")
-
-
-def goals(rows: dict[str, Any]) -> list[str]:
-    """Return a line for each goal: what was to be reached, and whether it is."""
-
-    def told(name: str, wanted: str, value: str, met: bool) -> str:
-        return f"| {name} | {wanted} | {value} | {'met' if met else '**not met**'} |"
-
-    lines = ["| Model | Goal | Measured | |", "|---|---|---|---|"]
-    for name, most in SECONDS.items():
-        if name in rows:
-            took = rows[name]["seconds"]
-            lines.append(told(name, f"at most {most} s", f"{took:.1f} s", took <= most))
-    for name in HALF:
-        floor = rows.get(name, {}).get("floor", 1.0)
-        lines.append(told(name, "at most 50% of the FLOPs", f"{floor:.0%}", floor <= 0.5))
-    for name, kind in KINDS.items():
-        if "kinds" in rows.get(name, {}):
-            kinds = rows[name]["kinds"]
-            lines.append(told(name, f"{kind}s are units", ", ".join(kinds), kind in kinds))
-    for name in NO_NUMBER:
-        row = rows.get(name, {})
-        numbers = ("the compacted model fails", "is written in the code")
-        lost = sum(units for reason, units in row.get("reasons", []) if any(text in reason for text in numbers))
-        value = f"{lost} units" if row.get("groups") else "no units"
-        lines.append(told(name, "no unit lost to a number in the code", value, bool(row.get("groups")) and not lost))
-    return lines
 
 
 def versions() -> str:
@@ -380,18 +347,11 @@ def write_page(rows: dict[str, Any], before: dict[str, Any], version: str) -> No
     if old:
         lines += ["", f"At version {version} alone:", "", *HEAD.strip().split("\n")[-2:]]
         lines += [line(name, before[name], {}) for name in old]
-    lines += ["", "## Goals", "", *goals(rows)]
     PAGE.write_text(HEAD.format(before=version, versions=rows["versions"]) + "\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="models whose name contains one of these; by default all")
-    parser.add_argument("--out", type=Path, default=Path("models.json"), help="file of rows")
-    parser.add_argument("--before", type=Path, help="file of rows of an older version")
-    parser.add_argument("--version", default="before", help="name of that version")
-    parser.add_argument("--page", action="store_true", help="write docs/evidence/models.md from these files; run nothing")
-    options = parser.parse_args()
+    options = options_of(__doc__, "names*", out=Path("models.json"), before=Path, version="before", page=False)
     rows = json.loads(options.out.read_text()) if options.out.exists() else {}
     before = json.loads(options.before.read_text()) if options.before else {}
     if options.page:

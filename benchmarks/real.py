@@ -13,23 +13,24 @@ fifth judges, as in `prune`, whose default is the candidate of least loss there.
 import copy
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import add, mask_of, options_of, read
-from real_nets import NETWORKS, Network, cycle
+from common import add, mask_of, options_of, read, show
+from real_nets import NETWORKS, Network
 from torch import Tensor, nn
 
 import sparsekit as sk
-from sparsekit.allocation import PreferredMultiple, Problem, allocate, global_ranking, registry, uniform
-from sparsekit.criteria import Magnitude, Random, Scored, with_data
+from sparsekit.allocation import PreferredMultiple, allocate, global_ranking, registry, uniform
+from sparsekit.criteria import Magnitude, Random, with_data
 from sparsekit.criteria.base import score_units
 from sparsekit.criteria.gate_gradients import inputs_of, unit_readers
+from sparsekit.criteria.orders import Scored
 from sparsekit.finetuning import Distillation, recalibrate_batchnorm, reconstruct
-from sparsekit.measure.budget import Budget
 from sparsekit.measure.cost import CostModel, cost_model
 from sparsekit.measure.timing import measure_turns
 from sparsekit.pruning.reconstruction import statistics_prior
@@ -42,59 +43,31 @@ def layer_of(group: str) -> int:
     return int(group.split("layers.")[1].split(".")[0])
 
 
-def counts_of(
-    graph: sk.UnitGraph, costs: CostModel, scores: Scores, budget: Budget, allocation: Any, keep: Callable[[str], bool]
-) -> dict[str, int]:
-    """Numbers of units within a budget; groups that `keep` names keep all of theirs."""
-    limits = {name: (1.0, 1.0) for name in graph.groups if keep(name)}
-    multiple = sk.allocation.PreferredMultiple()
-    return dict(sk.allocation.allocate(allocation, graph, scores, costs, budget=budget, limits=limits, multiple_of=multiple))
+USES = {"wanda-sp": "wanda", "llm-pruner": "taylor", "flap": "fluctuation", "random": "random"}
+"""Published rule → the scores that it ranks units by."""
 
 
-def by_threshold(graph: sk.UnitGraph, costs: CostModel, scores: Scores, budget: Budget) -> sk.UnitMask:
-    def ranking(problem: Problem) -> Any:
-        return global_ranking(problem, scale="none")
+def mask_of_rule(rule: str, graph: sk.UnitGraph, costs: CostModel, scores: dict[str, Scores], budget: sk.Budget) -> sk.UnitMask:
+    """Return the units that a published rule keeps within a budget.
 
-    return sk.mask_from_scores(graph, scores, counts_of(graph, costs, scores, budget, ranking, lambda _: False))
-
-
-def wanda_sp(graph: sk.UnitGraph, costs: CostModel, scores: dict[str, Scores], budget: Budget) -> sk.UnitMask:
-    """Wanda (Sun et al., ICLR 2024) summed over units: one share of the features of every layer, all heads stay."""
-    own = scores["wanda"]
-    counts = counts_of(graph, costs, own, budget, uniform, lambda name: graph.groups[name].kind == "head")
+    Wanda (Sun et al., ICLR 2024), summed over units: one share of the features of every layer, all heads stay. LLM-Pruner (Ma
+    et al., NeurIPS 2023), Σ |w·∂L/∂w|: the same, and outer layers are spared. FLAP (An et al., AAAI 2024), variance of inputs
+    times norm of weights: standardized, one ranking. "random": one share of every group.
+    """
+    own, allocation, whole = scores[USES[rule]], uniform, set[str]()
+    if rule == "flap":
+        own = {name: (each - each.mean()) / each.std().clamp_min(1e-30) for name, each in own.items()}
+        allocation = partial(global_ranking, scale="none")
+    if rule in ("wanda-sp", "llm-pruner"):
+        whole = {name for name, group in graph.groups.items() if group.kind == "head"}
+    if rule == "llm-pruner":
+        last, dense = max(map(layer_of, graph.groups)), costs.dense_costs()["flops"]
+        # Chosen on validation at 65 %; below 60 % what is left would be cut to a thread.
+        spared = {0, 1, 2, last - 1, last} if float(budget.limits({"flops": dense})["flops"]) > 0.68 * dense else {0, last}
+        whole |= {name for name in graph.groups if layer_of(name) in spared}
+    limits, multiple = dict.fromkeys(whole, (1.0, 1.0)), PreferredMultiple()
+    counts = allocate(allocation, graph, own, costs, budget=budget, limits=limits, multiple_of=multiple)
     return sk.mask_from_scores(graph, own, counts)
-
-
-def llm_pruner(graph: sk.UnitGraph, costs: CostModel, scores: dict[str, Scores], budget: Budget) -> sk.UnitMask:
-    """LLM-Pruner (Ma et al., NeurIPS 2023): Σ |w·∂L/∂w|, one share of the features; outer layers are spared."""
-    own, last = scores["taylor"], max(map(layer_of, graph.groups))
-    dense = costs.dense_costs()["flops"]
-    # Chosen on validation at 65 %; below 60 % what is left would be cut to a thread.
-    spared = {0, 1, 2, last - 1, last} if float(budget.limits({"flops": dense})["flops"]) > 0.68 * dense else {0, last}
-    counts = counts_of(
-        graph, costs, own, budget, uniform, lambda name: graph.groups[name].kind == "head" or layer_of(name) in spared
-    )
-    return sk.mask_from_scores(graph, own, counts)
-
-
-def flap(graph: sk.UnitGraph, costs: CostModel, scores: dict[str, Scores], budget: Budget) -> sk.UnitMask:
-    """FLAP (An et al., AAAI 2024): variance of the input times the norm of the weights, standardized, one ranking."""
-    own = {name: (each - each.mean()) / each.std().clamp_min(1e-30) for name, each in scores["fluctuation"].items()}
-
-    return by_threshold(graph, costs, own, budget)
-
-
-def random_uniform(graph: sk.UnitGraph, costs: CostModel, scores: dict[str, Scores], budget: Budget) -> sk.UnitMask:
-    own = scores["random"]
-    return sk.mask_from_scores(graph, own, counts_of(graph, costs, own, budget, uniform, lambda _: False))
-
-
-MASKS: dict[str, Callable[..., sk.UnitMask]] = {
-    "wanda-sp": wanda_sp,
-    "llm-pruner": llm_pruner,
-    "flap": flap,
-    "random": random_uniform,
-}
 
 
 @torch.no_grad()
@@ -200,9 +173,7 @@ class Bench:
         self.graph = sk.trace_units(model, example[0])
         self.costs = cost_model(model, example, self.graph)
         self.prior: Scores | None = None
-        self.teacher = Distillation(self.network.model)
         self._pruned: dict[float, sk.Pruned] = {}
-        self._taught: dict[int, Tensor] = {}
         path = out / f"{name}.scores.pt"
         self.scores: dict[str, Scores] = torch.load(path) if path.exists() else {}
 
@@ -229,8 +200,8 @@ class Bench:
 
     def mask(self, arm: str, share: float) -> sk.UnitMask:
         """The units that an arm keeps: `criterion/allocation`, or the name of a rival."""
-        if arm in MASKS:
-            return MASKS[arm](self.graph, self.costs, self.scores, self.budget(share))
+        if arm in USES:
+            return mask_of_rule(arm, self.graph, self.costs, self.scores, self.budget(share))
         if arm.startswith("tp "):
             return torch_pruning(self.network, self.graph, share, arm[3:], self.fit)
         criterion, allocation, *rest = arm.split("/")
@@ -251,12 +222,6 @@ class Bench:
                 criterion=Scored(self.scores[criterion], criterion, True), allocation=allocation, graph=self.graph,
             )  # fmt: skip
         return self._pruned[share]
-
-    def taught(self, batch: Any) -> Tensor:
-        if id(batch) not in self._taught:
-            args, kwargs = ((), {"input_ids": batch["input_ids"]}) if self.network.loss is None else ((batch[0],), {})
-            self._taught[id(batch)] = self.teacher.teach(args, kwargs)
-        return self._taught[id(batch)]
 
     def cut(self, arm: str, share: float, how: str) -> tuple[nn.Module, float]:
         """The small model, and its share of the FLOPs; `how` is "as cut", "bias", "reconstructed" or "reconstructed alone"."""
@@ -301,20 +266,14 @@ def cells(name: str) -> list[tuple[str, float, str]]:
 
 
 def train(bench: Bench, share: float, seed: int) -> tuple[nn.Module, dict[str, Any]]:
-    network, steps, pruned = bench.network, 50 if bench.network.loss is None else 100, bench.pruned(share)
+    network, pruned = bench.network, bench.pruned(share)
+    optimizer, rate, steps = (torch.optim.AdamW, 1e-4, 50) if network.loss is None else (torch.optim.SGD, 0.004, 100)
     batches = list(network.training)
     np.random.default_rng(seed).shuffle(batches)
-    torch.manual_seed(seed)
     began = time.process_time()
-    small = copy.deepcopy(pruned.model).train()
-    weights = small.parameters()
-    optimizer = torch.optim.AdamW(weights, lr=1e-4) if network.loss is None else torch.optim.SGD(weights, lr=0.004)
-    for _, batch in zip(range(steps), cycle(batches)):
-        outputs = small(**batch) if network.loss is None else small(batch[0])
-        loss = outputs.loss if network.loss is None else network.loss(outputs, batch[1])
-        optimizer.zero_grad()
-        bench.teacher.combine(loss, outputs, bench.taught(batch)).backward()
-        optimizer.step()
+    small, teacher = copy.deepcopy(pruned.model), Distillation(network.model)
+    make = partial(optimizer, lr=rate)
+    sk.finetune(small, batches[:steps], network.loss, epochs=1, optimizer=make, distillation=teacher, seed=seed)
     told = {"seconds": time.process_time() - began, "steps": steps}
     dense_flops, kept = bench.costs.dense_costs()["flops"], network.kept_flops
     told["flops"] = (bench.costs.costs(pruned.mask.counts())["flops"] - kept) / (dense_flops - kept)
@@ -343,13 +302,12 @@ def table(rows: list[dict[str, Any]], metric: str) -> None:
         tried = [(f"{a}/{b}", "reconstructed", share) for a, b in CANDIDATES if (f"{a}/{b}", "reconstructed", share) in found]
         if tried:
             best[share] = found[min(tried, key=lambda key: found[key]["judge"])]
-    print("| arm | " + " | ".join(f"{share:.0%}" for share in shares) + " |\n|---|" + "---|" * len(shares))
     lines = [("**default**", best)] + [
         (f"{arm}, {how}", {share: found[arm, how, share] for share in shares if (arm, how, share) in found})
         for arm, how in dict.fromkeys((arm, how) for arm, how, _ in found)
     ]
-    for name, each in lines:
-        print(f"| {name} | " + " | ".join(f"{each[share][metric]:.4g}" if share in each else "" for share in shares) + " |")
+    numbers = {name: {share: f"{row[metric]:.4g}" for share, row in each.items()} for name, each in lines}
+    show(({"arm": name, **{f"{share:.0%}": each.get(share, "") for share in shares}} for name, each in numbers.items()), False)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import inspect
 import json
 import os
 import pydoc_data.topics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -188,8 +188,3 @@ def efficientnet_lite0(pixels: int = 96, draw: int = 0) -> Network:
 
 
 NETWORKS: dict[str, Callable[[], Network]] = {"smollm2": smollm2, "efficientnet-lite0": efficientnet_lite0}
-
-
-def cycle(batches: Sequence[Any]) -> Iterator[Any]:
-    while True:
-        yield from batches
