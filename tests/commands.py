@@ -4,13 +4,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
 
 # A shell that starts something in the background may have told it to ignore Ctrl-C, and children inherit that.
 _MAIN = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);from sparsekit.cli.main import main; main()"
 
 
-def ended(arguments: Sequence[str], number: int, when: Callable[[], object], *, group: bool = False) -> tuple[int, str, str]:
+def ended(arguments, number, when, *, group=False):
     """Send a command, or its group, a signal once `when()` is true; its exit code, standard output and standard error."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, "-c", _MAIN, *arguments], **pipes, start_new_session=group)

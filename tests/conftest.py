@@ -4,9 +4,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 import pytest
@@ -23,7 +21,7 @@ hypothesis.settings.register_profile("sparsekit", deadline=None)
 hypothesis.settings.load_profile("sparsekit")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.addoption(
         "--device",
         default=os.environ.get("SPARSEKIT_TEST_DEVICE", "cpu"),
@@ -32,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     if config.getoption("--device") == "elsewhere":
         load()
     cache = getattr(config, "cache", None)
@@ -48,7 +46,7 @@ SAME_BITS = {
 """Tests of contracts that are marked `same_bits` here: contracts lie in the package, whose users do not know the marker."""
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     """Skip what needs a GPU where there is none, and mark what contracts promise."""
     for item in items:
         if getattr(item, "originalname", None) in SAME_BITS:
@@ -59,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish(session):
     """Keep what was collected out of every later garbage collection: thousands of tests and the modules that they import.
 
     Without this a fifth of the whole run is spent on walking through them again and again.
@@ -69,7 +67,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(autouse=True)
-def loggers_as_they_were() -> Iterator[None]:
+def loggers_as_they_were():
     """A command or a benchmark sets up the loggers of its process; the next test in the process must not notice."""
     loggers = [logging.getLogger(name) for name in ("sparsekit", "sparsekit_fl")]
     before = [(logger.level, logger.propagate, list(logger.handlers)) for logger in loggers]
@@ -81,14 +79,14 @@ def loggers_as_they_were() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def process_as_it_was() -> Iterator[None]:
+def process_as_it_was():
     """How torch computes in this process is the user's choice: whatever a test called must have left it alone."""
     before = _arithmetic()
     yield
     assert _arithmetic() == before, "a test or what it called changed how torch computes in this process"
 
 
-def _arithmetic() -> dict[str, object]:
+def _arithmetic():
     return {
         "denormal numbers": float(torch.tensor(1e-39, device="cpu") * 1.0) != 0.0,
         "threads": torch.get_num_threads(),
@@ -100,7 +98,7 @@ def _arithmetic() -> dict[str, object]:
 
 
 @pytest.fixture(autouse=True)
-def tensors_of_tests_on_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
+def tensors_of_tests_on_the_device(request):
     """Whatever a test makes lies on the device of the run; what the package makes lies where the package puts it."""
     name = str(request.config.getoption("--device"))
     if name == "cpu" or request.node.get_closest_marker("cpu") or "device" in request.fixturenames:
@@ -111,13 +109,13 @@ def tensors_of_tests_on_the_device(request: pytest.FixtureRequest) -> Iterator[N
 
 
 @pytest.fixture(scope="session")
-def device(pytestconfig: pytest.Config) -> str:
+def device(pytestconfig):
     """Where models and tensors of a test are."""
     return str(pytestconfig.getoption("--device"))
 
 
 @pytest.fixture(scope="session")
-def data_dir() -> Path:
+def data_dir():
     """The folder of real data sets; tests that need it are skipped where there is none."""
     given = os.environ.get("SPARSEKIT_DATA")
     folder = Path(given) if given else Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -130,7 +128,7 @@ TESTS = str(Path(__file__).parent)
 PACKAGES = tuple(str(Path(__file__).parent.parent / name) for name in ("sparsekit", "sparsekit_fl"))
 
 
-def _of_a_test() -> bool:
+def _of_a_test():
     """Whether a file of the tests, not of the package, makes the present tensor."""
     frame = sys._getframe(2)
     while frame is not None:
@@ -144,12 +142,12 @@ def _of_a_test() -> bool:
 
 
 class OnDevice(TorchFunctionMode):
-    def __init__(self, device: str) -> None:
+    def __init__(self, device):
         super().__init__()
         self.device = torch.device(device)
         self._makers = _device_constructors()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func in self._makers and kwargs.get("device") is None and isinstance(result, Tensor) and _of_a_test():

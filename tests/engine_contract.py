@@ -1,19 +1,15 @@
 """EngineContract: what holds for every engine; and methods whose clients fail, or keep models of their own."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
 from own_models import OwnModels
 from personal import tiny_run, watched
 
-from sparsekit.graph import StateDict
-from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.engines import Engine
 from sparsekit_fl.errors import ClientError
 from sparsekit_fl.methods.base import Method
-from sparsekit_fl.methods.client import Model, Result, Task, sgd
+from sparsekit_fl.methods.client import Model, sgd
 from sparsekit_fl.methods.whole_models import Local
 
 
@@ -24,13 +20,13 @@ class Failing(Method):
     clients: tuple[int, ...] | None = None  # the ids that fail; None: all
     unscored: int = -1  # an id that cannot be scored; -1: all can be
 
-    def train(self, client: ClientContext, task: Task) -> Result:
+    def train(self, client, task):
         if self.clients is None or client.client.id in self.clients:
             raise ArithmeticError(f"no luck with {client.client.id}")
         client.memory["count"] = client.memory.get("count", 0) + 1
         return replace(sgd(client, task), extra={"count": torch.tensor([client.memory["count"]])})
 
-    def deploy(self, client: ClientContext, state: StateDict) -> Model:
+    def deploy(self, client, state):
         if client.client.id == self.unscored:
             raise ArithmeticError(f"no score for {client.client.id}")
         return Model(state=state)
@@ -40,7 +36,7 @@ class EngineContract:
     """What holds for every engine; the fixture `engine`, a fresh one, is to be supplied."""
 
     @pytest.mark.parametrize("method", [Method(), Local(), OwnModels()], ids=lambda method: method.name)
-    def test_same_results_as_the_default_engine(self, engine: Engine, method: Method, tmp_path: Path) -> None:
+    def test_same_results_as_the_default_engine(self, engine, method, tmp_path):
         ours, default = tiny_run(method, engine=engine, out=tmp_path), tiny_run(method)
         assert ours.final.state_sha256 == default.final.state_sha256
         assert ours.final.per_client == default.final.per_client
@@ -50,7 +46,7 @@ class EngineContract:
             trained = set() if getattr(engine, "keeps_models", False) else trained
             assert {path.stem for path in (tmp_path / "models").glob("client-*.safetensors")} == trained
 
-    def test_replies_come_in_the_order_of_the_cohort_and_memories_live_on(self, engine: Engine) -> None:
+    def test_replies_come_in_the_order_of_the_cohort_and_memories_live_on(self, engine):
         result, updates = watched(Failing(clients=()), engine=engine)
         seen = [(update.round, update.client_id) for update in updates]
         assert seen == [(record.round, client_id) for record in result.rounds for client_id in record.cohort]
@@ -58,7 +54,7 @@ class EngineContract:
         assert max(map(len, counts)) > 1
         assert all(found == list(range(1, len(found) + 1)) for found in counts)
 
-    def test_a_failing_client_is_dropped_and_the_round_goes_on(self, engine: Engine) -> None:
+    def test_a_failing_client_is_dropped_and_the_round_goes_on(self, engine):
         victim = tiny_run(Method()).rounds[0].cohort[0]
         failing = Failing(clients=(victim,), unscored=1)
         result = tiny_run(failing, engine=engine)
@@ -70,6 +66,6 @@ class EngineContract:
         assert [client.id for client in result.final.per_client] == [0, *range(2, 8)]
         assert any("client 1 was not scored" in note and "no score for 1" in note for note in result.rounds[-1].notes)
 
-    def test_when_every_client_fails_the_first_error_ends_the_run(self, engine: Engine) -> None:
+    def test_when_every_client_fails_the_first_error_ends_the_run(self, engine):
         with pytest.raises(ClientError, match=r"in train\(\): ArithmeticError: no luck"):
             tiny_run(Failing(), engine=engine)

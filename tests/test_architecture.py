@@ -5,7 +5,6 @@ import importlib
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from fnmatch import fnmatchcase
 from functools import cache
 from graphlib import TopologicalSorter
@@ -21,7 +20,7 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 
 # Floors from the top down, by folder or loose file: each imports itself and what lies on a lower floor, and nothing on its own.
 # Imports for types alone and those inside a function count too: docs/contributing/architecture.md says why.
-FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
+FLOORS = {
     "sparsekit": (
         ("__main__",),
         ("cli", "testing"),
@@ -62,7 +61,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 
 # Packages and the only places that may import them.
-ONLY_IN: dict[str, tuple[str, ...]] = {
+ONLY_IN = {
     "flwr": ("sparsekit_fl.flower.*",),
     "ray": (),
     "typer": ("sparsekit.cli*", "sparsekit_fl.cli.*"),
@@ -78,7 +77,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
 }
 
 # Folders whose every file is in the table of the package, but for these helpers.
-SHELVES: dict[str, set[str]] = {
+SHELVES = {
     "sparsekit.criteria": {"base", "batches", "gate_gradients", "torch_pruning"},
     "sparsekit.allocation": {"limits", "problem"},
     "sparsekit.bandit": {"base", "field", "logged", "make", "optuna", "tree", "search_space"},
@@ -87,12 +86,12 @@ SHELVES: dict[str, set[str]] = {
 
 
 @cache
-def _tree(path: Path) -> ast.Module:
+def _tree(path):
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
 @cache
-def _imports(module: str) -> tuple[tuple[str, int], ...]:
+def _imports(module):
     found: list[tuple[str, int]] = []
     for node in ast.walk(_tree(MODULES[module])):
         if isinstance(node, ast.Import):
@@ -102,12 +101,12 @@ def _imports(module: str) -> tuple[tuple[str, int], ...]:
     return tuple(found)
 
 
-def _file(name: str) -> str:
+def _file(name):
     """The file of ours that an imported name is in, or the name itself."""
     return name if name in MODULES or "." not in name else name.rpartition(".")[0]
 
 
-def _floor(module: str) -> int:
+def _floor(module):
     """The floor of a module, from the top; the root packages hand names on and stand above all."""
     package, _, rest = module.partition(".")
     name = rest.split(".")[0]
@@ -116,22 +115,22 @@ def _floor(module: str) -> int:
     return places[0] if places else -1
 
 
-def _folder(module: str) -> str:
+def _folder(module):
     return ".".join(module.split(".")[:2])
 
 
-def _climbs(module: str, name: str) -> bool:
+def _climbs(module, name):
     imported = _file(name)
     inside = imported in MODULES and imported.split(".")[0] == module.split(".")[0] and module not in PACKAGES
     return inside and _folder(imported) != _folder(module) and _floor(imported) <= _floor(module)
 
 
-def _strays(module: str, name: str) -> bool:
+def _strays(module, name):
     allowed = ONLY_IN.get(name.split(".")[0], ("*",))
     return not any(fnmatchcase(module, pattern) for pattern in allowed)
 
 
-RULES: dict[str, Callable[[str, str], object]] = {
+RULES = {
     "imports point down through the floors": _climbs,
     "packages stay where they belong": _strays,
     "Flower is used by public names alone, and by none that Flower 1.41 says are deprecated": lambda _, name: (
@@ -148,12 +147,12 @@ RULES: dict[str, Callable[[str, str], object]] = {
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_imports(rule: str) -> None:
+def test_imports(rule):
     found = [f"{m}:{line} imports {name}" for m in MODULES for name, line in _imports(m) if RULES[rule](m, name)]
     assert found == []
 
 
-def test_no_circle_of_files() -> None:
+def test_no_circle_of_files():
     """Folders cannot form one: each imports lower floors alone."""
     needs = {module: {_file(name) for name, _ in _imports(module)} & {*MODULES} - {module} for module in MODULES}
     tuple(TopologicalSorter(needs).static_order())  # raises CycleError
@@ -194,7 +193,7 @@ def test_no_circle_of_files() -> None:
     ],
     ids=["help", "list", "bandit", "packages", "apps", "run"],
 )
-def test_a_process_loads_nothing_that_it_does_not_need(program: str, needless: tuple[str, ...]) -> None:
+def test_a_process_loads_nothing_that_it_does_not_need(program, needless):
     if "flower.app" in program:
         pytest.importorskip("flwr", reason="flwr is not installed; pip install '.[flower]'")
     lines = (
@@ -206,14 +205,14 @@ def test_a_process_loads_nothing_that_it_does_not_need(program: str, needless: t
     assert done.returncode == 0, done.stderr
 
 
-def test_files_are_short() -> None:
+def test_files_are_short():
     lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
     assert {name: length for name, length in lengths.items() if length > 500} == {}
     assert sum(length <= 300 for length in lengths.values()) >= 0.85 * len(lengths)
 
 
 @pytest.mark.parametrize("home", SHELVES)
-def test_every_file_of_a_shelf_is_in_its_table(home: str) -> None:
+def test_every_file_of_a_shelf_is_in_its_table(home):
     registry = importlib.import_module(home).registry
     # A table may name what lies elsewhere, such as the paper's ablations.
     listed = {re.split("[.:]", target.removeprefix(f"{home}."))[0] for target in registry._table.values() if home in target}
@@ -222,17 +221,17 @@ def test_every_file_of_a_shelf_is_in_its_table(home: str) -> None:
     assert all(registry[entry] is not None for entry in registry._table)
 
 
-def _dotted(node: ast.AST) -> str:
+def _dotted(node):
     if isinstance(node, ast.Attribute):
         return f"{_dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _uses(pattern: str) -> list[str]:
+def _uses(pattern):
     return [m for m in MODULES for n in ast.walk(_tree(MODULES[m])) if re.fullmatch(pattern, _dotted(n))]
 
 
-def test_one_place_seeds_torch_and_no_pickled_object_is_loaded_or_saved() -> None:
+def test_one_place_seeds_torch_and_no_pickled_object_is_loaded_or_saved():
     assert set(_uses(r"torch\.(random\.)?(manual_seed|seed|set_rng_state)|torch\.cuda\.manual_seed\w*")) <= {"sparsekit.rng"}
     # Weights of other programs, and state dicts of any optimizer, are in torch's format; they are read as tensors alone.
     files = {"sparsekit.cli.model_source", "sparsekit.pruning.finetune", "sparsekit_fl.models"}
@@ -242,14 +241,14 @@ def test_one_place_seeds_torch_and_no_pickled_object_is_loaded_or_saved() -> Non
         assert text.count("torch.load") <= text.count("weights_only=True)"), path
 
 
-def test_the_project_speaks_of_itself_alone() -> None:
+def test_the_project_speaks_of_itself_alone():
     names = re.compile(r"/work/|/opt/dev|/root/|/tmp/[a-z]")
     tracked = [*FILES, *(path for folder in ("tests", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py"))]
     tracked += [ROOT / name for name in ("README.md", "CHANGELOG.md", "pyproject.toml", "constraints.txt", ".ci/run")]
     assert [path for path in tracked if path != Path(__file__) and names.search(path.read_text(encoding="utf-8"))] == []
 
 
-def test_every_file_has_a_docstring_and_the_names_it_lists() -> None:
+def test_every_file_has_a_docstring_and_the_names_it_lists():
     assert [module for module, path in MODULES.items() if not ast.get_docstring(_tree(path))] == []
     for module, path in MODULES.items():
         if any(isinstance(node, ast.Assign) and _dotted(node.targets[0]) == "__all__" for node in _tree(path).body):
@@ -258,7 +257,7 @@ def test_every_file_has_a_docstring_and_the_names_it_lists() -> None:
             assert [name for name in loaded.__all__ if not hasattr(loaded, name)] == [], module
 
 
-def test_the_public_names_are_those_that_are_written_down() -> None:
+def test_the_public_names_are_those_that_are_written_down():
     public = [f"{package}.{name}" for package in PACKAGES for name in importlib.import_module(package).__all__]
     written = (ROOT / "tests/public_api.txt").read_text(encoding="utf-8").split()
     assert sorted(public) == sorted(written), "changed on purpose? then say so in CHANGELOG.md and in tests/public_api.txt"

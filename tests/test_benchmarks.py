@@ -11,7 +11,7 @@ FOLDER = Path(__file__).parent.parent / "benchmarks"
 
 
 @pytest.mark.slow
-def test_the_gpu_benchmark_runs_its_parts_on_the_cpu_and_writes_one_file(tmp_path: Path) -> None:
+def test_the_gpu_benchmark_runs_its_parts_on_the_cpu_and_writes_one_file(tmp_path):
     out = tmp_path / "gpu.json"
     command = [sys.executable, str(FOLDER / "gpu.py"), "--device", "cpu", "--quick", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -24,7 +24,7 @@ def test_the_gpu_benchmark_runs_its_parts_on_the_cpu_and_writes_one_file(tmp_pat
 
 
 @pytest.mark.slow
-def test_arms_are_cut_to_one_share_and_a_second_call_measures_nothing_again(tmp_path: Path) -> None:
+def test_arms_are_cut_to_one_share_and_a_second_call_measures_nothing_again(tmp_path):
     pytest.importorskip("torch_pruning", reason="pip install '.[torch-pruning]'")
     out = tmp_path / "tiny.jsonl"
     command = [sys.executable, str(FOLDER / "prune.py"), "--out", str(out), "--task", "tiny-digits"]

@@ -8,19 +8,18 @@ import re
 import subprocess
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOUND: dict[str, Any] = tomllib.loads((ROOT / "docs" / "claims.toml").read_text(encoding="utf-8"))
-CLAIMS: list[dict[str, Any]] = FOUND["claim"]
+FOUND = tomllib.loads((ROOT / "docs" / "claims.toml").read_text(encoding="utf-8"))
+CLAIMS = FOUND["claim"]
 PAGES = ["README.md", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs" / "evidence").glob("*.md")))]
 NUMBER = r"(?<![\w.-])\d[\d,]*(?:\.\d+)?"
 UNIT = r"(?: |-)?(?:%|×|(?:ms|µs|s|h|times|points?|seconds?|minutes?|hours?|MiB|GiB|KB|MB|[kMGT]?FLOPs)\b)"
 
 
-def results_of(text: str) -> set[str]:
+def results_of(text):
     """Numbers of a page that are results."""
     text = re.sub(r"^```.*?^```$|`[^`\n]*`|\]\([^)]*\)|<!--.*?-->", " ", text, flags=re.M | re.S)
     found = set()
@@ -34,12 +33,12 @@ def results_of(text: str) -> set[str]:
     return {number.rstrip(",") for number in found}
 
 
-def values_of(claim: dict[str, Any]) -> set[str]:
+def values_of(claim):
     return {number.rstrip(",") for number in re.findall(NUMBER, claim["values"])}
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_has_no_result_that_is_not_in_the_file_of_claims(page: str) -> None:
+def test_a_page_has_no_result_that_is_not_in_the_file_of_claims(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     if page in FOUND["generated"]:
         assert FOUND["generated"][page] in text, "the page names the command that writes it"
@@ -50,7 +49,7 @@ def test_a_page_has_no_result_that_is_not_in_the_file_of_claims(page: str) -> No
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: str(claim["name"]))
-def test_a_claim_says_all_that_a_reader_needs_to_repeat_it_and_is_on_its_pages(claim: dict[str, Any]) -> None:
+def test_a_claim_says_all_that_a_reader_needs_to_repeat_it_and_is_on_its_pages(claim):
     assert set(claim) == {"name", "pages", "unit", "condition", "command", "commit", "values"}
     assert all(claim.values())
     assert re.fullmatch(r"[0-9a-f]{8}", claim["commit"])
@@ -61,7 +60,7 @@ def test_a_claim_says_all_that_a_reader_needs_to_repeat_it_and_is_on_its_pages(c
     assert gone == set(), "no page has these numbers any more"
 
 
-def test_commits_of_claims_exist() -> None:
+def test_commits_of_claims_exist():
     """Where the history is there: an archive or a shallow copy has none."""
     if subprocess.run(["git", "cat-file", "-e", CLAIMS[0]["commit"]], cwd=ROOT, capture_output=True, check=False).returncode:
         pytest.skip("no history")

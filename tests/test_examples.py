@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +18,6 @@ from engine_contract import EngineContract
 from torch import nn
 
 import sparsekit_fl as fl
-from sparsekit.layers import LayerRule
 from sparsekit.testing import AllocationContract, CriterionContract, RuleContract
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import MethodContract, tiny_clients
@@ -27,7 +26,7 @@ FOLDER = Path(__file__).parent.parent / "examples"
 PACKAGES = {"sk": "sparsekit", "fl": "sparsekit_fl"}
 
 
-def _load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def _load(name, monkeypatch):
     spec = importlib.util.spec_from_file_location(f"examples_{name}", FOLDER / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)
@@ -35,30 +34,30 @@ def _load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def _one(pattern: str, out: str) -> float:
+def _one(pattern, out):
     found = re.search(pattern, out)
     assert found is not None, out
     return float(found[1].replace(",", ""))
 
 
-def _scores(out: str, pattern: str = r"^([a-z ]+?) +(?:global )?accuracy ([\d.]+)%") -> dict[str, float]:
+def _scores(out, pattern="^([a-z ]+?) +(?:global )?accuracy ([\\d.]+)%"):
     return {name: float(share) for name, share in re.findall(pattern, out, re.M)}
 
 
-def _sizes_fall(out: str) -> bool:
+def _sizes_fall(out):
     found = re.findall(r"^(.+): accuracy (.+)%, .+ ms, (.+) MB$", out, re.M)
     rows = {name: (float(share), float(size)) for name, share, size in found}
     sizes = [rows[name][1] for name in ("small-int8", "dense-int8", "small", "dense")]
     return sizes == sorted(sizes) and rows["dense-int8"][0] > 0.6 * rows["dense"][0]
 
 
-def _drift_is_followed(out: str) -> bool:
+def _drift_is_followed(out):
     lost = _scores(out, r"^  (.+?) +before the change .* after it ([\d.]+)")
     plain, whole, discounted = (lost[f"split-ucbv, {how}"] for how in ("no discount", "as it comes", "discount 0.98"))
     return max(whole, discounted) < 0.6 * plain and discounted < 0.3 * lost["p-ucbv"]
 
 
-def _robust_means_hold(out: str) -> bool:
+def _robust_means_hold(out):
     found = _scores(out)
     robust = min(found["median"], found["trimmed mean"])
     return robust > 50 and ("mean          accuracy stopped" in out or found["mean"] < robust)
@@ -132,20 +131,14 @@ EXAMPLES = {
 }  # fmt: skip
 
 
-def test_every_example_is_tested_here() -> None:
+def test_every_example_is_tested_here():
     assert {path.stem for path in FOLDER.glob("*.py")} == {name.split()[0] for name in EXAMPLES}
 
 
 @pytest.mark.parametrize(
     "name", [name if each.quick else pytest.param(name, marks=pytest.mark.slow) for name, each in EXAMPLES.items()]
 )
-def test_an_example_prints_what_it_promises(
-    name: str,
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_example_prints_what_it_promises(name, request, tmp_path, monkeypatch, capsys):
     case = EXAMPLES[name]
     for package in case.needs:
         if importlib.util.find_spec(package) is None:  # the files of timm are read, which does not import without torchvision
@@ -161,7 +154,7 @@ def test_an_example_prints_what_it_promises(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("notebooks/*.ipynb")), ids=lambda path: path.stem)
-def test_a_notebook_runs_from_its_first_cell_to_its_last(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_runs_from_its_first_cell_to_its_last(path, tmp_path, monkeypatch):
     for package in ("nbclient", "ipykernel", "nbformat"):
         pytest.importorskip(package, reason=f"{package} is not installed; pip install '.[notebook]'")
     import nbformat
@@ -178,27 +171,27 @@ def test_a_notebook_runs_from_its_first_cell_to_its_last(path: Path, tmp_path: P
 
 class TestRulesOfTheExample(RuleContract):
     @pytest.fixture(params=["GatedLinear", "Centred"])
-    def layer(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, str]:
+    def layer(self, request, monkeypatch):
         return _load("layer_rule", monkeypatch), request.param
 
     @pytest.fixture
-    def rule(self, layer: tuple[ModuleType, str]) -> LayerRule:
+    def rule(self, layer):
         example, name = layer
         return example.RULES[getattr(example, name)]
 
     @pytest.fixture
-    def network(self, layer: tuple[ModuleType, str]) -> nn.Module:
+    def network(self, layer):
         example, name = layer
         torch.manual_seed(0)
         middle = example.GatedLinear(8, 6) if name == "GatedLinear" else example.Centred(8)
         return nn.Sequential(nn.Linear(3, 8), middle, nn.Linear(6 if name == "GatedLinear" else 8, 2))
 
     @pytest.fixture
-    def inputs(self) -> tuple[Any, ...]:
+    def inputs(self):
         return (torch.randn(2, 5, 3),)
 
 
-def _names(path: Path) -> set[str]:
+def _names(path):
     """The imports of a file from the two packages, and the dotted names below `sk` and `fl` that it uses."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -212,7 +205,7 @@ def _names(path: Path) -> set[str]:
     return {name for name in found if name.split(".")[0] in ("sparsekit", "sparsekit_fl")}
 
 
-def test_examples_import_from_the_two_packages_and_from_no_file_inside_them() -> None:
+def test_examples_import_from_the_two_packages_and_from_no_file_inside_them():
     homes = {name: importlib.import_module(name) for name in PACKAGES.values()}
     further = {f"{name}.{each}" for name, home in homes.items() for names in home._FURTHER.values() for each in names.split()}
     public = {*homes, *further, *(f"{name}.{each}" for name, home in homes.items() for each in home.__all__)}
@@ -227,28 +220,28 @@ def test_examples_import_from_the_two_packages_and_from_no_file_inside_them() ->
 
 class TestOwnCriterion(CriterionContract):
     @pytest.fixture
-    def criterion(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def criterion(self, monkeypatch):
         return _load("own_criterion", monkeypatch).Readers()
 
 
 class TestOwnAllocation(AllocationContract):
     @pytest.fixture
-    def allocation(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def allocation(self, monkeypatch):
         return _load("own_criterion", monkeypatch).wide_middle
 
 
 class TestOwnEngine(EngineContract):
     @pytest.fixture
-    def engine(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def engine(self, monkeypatch):
         return _load("own_engine", monkeypatch).Timed()
 
 
 class TestNewMethod(MethodContract):
     @pytest.fixture
-    def make(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def make(self, monkeypatch):
         return _load("new_method", monkeypatch).Scaffold
 
-    def test_a_run_equals_the_algorithm_of_the_paper_in_plain_torch(self, make: Callable[[], fl.Method]) -> None:
+    def test_a_run_equals_the_algorithm_of_the_paper_in_plain_torch(self, make):
         """Algorithm 1 with option II, word for word. Each epoch is one batch of all examples: nothing but cohorts is drawn."""
         rate, steps, clients = 0.2, 3, tiny_clients(4)
         config = fl.RunConfig(
@@ -281,15 +274,15 @@ class TestNewMethod(MethodContract):
             torch.testing.assert_close(result.state[name], value, rtol=1e-5, atol=1e-6)
 
 
-def _deep() -> nn.Module:
+def _deep():
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def _update(**delta: list[float]) -> Any:
+def _update(**delta):
     return SimpleNamespace(delta={name: torch.tensor(values) for name, values in delta.items()}, examples=1, mask=None)
 
 
-def test_robust_rules_and_server_optimizers_on_three_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_robust_rules_and_server_optimizers_on_three_numbers(monkeypatch):
     server = SimpleNamespace(state={"w": torch.zeros(2)}, memory={}, parameters=frozenset({"w"}), graph=None)
     updates = [_update(w=[1.0, 0.0]), _update(w=[2.0, 5.0]), _update(w=[90.0, -90.0]), _update(w=[3.0, 1.0])]
     robust = _load("robust_mean", monkeypatch).RobustMean
@@ -306,10 +299,10 @@ def test_robust_rules_and_server_optimizers_on_three_numbers(monkeypatch: pytest
     assert moved.tolist() == pytest.approx([1 / (1.25**0.5 + 0.5), 0.0])
 
 
-def test_a_private_change_is_clipped_and_its_noise_cannot_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_private_change_is_clipped_and_its_noise_cannot_be_repeated(monkeypatch):
     method = _load("private_fedavg", monkeypatch).PrivateFedAvg(clip=1.0, noise=1e-9)
 
-    def server(**memory: str) -> Any:
+    def server(**memory):
         return SimpleNamespace(state={"w": torch.zeros(2), "n": torch.tensor(3)}, memory=memory, round=1, cohort_size=2)
 
     updates = [_update(w=[30.0, 40.0], n=[1.0]), _update(w=[0.3, 0.4], n=[1.0])]

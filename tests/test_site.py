@@ -31,7 +31,7 @@ REFERENCE = SimpleNamespace(**runpy.run_path(str(DOCS / "make" / "reference.py")
 EXAMPLES = REFERENCE.examples_of(ROOT)
 
 
-def test_every_public_name_has_an_entry_in_the_reference_and_every_entry_an_example_that_uses_the_name() -> None:
+def test_every_public_name_has_an_entry_in_the_reference_and_every_entry_an_example_that_uses_the_name():
     pages, names = {page.title: page.text for page in REFERENCE.pages_of(ROOT)}, REFERENCE.names_of()
     entries = {
         name: pages[task].partition(f"## `{name}` {{ #{name} }}\n")[2].partition("\n## ")[0] for name, task in names.items()
@@ -44,7 +44,7 @@ def test_every_public_name_has_an_entry_in_the_reference_and_every_entry_an_exam
     assert {name for name, code in EXAMPLES.items() if not re.search(rf"\b{name.rpartition('.')[2]}\b", code)} == set()
 
 
-def test_the_entry_of_a_class_of_options_describes_each() -> None:
+def test_the_entry_of_a_class_of_options_describes_each():
     text = "\n".join(page.text for page in REFERENCE.pages_of(ROOT))
     for name in ("RunConfig", "TrainingConfig", "methods.hermes"):
         entry = re.split(r"\n##+ ", text.partition(f" {{ #sparsekit_fl.{name} }}\n")[2])[0]
@@ -53,14 +53,14 @@ def test_the_entry_of_a_class_of_options_describes_each() -> None:
 
 
 @cache
-def _prepared(package: str) -> dict[str, Any]:
+def _prepared(package):
     file = DOCS / "reference" / "examples" / f"{'federated' if package == 'sparsekit_fl' else 'core'}.py"
     names: dict[str, Any] = {"__name__": "page"}
     exec(compile(file.read_text(encoding="utf-8").split("# --- examples ---\n")[0], file.name, "exec"), names)
     return {name: value for name, value in names.items() if name != "__builtins__"}
 
 
-def _run(code: str, names: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def _run(code, names, where, monkeypatch):
     module = ModuleType("page")
     module.__dict__.update(names)
     monkeypatch.setitem(sys.modules, "page", module)
@@ -69,7 +69,7 @@ def _run(code: str, names: dict[str, Any], where: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("module", sorted({name.rpartition(".")[0] for name in EXAMPLES}))
-def test_every_example_of_a_page_of_the_reference_runs(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_example_of_a_page_of_the_reference_runs(module, tmp_path, monkeypatch):
     own = {code: name for name, code in reversed(EXAMPLES.items())}
     for code, name in own.items():
         if name.rpartition(".")[0] == module and not _needs(code) & OF_OTHERS:
@@ -94,7 +94,7 @@ WHOLE = [
 """Pages whose blocks are one program; those of other pages are fragments, which are compiled only."""
 
 
-def test_the_python_of_every_page_can_be_parsed() -> None:
+def test_the_python_of_every_page_can_be_parsed():
     for page in WITH_CODE:
         for code in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S):
             compile(code, page.name, "exec", dont_inherit=True)
@@ -109,7 +109,7 @@ OF_OTHERS = {"flwr", "torch_pruning", "torchao", "transformers", "ultralytics"}
 """Libraries of which a page may show code; where one is missing, the page ends before it."""
 
 
-def _needs(code: str) -> set[str]:
+def _needs(code):
     """Libraries of others that a block imports, or exports with, and that are not installed."""
     imported = {name.split(".")[0] for name in re.findall(r"^(?:import|from) ([\w.]+)", code, re.M)}
     wanted = imported & OF_OTHERS | ({"onnx", "onnxscript"} if "export_onnx(" in code or ".export(" in code else set())
@@ -117,7 +117,7 @@ def _needs(code: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", WHOLE, ids=lambda page: page.relative_to(DOCS).as_posix())
-def test_the_python_of_a_page_runs_from_its_top_to_its_end(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_of_a_page_runs_from_its_top_to_its_end(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     names: dict[str, Any] = {}
@@ -129,7 +129,7 @@ def test_the_python_of_a_page_runs_from_its_top_to_its_end(page: Path, tmp_path:
         assert execute(shlex.split(COMMANDS[page.stem])) == 0
 
 
-def _lines(kind: str) -> list[tuple[str, str]]:
+def _lines(kind):
     found = []
     for page in PAGES:
         for block in re.findall(rf"^```{kind}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S):
@@ -139,7 +139,7 @@ def _lines(kind: str) -> list[tuple[str, str]]:
     return found
 
 
-def test_every_fault_of_the_page_of_faults_has_its_test() -> None:
+def test_every_fault_of_the_page_of_faults_has_its_test():
     text = (DOCS / "contributing" / "faults.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\|.*`([\w/]+\.py)::(test_\w+)` \|$", text, re.M)
     assert len(rows) > 10
@@ -148,7 +148,7 @@ def test_every_fault_of_the_page_of_faults_has_its_test() -> None:
         assert any(f"def {name}(" in text for text in found), f"{file}::{name}"
 
 
-def test_commands_and_options_that_pages_name_exist_and_every_command_is_on_a_page(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_and_options_that_pages_name_exist_and_every_command_is_on_a_page(capsys):
     commands = (DOCS / "howto" / "command-line.md").read_text(encoding="utf-8")
     assert [name for name in COMMAND_TABLE if f"`sparsekit {name}" not in commands] == []
     helps: dict[str, str] = {}
@@ -163,7 +163,7 @@ def test_commands_and_options_that_pages_name_exist_and_every_command_is_on_a_pa
             assert option in helps[command], f"{page}: {option} of {line}"
 
 
-def test_no_page_lies_loose_and_the_index_of_its_section_lists_it() -> None:
+def test_no_page_lies_loose_and_the_index_of_its_section_lists_it():
     assert [path.name for path in DOCS.glob("*.md")] == ["index.md"]
     for section in ("tutorials", "howto", "concepts", "evidence"):
         listed = set(re.findall(r"\(([\w-]+\.md)", (DOCS / section / "index.md").read_text(encoding="utf-8")))
@@ -173,7 +173,7 @@ def test_no_page_lies_loose_and_the_index_of_its_section_lists_it() -> None:
 yaml = pytest.importorskip("yaml")
 
 
-def test_the_version_is_written_once_and_named_by_changelog_and_citation() -> None:
+def test_the_version_is_written_once_and_named_by_changelog_and_citation():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert "version" not in project["project"]
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "sparsekit.version.__version__"}
@@ -186,7 +186,7 @@ def test_the_version_is_written_once_and_named_by_changelog_and_citation() -> No
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda path: path.name)
-def test_workflows_and_templates_are_well_formed(path: Path) -> None:
+def test_workflows_and_templates_are_well_formed(path):
     found = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert isinstance(found, dict)
     for job in found.get("jobs", {}).values():
@@ -196,12 +196,12 @@ def test_workflows_and_templates_are_well_formed(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md", "CHANGELOG.md"])
-def test_links_of_pages_in_the_root_lead_somewhere(name: str) -> None:
+def test_links_of_pages_in_the_root_lead_somewhere(name):
     links = re.findall(r"\]\(([^)#]+)\)", (ROOT / name).read_text(encoding="utf-8"))
     assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
 
 
-def test_the_python_blocks_of_the_readme_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_blocks_of_the_readme_run_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
     assert len(blocks) >= 4
@@ -211,7 +211,7 @@ def test_the_python_blocks_of_the_readme_run_one_after_the_other(tmp_path: Path,
         exec(compile(code, f"README.md python block {number}", "exec", dont_inherit=True), names)
 
 
-def test_what_an_error_tells_to_install_can_be_installed_from_a_checkout_and_has_the_package() -> None:
+def test_what_an_error_tells_to_install_can_be_installed_from_a_checkout_and_has_the_package():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     other_name = {"PIL": "pillow", "ray": "flwr", "sklearn": "scikit-learn"}
     for extra, packages in errors._EXTRAS.items():
@@ -241,7 +241,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHOWN = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*.py"))]
 
 
-def _installed(text: str, extras: dict[str, list[str]]) -> tuple[set[str], set[str]]:
+def _installed(text, extras):
     """The extras and the distributions that `pip install` lines bring, with what extras bring in turn."""
     lines = re.findall(r"pip install ([^`#;()]+)", text)
     named = {name for line in lines for each in re.findall(r'"\.\[([\w,-]+)\]"', line) for name in each.split(",")}
@@ -257,7 +257,7 @@ def _installed(text: str, extras: dict[str, list[str]]) -> tuple[set[str], set[s
 
 
 @pytest.mark.parametrize("page", SHOWN, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_what_a_page_or_example_shows_is_in_the_install_line_of_the_readme_or_in_one_of_its_own(page: Path) -> None:
+def test_what_a_page_or_example_shows_is_in_the_install_line_of_the_readme_or_in_one_of_its_own(page):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     text, first = page.read_text(encoding="utf-8"), re.findall(r"pip install .*", README)[0]
     extras, distributions = _installed(f"{first}\n{text}", project["optional-dependencies"])
@@ -275,7 +275,7 @@ def test_what_a_page_or_example_shows_is_in_the_install_line_of_the_readme_or_in
     assert [line for line in trained if "--dataset" not in line] == [], "a trained network is pruned with its data"
 
 
-def test_every_dependency_has_its_reason_and_is_pinned_for_the_tests() -> None:
+def test_every_dependency_has_its_reason_and_is_pinned_for_the_tests():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     reasons = (ROOT / "docs" / "howto" / "install.md").read_text(encoding="utf-8")
     pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}

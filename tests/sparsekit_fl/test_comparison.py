@@ -134,7 +134,7 @@ def test_a_folder_of_runs_is_one_section_with_methods_in_the_order_asked_for(tmp
 def test_other_settings_are_in_a_section_of_their_own_whose_title_names_them(tmp_path):
     other = result("a", 7)
     other["config"]["training"]["lr"] = 0.5
-    levels = [result("a", heterogeneity="low"), result("a"), result("a", lack_classes=8)]
+    levels = [result("a", levels="low"), result("a"), result("a", lack_classes=8)]
     save(tmp_path, *levels, result("b"), result("a", 3, rounds=50, dataset="cifar10"), other)
     sections = comparisons_of(read_results(tmp_path))
     same = "cnn on mnist, 100 clients, 100 rounds"
