@@ -1,4 +1,4 @@
-"""Where a run starts: from a file, an earlier run or a state; and what never trains neither travels nor is kept."""
+"""Where a run starts: from a file, an earlier run or a state; and models that a folder gives back."""
 
 import json
 import logging
@@ -72,26 +72,6 @@ def test_a_recipe_that_no_registered_model_takes_is_refused_in_a_sentence(tmp_pa
         path.write_text(json.dumps(about | {"model": good | one}))
         with pytest.raises(SparsekitError):
             fl.load_model(tmp_path)
-
-
-def frozen_net():
-    net = TinyNet()
-    net.first.requires_grad_(False)
-    return net
-
-
-@pytest.mark.parametrize("method", ["fedavg", "fedlps", "heterofl", "fedper", "ditto", "local"])
-@pytest.mark.same_bits
-def test_what_needs_no_gradient_neither_travels_nor_is_kept(method, tmp_path):
-    problem = fl.Problem(model=frozen_net, example_inputs=(torch.zeros(2, 6),))
-    whole = tiny_run(method, rounds=2)
-    result = tiny_run(method, problem=problem, rounds=2, out=tmp_path)
-    if method != "local":
-        assert result.cost.uplink_bytes < whole.cost.uplink_bytes
-    start = tiny_run("fedavg", problem=problem, rounds=1).state
-    assert torch.equal(result.state["first.weight"], start["first.weight"])
-    for path in (tmp_path / "clients").glob("*"):
-        assert b"first.weight" not in path.read_bytes()
 
 
 def test_a_run_that_began_with_other_weights_is_not_gone_on_with(tmp_path):

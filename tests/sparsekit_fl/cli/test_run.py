@@ -1,9 +1,10 @@
-"""`sparsekit run` and `sparsekit fedlps`: results, files, errors and exit codes."""
+"""`sparsekit run`, `fedlps` and `compare`: results, files, trials that are used again, errors and exit codes."""
 
 import json
 import re
 import shlex
 import signal
+import statistics
 
 import pytest
 from commands import ended
@@ -81,6 +82,19 @@ def test_a_run_resumes_by_its_folder_alone_and_refuses_all_else(tmp_path, capsys
     assert "started in Python; resume it there" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Write a module of a text; its name, which no other test has."""
+
+    def write(text):
+        name = f"own_{abs(hash(str(tmp_path)))}"
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+        return name
+
+    return write
+
+
 FACTORIES = """
 import torch
 from torch import nn
@@ -99,11 +113,20 @@ def data(seed):
 """
 
 
-def test_clients_that_cannot_train_are_named_in_the_summary_and_the_exit_code_is_3(tmp_path, monkeypatch, capsys):
-    name = f"unfit_{abs(hash(str(tmp_path)))}"
-    (tmp_path / f"{name}.py").write_text(FACTORIES)
-    monkeypatch.syspath_prepend(tmp_path)
-    arguments = ["run", "fedavg", "--dataset", f"{name}:data", "--rounds", "2", "--cohort", "4", "--workers", "1", "--quiet"]
+def test_clients_that_cannot_train_are_named_in_the_summary_and_the_exit_code_is_3(module, capsys):
+    arguments = [
+        "run",
+        "fedavg",
+        "--dataset",
+        f"{module(FACTORIES)}:data",
+        "--rounds",
+        "2",
+        "--cohort",
+        "4",
+        "--workers",
+        "1",
+        "--quiet",
+    ]
     assert execute(arguments) == 3
     text = " ".join(capsys.readouterr().out.split())
     assert "1 of 4 clients that were asked could never train" in text
@@ -180,3 +203,94 @@ def test_ctrl_c_ends_cleanly_and_the_run_resumes_to_the_same_bits(tmp_path, caps
     assert "Traceback" not in stderr
     again = command([*options, "--out", str(out), "--resume"], capsys)
     assert again["final"] == whole["final"]
+
+
+def _numbers(out):
+    return {str(path.relative_to(out)): path.stat().st_mtime_ns for path in out.rglob("result.json")}
+
+
+@pytest.mark.slow
+def test_methods_times_seeds_with_mean_and_deviation(tmp_path, capsys):
+    line = ["compare", "fedavg", "local", "--seeds", "2", "--seed", "5", *TINY, "--out", str(tmp_path)]
+    assert execute(line) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"fedavg +│? *2 ", out), "n of each row"
+    assert "±" in out
+    before = _numbers(tmp_path)
+    assert "<table" in (tmp_path / "report.html").read_text()
+    assert execute([*line, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert _numbers(tmp_path) == before, "finished trials are not run again"
+    assert report["methods"] == ["fedavg", "local"]
+    assert sorted(_numbers(tmp_path)) == [f"{m}-seed{s}/result.json" for m in ("fedavg", "local") for s in (5, 6)]
+    trials = [json.loads((tmp_path / f"fedavg-seed{seed}/result.json").read_text()) for seed in (5, 6)]
+    found = [trial["final"]["personal"]["accuracy"] for trial in trials]
+    summary = report["summary"]["fedavg"]["final.personal.accuracy"]
+    assert summary["mean"] == pytest.approx(statistics.fmean(found))
+    assert summary["std"] == pytest.approx(statistics.stdev(found))
+    trials = [(one["method"], one["seed"]) for one in report["trials"]]
+    assert trials == [("fedavg", 5), ("local", 5), ("fedavg", 6), ("local", 6)]
+
+    assert execute([*line, "--lr", "0.01"]) == 2
+    assert "config.training.lr: was 0.1, now 0.01" in capsys.readouterr().err
+
+
+METHODS = """
+import os
+from dataclasses import dataclass
+from sparsekit_fl import Method
+
+@dataclass(frozen=True, kw_only=True)
+class Broken(Method):
+    note = "It breaks."
+    broken: bool = True
+
+    def train(self, client, task):
+        if os.path.exists("mended"):
+            return super().train(client, task)
+        raise RuntimeError("no such luck")
+
+broken = Broken
+"""
+
+
+@pytest.mark.slow
+def test_a_failed_trial_loses_no_other_and_is_tried_again(module, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    line = ["compare", f"{module(METHODS)}:broken", "fedavg", "--seeds", "1", *TINY, "--out", str(tmp_path / "out")]
+    assert execute(line) == 2
+    captured = capsys.readouterr()
+    assert "failed: broken, seed 0: round 1" in captured.out
+    assert "RuntimeError: no such luck" in captured.out
+    assert "1/2 broken, seed 0: failed" in captured.err
+    assert "2/2 fedavg, seed 0: finished" in captured.err
+
+    # The text of the policy is unchanged, so the trial goes on under the same settings.
+    (tmp_path / "mended").touch()
+    assert execute(line) == 0
+    captured = capsys.readouterr()
+    assert "1/2 broken, seed 0: finished" in captured.err
+    assert "2/2 fedavg, seed 0: finished" in captured.err
+    assert "broken: It breaks." in captured.out
+
+
+@pytest.mark.slow
+def test_each_level_is_a_comparison_and_the_report_shows_all_of_them(tmp_path, capsys):
+    for level in ("low", "high"):
+        line = ["compare", "fedavg", "local", "--seeds", "1", *TINY, "--heterogeneity", level, "--out", str(tmp_path)]
+        assert execute([*line, "--set", "partition.lack_classes=8", "--json"]) == 0
+        assert len(json.loads(capsys.readouterr().out)["trials"]) == 2
+        assert (tmp_path / f"fedavg-{level}-seed0/result.json").exists()
+    assert execute(["report", str(tmp_path), "--json"]) == 0
+    titles = [one["title"].rpartition(", ")[2] for one in json.loads(capsys.readouterr().out)]
+    assert titles == ["heterogeneity high", "heterogeneity low"]
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_is_done_and_says_how_to_continue(tmp_path):
+    line = ["compare", "fedavg", "local", *TINY, "--seeds", "1", "--rounds", "400", "--out", str(tmp_path)]
+    code, out, err = ended(line, signal.SIGINT, (tmp_path / "fedavg-seed0/rounds.jsonl").exists)
+    assert (code, out) == (130, ""), err
+    assert "the same command line continues" in err
+    assert "Traceback" not in err
+    assert (tmp_path / "fedavg-seed0/rounds.jsonl").read_text().count("\n") >= 1

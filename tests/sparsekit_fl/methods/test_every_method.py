@@ -25,21 +25,24 @@ BY_ENTRY = {"cs", "fedspa", "lotteryfl", "prunefl", "prunefl-often"}
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))
-def test_a_method_runs_under_all_that_a_run_may_ask_at_once(name):
+def test_a_method_runs_under_all_that_a_run_may_ask_at_once_and_what_never_trains_neither_travels_nor_is_kept(name, tmp_path):
     """A layer that does not train, clients without validation data, AdamW and bfloat16."""
     clients = [replace(c, data=replace(c.data, val=None)) if c.id % 2 else c for c in tiny_clients()]
     base = tiny_config(rounds=6)
     training = replace(base.training, optimizer="adamw", lr=0.01, amp="bfloat16")
     config = replace(base, cohort=2, eval_every=6, training=training)
     problem = chain(6, 8, 7, 6, 3, frozen=(2,), exits=("4",))
-    result, updates = watched(METHODS[name](), problem=problem, clients=clients, config=config)
+    result, updates = watched(METHODS[name](), problem=problem, clients=clients, config=config, out=tmp_path)
     assert len(result.rounds) == 6
-    for record in result.rounds:
-        assert not record.dropped
+    assert not any(record.dropped for record in result.rounds)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in result.state.values())
     assert 0.0 <= result.final.personal["accuracy"] <= 1.0
-    frozen = {key for key in result.state if ".".join(key.split(".")[-2:]) in {"2.weight", "2.bias"}}
     assert updates
+    start = RunSpec.build(METHODS[name](), problem, config).initial
+    frozen = {key for key in start if ".".join(key.split(".")[-2:]) in {"2.weight", "2.bias"}}
+    for key in frozen:
+        assert torch.equal(result.state[key], start[key])
+        assert not any(key.encode() in path.read_bytes() for path in (tmp_path / "clients").iterdir())
     for update in updates:
         assert not frozen & set(update.delta)
         assert name not in BY_ENTRY or not frozen & set(update.mask or ())

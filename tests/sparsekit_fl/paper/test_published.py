@@ -1,10 +1,10 @@
-"""Published numbers next to ours: flags, and reasons."""
+"""Published numbers next to ours: flags, reasons, and the stored tables of results."""
 
 from pathlib import Path
 
 import pytest
 from saved_results import compared, result
-from stored_tables import read_comparisons
+from stored_tables import read_comparisons, read_results, write_table
 
 from sparsekit_fl.paper.published import UNEXPLAINED, in_published_order, protocol_difference, published_beside
 
@@ -89,3 +89,18 @@ def test_each_difference_of_the_saved_results_has_a_reason_and_a_guess_says_that
     assert "not measured" not in reasons["fedavg", "accuracy_percent"]
     assert "two, and both are counted" in reasons["per-fedavg", "flops_e12"]
     assert [published_beside(one) for one in read_comparisons(folder / "cifar10-10-rounds.csv")] == [None], "10 rounds of 100"
+
+
+def test_a_stored_table_makes_the_comparison_of_its_results(tmp_path):
+    made = {
+        "first": result("fedavg", 0, accuracies={50: 0.5, 100: 0.75}),
+        "second": result("fedavg", 1, accuracies={50: 0.25, 100: 0.875}, note="17, or a remark"),
+        "third": result("fedlps", 0, accuracies={100: 0.625}),
+    }
+    path = tmp_path / "table.csv"
+    write_table(list(made.items()), path)
+    found = read_results(path)
+    assert [(name, len(run["rounds"])) for name, run in found.items()] == [("first", 2), ("second", 2), ("third", 1)]
+    (ours,), theirs = read_comparisons(path), compared(*made.values())
+    assert (ours.title, ours.columns) == (theirs.title, theirs.columns)
+    assert ours.table().equals(theirs.table())

@@ -1,7 +1,8 @@
-"""Checked dataclasses: ranges in annotations, refused values in one sentence, and text that becomes what an annotation says."""
+"""Options: ranges in annotations, refused values in one sentence, text that becomes a value, and the options of a run."""
 
 from __future__ import annotations
 
+import doctest
 import math
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
@@ -10,7 +11,9 @@ import pytest
 from pydantic import Field
 
 from sparsekit.errors import InvalidValueError, UnknownNameError
-from sparsekit_fl.config import (
+from sparsekit_fl.cli.options import RunOptions
+from sparsekit_fl.config import HETEROGENEITY, RunConfig, TrainingConfig
+from sparsekit_fl.options import (
     Checked,
     Count,
     Fraction,
@@ -24,6 +27,7 @@ from sparsekit_fl.config import (
     options_of,
     read_keywords,
 )
+from sparsekit_fl.problem.data import CAPABILITY_LEVELS
 
 
 @dataclass(frozen=True)
@@ -151,3 +155,44 @@ def test_a_description_is_that_of_the_field_or_of_the_keyword_and_ends_the_docst
     assert Policy.__doc__ == "One field of each kind.\n\nArgs:\n    proximal: A weight; 0 is plain SGD. It pulls."
     assert Ordered.__doc__ == "With a field of its own.\n\nArgs:\n    clip: None does not clip."
     assert options_of(Clipped)["clip"].about == "Largest norm."
+
+
+def test_levels_of_heterogeneity_are_those_of_the_paper():
+    assert HETEROGENEITY == {"low": (1, 0.5), "median": (1, 0.5, 0.25), "high": (1, 0.5, 0.25, 0.125, 0.0625)}
+    assert HETEROGENEITY["high"] == CAPABILITY_LEVELS
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rounds": True}, "rounds must be a valid integer, got True"),
+        ({"rounds": 1, "capability_levels": [0.5, 2.0]}, "capability_levels must be less than or equal to 1"),
+        ({"rounds": 1, "training": 1.0}, "training must be a TrainingConfig, got float"),
+        ({"rounds": 1, "min_replies": 99}, "min_replies must be at most cohort"),
+    ],
+)
+def test_values_that_are_not_allowed_are_refused(given, message):
+    with pytest.raises(InvalidValueError, match=message):
+        RunConfig(**given)
+
+
+def test_the_learning_rate_decays_from_round_to_round():
+    decaying = RunConfig(rounds=3, lr_decay=0.5, training=TrainingConfig(lr=0.8))
+    assert [decaying.training_in(round).lr for round in (1, 2, 3)] == [0.8, 0.4, 0.2]
+
+
+@pytest.mark.parametrize("kind", [RunConfig, TrainingConfig, RunOptions])
+def test_every_option_of_a_run_says_what_it_is_and_its_default(kind):
+    found = options_of(kind).values()
+    assert [one.name for one in found if not one.about] == []
+    for one in found if kind is not RunOptions else ():
+        if isinstance(one.default, bool | int | float | str):
+            default = f"{one.default:g}" if isinstance(one.default, float) else str(one.default).lower()
+            assert one.about.endswith(f"Default: {default}."), one.name
+
+
+@pytest.mark.parametrize("kind", [RunConfig, TrainingConfig])
+def test_the_example_in_help_runs(kind):
+    tests = doctest.DocTestFinder(recurse=False).find(kind, globs={})
+    assert sum(doctest.DocTestRunner().run(test).attempted for test in tests) == 3
+    assert all(doctest.DocTestRunner().run(test).failed == 0 for test in tests)
