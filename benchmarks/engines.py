@@ -30,7 +30,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from common import options_of, round_seconds, show
@@ -71,60 +71,40 @@ def vgg_data(ids: Collection[int] | None = None) -> tuple[fl.Problem, list[fl.Cl
     return problem, [fl.Client(id=id, data=data) for id in (range(4) if ids is None else ids)]
 
 
-def loads(preset: str, data_dir: str, rounds: int) -> dict[str, tuple[str, Any]]:
-    from sparsekit_fl.cli.options import RunOptions
-
-    folder = Path(data_dir) if data_dir else None
-    plan = RunOptions(preset=preset, rounds=rounds, eval_every=rounds, cohort=10, data_dir=folder)
-    return {
-        "messages": ("engines:Idle", plan),
-        "bytes": ("engines:Idle", plan.replaced(preset=None, dataset="engines:vgg_data", cohort=4)),
-    }
-
-
 def _engine(name: str) -> Engine:
     return Processes(int(name.removeprefix("processes-")))
 
 
-class Timing(NamedTuple):
-    """Of one run: the seconds of its rounds but the first and the last, the rest, and the bytes of a round."""
-
-    rounds: list[float]
-    start: float
-    bytes: float
-
-
-def _timing(records: Sequence[RoundRecord], total: float) -> Timing:
-    rounds = round_seconds([record.cost.wall_seconds for record in records])
-    cost = records[-1].cost
-    return Timing(rounds, total - sum(rounds), (cost.uplink_bytes + cost.downlink_bytes) / len(records))
-
-
-def _here(name: str, method: str, plan: Any) -> Timing:
-    from sparsekit_fl.cli.flower_app import simulate
-    from sparsekit_fl.cli.run import Experiment
-    from sparsekit_fl.methods import make_method
+def timed(engine: str, plan: Any) -> tuple[list[float], float, float]:
+    """Return the seconds of a run's rounds but the first and the last, all other seconds, and the bytes of a round."""
+    from sparsekit_fl.cli.experiment import Experiment
+    from sparsekit_fl.cli.simulate import simulate
 
     began = time.perf_counter()
-    if name == "ray":
-        result = simulate(method, plan.replaced(engine="flower", workers=WORKERS), lambda _: None)
+    if engine == "ray":
+        result = simulate("engines:Idle", plan.replaced(engine="flower", workers=WORKERS), lambda _: None)
     else:
         made = Experiment.of(plan)
-        result = fl.run(make_method(method), made.problem, made.clients, made.config, engine=_engine(name))
-    return _timing(result.rounds, time.perf_counter() - began)
+        result = fl.run(Idle(), made.problem, made.clients, made.config, engine=_engine(engine))
+    rounds, cost = round_seconds([record.cost.wall_seconds for record in result.rounds]), result.cost
+    sent = (cost.uplink_bytes + cost.downlink_bytes) / len(result.rounds)
+    return rounds, time.perf_counter() - began - sum(rounds), sent
 
 
 def overhead(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    preset = "mnist" if options.data_dir else "digits"
-    known = loads(preset, "" if options.data_dir is None else str(Path(options.data_dir).resolve()), options.rounds)
-    found: dict[tuple[str, str], list[Timing]] = {(load, engine): [] for load in options.loads for engine in options.engines}
+    from sparsekit_fl.cli.options import RunOptions
+
+    folder = None if options.data_dir is None else options.data_dir.resolve()
+    preset = "digits" if folder is None else "mnist"
+    plan = RunOptions(preset=preset, rounds=options.rounds, eval_every=options.rounds, cohort=10, data_dir=folder)
+    plans = {"messages": plan, "bytes": plan.replaced(preset=None, dataset="engines:vgg_data", cohort=4)}
+    found: dict[tuple[str, str], list[Any]] = {(load, engine): [] for load in options.loads for engine in options.engines}
     for _ in range(options.repeats):
         for load, engine in found:
-            timing = _here(engine, *known[load])
-            found[load, engine].append(timing)
-            print(f"{load} on {engine}: {statistics.median(timing.rounds):.3f} s a round", file=sys.stderr)
-    for (load, engine), timings in found.items():
-        rounds = [seconds for timing in timings for seconds in timing.rounds]
+            found[load, engine].append(timed(engine, plans[load]))
+            print(f"{load} on {engine}: {statistics.median(found[load, engine][-1][0]):.3f} s a round", file=sys.stderr)
+    for (load, engine), runs in found.items():
+        rounds = [seconds for own, _, _ in runs for seconds in own]
         yield {
             "load": load,
             "engine": engine,
@@ -132,8 +112,8 @@ def overhead(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "least": round(min(rounds), 4),
             "most": round(max(rounds), 4),
             "rounds": len(rounds),
-            "megabytes": round(timings[0].bytes / 1e6, 2),
-            "start": round(statistics.median(timing.start for timing in timings), 2),
+            "megabytes": round(runs[0][2] / 1e6, 2),
+            "start": round(statistics.median(start for _, start, _ in runs), 2),
         }
 
 

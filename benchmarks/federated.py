@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -267,17 +268,14 @@ def main() -> None:
         show(tables(read(path)), False)
         draw(read(path), ROOT / "docs" / "pictures" / "federated.svg")
         return
-    for seed in options.seeds:
-        for name in options.settings:
-            for arm in options.arms:
-                key = {"setting": name, "arm": arm, "seed": seed}
-                known = any(key == {each: row[each] for each in key} for row in read(path))
-                if known or arm in SAME[getattr(SETTINGS[name], "trained", False)]:
-                    continue
-                row = measure(name, arm, seed, options.out, options.data_dir)
-                add(path, row, quiet=True)
-                told = {k: v for k, v in row.items() if k not in ("test", "by level")} if options.validation else row
-                print(told, flush=True)
+    for seed, name, arm in product(options.seeds, options.settings, options.arms):
+        key = {"setting": name, "arm": arm, "seed": seed}
+        known = any(key == {each: row[each] for each in key} for row in read(path))
+        if known or arm in SAME[getattr(SETTINGS[name], "trained", False)]:
+            continue
+        row = measure(name, arm, seed, options.out, options.data_dir)
+        add(path, row, quiet=True)
+        print({k: v for k, v in row.items() if not options.validation or k not in ("test", "by level")}, flush=True)
 
 
 if __name__ == "__main__":

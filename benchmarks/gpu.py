@@ -90,12 +90,8 @@ def steps(device: torch.device, quick: bool) -> list[dict[str, Any]]:
             model = model.to(device)
             graph = trace_units(model, x[:2])
             masked = LearnableMask(model, graph=graph, ratio=ratio)
-            narrow = compact(model, graph, masked.unit_mask())
-            runs = {
-                "narrow": plain_step(narrow, narrow.parameters(), x, y),
-                "learnable": plain_step(masked, masked.parameters(), x, y),
-                "dense": plain_step(model, model.parameters(), x, y),
-            }
+            plain = {"narrow": compact(model, graph, masked.unit_mask()), "learnable": masked, "dense": model}
+            runs = {case: plain_step(each, x, y) for case, each in plain.items()}
             times = in_turns(runs, repeats, warm=1, seconds=lambda run: _seconds(run, device, block))
             row: dict[str, Any] = {"model": name, "batch": batch, "ratio": ratio}
             row["narrow_milliseconds"] = 1e3 * statistics.median(times["narrow"])
@@ -130,7 +126,7 @@ def crossings(device: torch.device, quick: bool) -> dict[str, Any]:
         model, x, y = build(name)
         model, x, y = model.to(device), x.to(device), y.to(device)
         masked = LearnableMask(model, (x[:2],), ratio=0.5)
-        step = plain_step(masked, masked.parameters(), x, y)
+        step = plain_step(masked, x, y)
         _seconds(step, device, 3)
         with _sync_warnings(device) as places:
             for _ in range(4):

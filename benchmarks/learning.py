@@ -213,22 +213,19 @@ def accuracy(model: nn.Module, data: Data) -> float:
 def run_cells(out: Path, options: argparse.Namespace) -> None:
     path = out / "learning.jsonl"
     done = {tuple(row[key] for key in ("task", "seed", "share", "budget", "arm", "lr")) for row in read(path)}
-    for seed in options.seeds:
-        for name in options.tasks:
-            task: Task | None = None
-            for share in options.shares:
-                for budget in options.budgets:
-                    for arm in options.arms:
-                        if (name, seed, share, budget, arm, options.lr) in done:
-                            continue
-                        task = task or tasks(name, seed, out, options.device)
-                        run = Run(task, share, budget, seed, options.lr)
-                        model = copy.deepcopy(task.model) if arm == "dense" else ARMS[arm](run)
-                        row = {"network": task.network, "task": name, "seed": seed, "share": share, "budget": budget}
-                        row |= {"arm": arm, "lr": options.lr}
-                        row |= {"val": accuracy(model, task.val), "test": accuracy(model, task.test)}
-                        row |= {"spent": run.spent, "steps": run.steps, "units": list(run.masked.unit_mask().counts().values())}
-                        add(path, row)
+    for seed, name in itertools.product(options.seeds, options.tasks):
+        task: Task | None = None
+        for share, budget, arm in itertools.product(options.shares, options.budgets, options.arms):
+            if (name, seed, share, budget, arm, options.lr) in done:
+                continue
+            task = task or tasks(name, seed, out, options.device)
+            run = Run(task, share, budget, seed, options.lr)
+            model = copy.deepcopy(task.model) if arm == "dense" else ARMS[arm](run)
+            row = {"network": task.network, "task": name, "seed": seed, "share": share, "budget": budget}
+            row |= {"arm": arm, "lr": options.lr}
+            row |= {"val": accuracy(model, task.val), "test": accuracy(model, task.test)}
+            row |= {"spent": run.spent, "steps": run.steps, "units": list(run.masked.unit_mask().counts().values())}
+            add(path, row)
 
 
 SPLITS = {"val": "validation", "test": "test"}

@@ -13,7 +13,7 @@ every group, in steps of the narrow network.
 """
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import cycle, product
 from typing import Any
 
@@ -67,14 +67,12 @@ def build(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     return make(), *data(batch)
 
 
-def plain_step(
-    call: Callable[[Tensor], Tensor], parameters: Iterator[nn.Parameter], x: Tensor, y: Tensor
-) -> Callable[[], None]:
-    optimizer = torch.optim.SGD(parameters, lr=LR)
+def plain_step(module: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
+    optimizer = torch.optim.SGD(module.parameters(), lr=LR)
 
     def step() -> None:
         optimizer.zero_grad()
-        cross_entropy(call(x), y).backward()
+        cross_entropy(module(x), y).backward()
         optimizer.step()
 
     return step
@@ -120,14 +118,9 @@ def measure(name: str, ratio: float, steps: int, warmup: int) -> dict[str, Any]:
     ours, masked = our_step(model, graph, ratio, x, y)
     _, changing = our_step(model, graph, ratio, x, y)
     mask = masked.unit_mask()
-    narrow = compact(model, graph, mask)
     wrapper = LearnableMask(model, graph=graph, ratio=ratio)
-    cases: dict[str, Callable[[], Any]] = {
-        "narrow": plain_step(narrow, narrow.parameters(), x, y),
-        "ours": ours,
-        "wrapper": plain_step(wrapper, wrapper.parameters(), x, y),
-        "dense": plain_step(model, model.parameters(), x, y),
-    }
+    plain = {"narrow": compact(model, graph, mask), "wrapper": wrapper, "dense": model}
+    cases = {"ours": ours, **{case: plain_step(each, x, y) for case, each in plain.items()}}
     times = in_turns(cases, steps, warm=warmup, seconds=second_call)
     if ratio < 1:
         standing = changing.unit_mask()
