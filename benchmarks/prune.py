@@ -78,10 +78,14 @@ BATCH = 64
 PRETRAIN_RATE, RATE = 0.1, 0.03
 
 
+Splits = dict[str, tuple[Tensor, Tensor]]
+"""Split → images and labels."""
+
+
 class Images:
     """Batches, shuffled and augmented by a generator of their own, which a checkpoint saves and restores."""
 
-    def __init__(self, images: Tensor, labels: Tensor, *, seed: int | None, augment: bool = False) -> None:
+    def __init__(self, images: Tensor, labels: Tensor, *, seed: int | None = None, augment: bool = False) -> None:
         self.images, self.labels, self.augment = images, labels, augment
         self.generator = None if seed is None else torch.Generator().manual_seed(seed)
 
@@ -109,15 +113,6 @@ class Images:
         return padded[first, :, rows[:, :, None], columns[:, None, :]].movedim(-1, 1).contiguous()
 
 
-@dataclass(frozen=True)
-class Splits:
-    images: dict[str, Tensor]
-    labels: dict[str, Tensor]
-
-    def loader(self, split: str, *, seed: int | None = None, augment: bool = False) -> Images:
-        return Images(self.images[split], self.labels[split], seed=seed, augment=augment)
-
-
 def load(task: Task, root: Path | None) -> Splits:
     """Read the data of a task, normalized; a tenth of the training images is left out, for choices."""
     source = datasets[task.dataset](root)
@@ -129,7 +124,7 @@ def load(task: Task, root: Path | None) -> Splits:
         name: F.avg_pool2d(((data.inputs[0][rows].float() / 255) - mean) / std, task.pooled)
         for name, (data, rows) in parts.items()
     }
-    return Splits(images, {name: data.labels()[rows] for name, (data, rows) in parts.items()})
+    return {name: (images[name], data.labels()[rows]) for name, (data, rows) in parts.items()}
 
 
 @dataclass
@@ -151,11 +146,11 @@ class Cell:
 
     @property
     def example(self) -> Tensor:
-        return torch.zeros_like(self.data.images["train"][:1])
+        return torch.zeros_like(self.data["train"][0][:1])
 
     def scoring(self) -> list[tuple[Tensor, Tensor]]:
         """Batches of training data for criteria, recalibration and reconstruction; the same for every arm."""
-        loader = self.data.loader("train", seed=1000 + self.seed)
+        loader = Images(*self.data["train"], seed=1000 + self.seed)
         return [batch for _, batch in zip(range(self.task.score_batches), loader)]
 
 
@@ -183,7 +178,7 @@ def accuracy(model: nn.Module, batches: Images) -> float:
 
 def train(model: nn.Module, cell: Cell, name: str, epochs: int, rate: float, *, teacher: nn.Module | None = None) -> float:
     """Train in place, resumable; returns the training FLOPs (a backward pass is two forward passes)."""
-    loader = cell.data.loader("train", seed=cell.seed, augment=cell.task.augment)
+    loader = Images(*cell.data["train"], seed=cell.seed, augment=cell.task.augment)
     steps = epochs * len(loader)
     sk.finetune(
         model,
@@ -325,7 +320,7 @@ def _measure(options: argparse.Namespace) -> None:
                 continue
             if arm == "dense":
                 found = {"share": 1.0, "training_flops": pretraining, "flops": flops_of(model, cell.example)}
-                found["finetuned"] = accuracy(model, data.loader("test"))
+                found["finetuned"] = accuracy(model, Images(*data["test"]))
             else:
                 place = folder / f"{arm.replace(': ', '-').replace(', ', '-').replace(' ', '-')}-{share:g}"
                 place.mkdir(exist_ok=True)
@@ -336,7 +331,7 @@ def _measure(options: argparse.Namespace) -> None:
 
 def _one(cell: Cell, arm: str, pretraining: float) -> dict[str, Any]:
     cut = ARMS[arm](cell)
-    test = cell.data.loader("test")
+    test = Images(*cell.data["test"])
     small, task = cut.model, cell.task
     dense_flops, flops = flops_of(cell.dense, cell.example), flops_of(small, cell.example)
     found: dict[str, Any] = {"flops": flops, "share": flops / dense_flops, **cut.notes}
@@ -353,7 +348,7 @@ def _one(cell: Cell, arm: str, pretraining: float) -> dict[str, Any]:
         found["compensated"] = accuracy(start, test)
     spent = train(start, cell, "finetuned", task.finetune, RATE, teacher=cell.dense if cut.teacher else None)
     if cut.teacher:  # its forward passes
-        spent += dense_flops * cell.data.labels["train"].numel() * task.finetune
+        spent += dense_flops * len(cell.data["train"][1]) * task.finetune
     return found | {"training_flops": pretraining + spent, "finetuned": accuracy(start, test)}
 
 

@@ -29,7 +29,6 @@ from sparsekit.allocation import PreferredMultiple, allocate, global_ranking, re
 from sparsekit.criteria import Magnitude, Random, with_data
 from sparsekit.criteria.base import score_units
 from sparsekit.criteria.gate_gradients import inputs_of, unit_readers
-from sparsekit.criteria.orders import Scored
 from sparsekit.finetuning import Distillation, recalibrate_batchnorm, reconstruct
 from sparsekit.measure.cost import CostModel, cost_model
 from sparsekit.measure.timing import measure_turns
@@ -65,8 +64,8 @@ def mask_of_rule(rule: str, graph: sk.UnitGraph, costs: CostModel, scores: dict[
         # Chosen on validation at 65 %; below 60 % what is left would be cut to a thread.
         spared = {0, 1, 2, last - 1, last} if float(budget.limits({"flops": dense})["flops"]) > 0.68 * dense else {0, last}
         whole |= {name for name in graph.groups if layer_of(name) in spared}
-    limits, multiple = dict.fromkeys(whole, (1.0, 1.0)), PreferredMultiple()
-    counts = allocate(allocation, graph, own, costs, budget=budget, limits=limits, multiple_of=multiple)
+    limits = dict.fromkeys(whole, (1.0, 1.0))
+    counts = allocate(allocation, graph, own, costs, budget=budget, limits=limits, multiple_of=PreferredMultiple())
     return sk.mask_from_scores(graph, own, counts)
 
 
@@ -173,7 +172,6 @@ class Bench:
         self.graph = sk.trace_units(model, example[0])
         self.costs = cost_model(model, example, self.graph)
         self.prior: Scores | None = None
-        self._pruned: dict[float, sk.Pruned] = {}
         path = out / f"{name}.scores.pt"
         self.scores: dict[str, Scores] = torch.load(path) if path.exists() else {}
 
@@ -205,23 +203,11 @@ class Bench:
         if arm.startswith("tp "):
             return torch_pruning(self.network, self.graph, share, arm[3:], self.fit)
         criterion, allocation, *rest = arm.split("/")
-        scores = self.scores[criterion]
         keep = {name: (1.0, 1.0) for name, group in self.graph.groups.items() if rest == ["heads"] and group.kind == "head"}
         multiple: Any = {"any width": 1, "up to 8": PreferredMultiple(8)}.get("".join(rest), PreferredMultiple())
-        counts = allocate(
-            registry[allocation], self.graph, scores, self.costs, budget=self.budget(share), limits=keep, multiple_of=multiple
-        )
-        return sk.mask_from_scores(self.graph, scores, counts)
-
-    def pruned(self, share: float) -> sk.Pruned:
-        if share not in self._pruned:
-            network = self.network
-            criterion, allocation = CANDIDATES[1 if network.loss is None else 0]
-            self._pruned[share] = sk.prune(
-                network.model, network.example, budget=self.budget(share), batches=self.fit, loss=network.loss,
-                criterion=Scored(self.scores[criterion], criterion, True), allocation=allocation, graph=self.graph,
-            )  # fmt: skip
-        return self._pruned[share]
+        own, rule = self.scores[criterion], registry[allocation]
+        counts = allocate(rule, self.graph, own, self.costs, budget=self.budget(share), limits=keep, multiple_of=multiple)
+        return sk.mask_from_scores(self.graph, own, counts)
 
     def cut(self, arm: str, share: float, how: str) -> tuple[nn.Module, float]:
         """The small model, and its share of the FLOPs; `how` is "as cut", "bias", "reconstructed" or "reconstructed alone"."""
@@ -266,17 +252,15 @@ def cells(name: str) -> list[tuple[str, float, str]]:
 
 
 def train(bench: Bench, share: float, seed: int) -> tuple[nn.Module, dict[str, Any]]:
-    network, pruned = bench.network, bench.pruned(share)
+    network = bench.network
+    arm = "/".join(CANDIDATES[1 if network.loss is None else 0])
     optimizer, rate, steps = (torch.optim.AdamW, 1e-4, 50) if network.loss is None else (torch.optim.SGD, 0.004, 100)
+    small, flops = bench.cut(arm, share, "reconstructed")
     batches = list(network.training)
     np.random.default_rng(seed).shuffle(batches)
-    began = time.process_time()
-    small, teacher = copy.deepcopy(pruned.model), Distillation(network.model)
-    make = partial(optimizer, lr=rate)
+    began, make, teacher = time.process_time(), partial(optimizer, lr=rate), Distillation(network.model)
     sk.finetune(small, batches[:steps], network.loss, epochs=1, optimizer=make, distillation=teacher, seed=seed)
-    told = {"seconds": time.process_time() - began, "steps": steps}
-    dense_flops, kept = bench.costs.dense_costs()["flops"], network.kept_flops
-    told["flops"] = (bench.costs.costs(pruned.mask.counts())["flops"] - kept) / (dense_flops - kept)
+    told = {"seconds": time.process_time() - began, "steps": steps, "flops": flops}
     if network.loss is not None:
         recalibrate_batchnorm(small, network.training)
     return small.eval(), told

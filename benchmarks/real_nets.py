@@ -49,9 +49,6 @@ def _folder(package: str) -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-# ------------------------------------------------------------------------------------------------ SmolLM2-135M
-
-
 def _docstrings(package: str) -> str:
     """Docstrings of 200 characters or more in the files of a package, in the order of their names."""
     found: list[str] = []
@@ -122,9 +119,6 @@ def smollm2(length: int = 256) -> Network:
     return Network(
         model, example, parts["calibration"], parts["validation"], parts["training"], parts["test"], None, head * length, judge
     )
-
-
-# ------------------------------------------------------------------------------------------- EfficientNet-Lite0
 
 
 def images(split: str, places: Sequence[int], pixels: int) -> tuple[Tensor, Tensor]:

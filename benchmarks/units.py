@@ -34,30 +34,23 @@ def llama(device: str, **sizes: int) -> nn.Module:
         return LlamaForCausalLM(config)
 
 
-def llama_135m() -> nn.Module:
-    """The sizes of SmolLM-135M."""
-    return llama("cpu", hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-                 num_key_value_heads=3, vocab_size=49152)  # fmt: skip
-
-
-def llama_1b() -> nn.Module:
-    """The sizes of Llama 3.2 1B, on the meta device."""
-    return llama("meta", hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-                 num_key_value_heads=8, vocab_size=128256)  # fmt: skip
-
-
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     **{name: (make, lambda shape=shape: torch.randn(*shape)) for name, (make, shape) in NETS.items()},
-    "llama-135m": (llama_135m, lambda: torch.randint(0, 1000, (1, 16))),
-    "llama-1b-meta": (
-        llama_1b,  # without a mask, transformers reads values
+    "llama-135m": (  # the sizes of SmolLM-135M
+        lambda: llama("cpu", hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+                      num_key_value_heads=3, vocab_size=49152),
+        lambda: torch.randint(0, 1000, (1, 16)),
+    ),
+    "llama-1b-meta": (  # of Llama 3.2 1B, on the meta device; without a mask, transformers reads values
+        lambda: llama("meta", hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+                      num_key_value_heads=8, vocab_size=128256),
         lambda: dict.fromkeys(("input_ids", "attention_mask"), torch.ones(1, 16, dtype=torch.long, device="meta")),
     ),
     "refused-blocks": (
         lambda: nn.Sequential(nn.Linear(8, 12), *[Refused(12) for _ in range(16)], nn.Linear(12, 4)),
         lambda: torch.randn(3, 8),
     ),
-}
+}  # fmt: skip
 """Name → factories of a model and of an example input."""
 
 
