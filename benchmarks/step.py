@@ -28,7 +28,6 @@ from sparsekit.allocation.shares import keep_count
 from sparsekit_fl.client.fit import Batch, make_step
 from sparsekit_fl.config import TrainingConfig
 from sparsekit_fl.methods.client import local_step, pull_towards, trained_leaves
-from sparsekit_fl.methods.fedlps import learning
 from sparsekit_fl.problem.models import Cnn, NextWordLstm, Vgg
 
 LR = 1e-3
@@ -87,7 +86,12 @@ def our_step(
     masked.load(model.state_dict(), ratio=ratio, importance=torch.rand(graph.units))
     training, leaves = TrainingConfig(lr=LR), trained_leaves(masked)
     entries = sum(p.numel() for p in model.parameters())
-    adjusts = [learning(masked), pull_towards(masked, leaves, model.state_dict(), 2.0 / entries, training=training)]
+
+    def learn(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        masked.update_importance(gradients)
+        return gradients
+
+    adjusts = [learn, pull_towards(masked, leaves, model.state_dict(), 2.0 / entries, training=training)]
 
     def forward(batch: Batch) -> tuple[Tensor, Tensor]:
         outputs = masked.model(*batch.inputs)

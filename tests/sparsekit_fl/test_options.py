@@ -12,8 +12,8 @@ from pydantic import Field
 
 from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit_fl.cli.options import RunOptions
-from sparsekit_fl.config import HETEROGENEITY, RunConfig, TrainingConfig
-from sparsekit_fl.options import (
+from sparsekit_fl.config import (
+    HETEROGENEITY,
     Checked,
     Count,
     Fraction,
@@ -22,7 +22,9 @@ from sparsekit_fl.options import (
     Option,
     Positive,
     Ratio,
+    RunConfig,
     Share,
+    TrainingConfig,
     option,
     options_of,
     read_keywords,
