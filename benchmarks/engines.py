@@ -77,8 +77,8 @@ def _engine(name: str) -> Engine:
 
 def timed(engine: str, plan: Any) -> tuple[list[float], float, float]:
     """Return the seconds of a run's rounds but the first and the last, all other seconds, and the bytes of a round."""
-    from sparsekit_fl.cli.experiment import Experiment
-    from sparsekit_fl.cli.simulate import simulate
+    from sparsekit_fl.cli.flower_app import simulate
+    from sparsekit_fl.cli.run import Experiment
 
     began = time.perf_counter()
     if engine == "ray":

@@ -153,6 +153,7 @@ def test_whatever_ends_a_run_the_error_names_the_last_saved_round_and_it_resumes
     # The line of a round is written before its checkpoint.
     assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) - last in (0, 1)
     assert tiny_run(OwnModels(), out=tmp_path, resume=True).final == whole.final
+    assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 4
 
 
 def flipped(path):
