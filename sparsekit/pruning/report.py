@@ -112,59 +112,32 @@ class PruneReport:
 
     def tables(self) -> dict[str, Table]:
         """Return title → heads and rows of texts: "Costs", "Groups", and the others if they have rows."""
-        costs = []
+        costs, times, tried, groups = [], [], [], []
         for name, before in self.before.items():
-            limit, requested = self.limits.get(name), self.requested.get(name)
-            share = f" ({requested})" if isinstance(requested, str) else ""
-            costs.append(
-                (
-                    name,
-                    format_cost(name, before),
-                    format_cost(name, self.after[name]),
-                    f"{self.after[name] / before:.1%}" if before else "",
-                    f"≤ {format_cost(name, limit)}{share}" if limit is not None else "",
-                    format_cost(name, self.minimum[name]) if name in self.minimum else "",
-                )
-            )
-        groups = [
-            (
-                group.name,
-                group.kind,
-                str(group.before),
-                str(group.after),
-                f"{group.after / group.before:.0%}",
-                f"{format_cost('flops', group.flops_before)} → {format_cost('flops', group.flops_after)}",
-            )
-            for group in self.groups
-        ]
-        measured = [(name.replace("_", " "), measured_text(name, value)) for name, value in self.measured.items()]
+            after, limit, requested = self.after[name], self.limits.get(name), self.requested.get(name)
+            share = f"{after / before:.1%}" if before else ""
+            told = f" ({requested})" if isinstance(requested, str) else ""
+            upper = "" if limit is None else f"≤ {format_cost(name, limit)}{told}"
+            minimum = format_cost(name, self.minimum[name]) if name in self.minimum else ""
+            costs.append((name, format_cost(name, before), format_cost(name, after), share, upper, minimum))
         fewer = self.before.get("flops", 0.0) / (self.after.get("flops") or 1.0)
-        times = [
-            (
-                pair.label,
-                f"{pair.before_ms:.3g} ms",
-                f"{pair.after_ms:.3g} ms",
-                f"{pair.faster:.2f} ({pair.low:.2f} to {pair.high:.2f})",
-                f"{fewer:.2f}",
-                f"{pair.faster / fewer:.2f}" if fewer else "",
-            )
-            for pair in self.times
-        ]
+        for pair in self.times:
+            faster = f"{pair.faster:.2f} ({pair.low:.2f} to {pair.high:.2f})"
+            efficiency = f"{pair.faster / fewer:.2f}" if fewer else ""
+            milliseconds = f"{pair.before_ms:.3g} ms", f"{pair.after_ms:.3g} ms"
+            times.append((pair.label, *milliseconds, faster, f"{fewer:.2f}", efficiency))
+        for each in self.candidates:
+            loss = "see notes" if each.loss is None else f"{each.loss:.4g}"
+            tried.append((each.criterion, each.allocation, loss, "chosen" if each.chosen else ""))
+        measured = [(name.replace("_", " "), measured_text(name, value)) for name, value in self.measured.items()]
+        for group in self.groups:
+            flops = f"{format_cost('flops', group.flops_before)} → {format_cost('flops', group.flops_after)}"
+            share = f"{group.after / group.before:.0%}"
+            groups.append((group.name, group.kind, str(group.before), str(group.after), share, flops))
         found: dict[str, Table] = {
             "Costs": (("metric", "before", "after", "share", "requested", "minimum"), costs),
             "Time": (("forward pass", "before", "after", "speed-up (quartiles)", "FLOPs reduction", "efficiency"), times),
-            "Candidates": (
-                ("criterion", "allocation", "loss on held-out examples", ""),
-                [
-                    (
-                        each.criterion,
-                        each.allocation,
-                        "see notes" if each.loss is None else f"{each.loss:.4g}",
-                        "chosen" if each.chosen else "",
-                    )
-                    for each in self.candidates
-                ],
-            ),
+            "Candidates": (("criterion", "allocation", "loss on held-out examples", ""), tried),
             "Measured": (("measured", "value"), measured),
             "Groups": (("group", "kind", "before", "after", "share", "FLOPs of affected layers"), groups),
         }
@@ -231,18 +204,12 @@ def prune_page(report: PruneReport, *, file: str, sizes: Mapping[str, int], fact
         if title in tables:
             parts += [heading(title), paragraph(about, "soft"), table(*tables[title])]
     parts += [heading("Files"), table(("file", "size"), [(name, format_cost("bytes", size)) for name, size in sizes.items()])]
-    rows = [
-        (
-            (group.name, f"{group.before} → {group.after} {group.kind}s", f"{group.after / group.before:.0%}"),
-            group.flops_before,
-            group.flops_after,
-        )
-        for group in report.groups
-    ]
-    parts += [
-        heading("Groups"),
-        bars(("group", "units", "kept", "FLOPs of affected layers, before (light) and after (dark)"), rows),
-    ]
+    rows = []
+    for group in report.groups:
+        cells = group.name, f"{group.before} → {group.after} {group.kind}s", f"{group.after / group.before:.0%}"
+        rows.append((cells, group.flops_before, group.flops_after))
+    heads = "group", "units", "kept", "FLOPs of affected layers, before (light) and after (dark)"
+    parts += [heading("Groups"), bars(heads, rows)]
     if report.unprunable:
         reasons = table(("modules", "units", "reason"), by_cause(report.unprunable), texts=("reason",))
         parts += [heading("Cannot be pruned"), reasons]
