@@ -238,7 +238,7 @@ def _run(settings: Settings, metric: Metric | None, finetune: AfterCut | None, *
         stage = Stage(settings, small, units, settings.target(step))
         decision = stage.decide(candidates)
         first, candidates = first or decision, (decision.candidate,)
-        mask = inside(mask, decision.cut.mask)
+        mask = UnitMask({name: keep.masked_scatter(keep, decision.cut.mask[name]) for name, keep in mask.items()})
         history.append(settings.costs.costs(mask.counts()))
         if dry_run and step == steps:
             break
@@ -270,11 +270,6 @@ def _finetuned(finetune: AfterCut, small: nn.Module, step: int) -> nn.Module:
             f" {', '.join(differing[:3])}; train the model in place and return None, or take a wrapper off before returning"
         )
     return trained
-
-
-def inside(outer: UnitMask, inner: UnitMask) -> UnitMask:
-    """Return the mask of the dense model: `inner` says which of the units kept by `outer` stay."""
-    return UnitMask({name: keep.masked_scatter(keep, inner[name]) for name, keep in outer.items()})
 
 
 def _identifier(metric: Metric) -> str:

@@ -132,11 +132,10 @@ def load_compact(
             _set_attributes(path, name, module, spec["modules"][name][1])
         _set_numbers(path, small, spec["numbers"])
         fixed = set(spec["fixed"])
-    for name, entry in _entries(small)[0].items():
-        if isinstance(entry, nn.Parameter):
-            entry.requires_grad_(name not in fixed)
-    if spec["proof"] is not None:
-        with damage(path):
+        for name, entry in _entries(small)[0].items():
+            if isinstance(entry, nn.Parameter):
+                entry.requires_grad_(name not in fixed)
+        if spec["proof"] is not None:
             check_proof(path, small, spec["proof"])
     return small
 
