@@ -1,22 +1,39 @@
-"""The safetensors file of a compact model: tensors, and a description as JSON in its header."""
+"""The safetensors file of a compact model: tensors, a description as JSON in its header, and a proof.
+
+A proof is what the model computes on inputs that everybody can draw again.
+"""
 
 import contextlib
 import hashlib
 import json
+import math
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
 
+from sparsekit._torch import DispatchMode, operator_packet, tree_leaves
 from sparsekit.errors import CompactFileError, SparsekitError
 from sparsekit.graph import StateDict, UnitGraph
+from sparsekit.rng import torch_generator, torch_scope
+from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.version import __version__
 
 _KEY, _FORMAT = "sparsekit", 3
+_SEED, _PROJECTIONS = 0, 4
+# Relative errors of one product that other processors and kernels may make: TF32 has 10 bits, bfloat16 has 7.
+_ROUNDING, _ROUNDING_OF_HALVES = 1e-3, 1e-2
+# Differences of the outputs, as shares of their norm, that are allowed: this many times the rounding, or what rounding of every
+# product did to the outputs; a model that it changes by more than the last number gets no proof.
+_FACTOR, _MOST = 10.0, 0.3
 
 
 def write_file(path: Path, entries: StateDict, spec: Mapping[str, Any]) -> None:
@@ -84,3 +101,120 @@ def digest(graph: UnitGraph) -> str:
             sha.update(repr((piece.name, piece.dim)).encode())
             sha.update(piece.index.cpu().contiguous().numpy().tobytes())
     return sha.hexdigest()
+
+
+def make_proof(model: nn.Module, example_inputs: tuple[Any, ...] | Mapping[str, Any]) -> dict[str, Any] | None:
+    """Run the model on drawn inputs, and describe them and the outputs as JSON data.
+
+    Shapes, dtypes and ranges of the tensors in `example_inputs` are used, never their values. None if the inputs hold anything
+    else, if the model fails on drawn ones, or if its outputs are not finite, depend on random numbers, or change much by
+    rounding.
+    """
+    inputs = _described(dict(example_inputs) if isinstance(example_inputs, Mapping) else tuple(example_inputs))
+    if inputs is None or any(entry.is_meta for entry in named_entries(model).values()):
+        return None
+    rounding = _rounding(model)
+    try:
+        found, rounded = _outputs(model, inputs, 0), _outputs(model, inputs, 1, _Rounded(rounding))
+    except Exception:  # noqa: BLE001 - whatever a model raises on inputs that it was not made for
+        return None
+    allowed = _FACTOR * max(rounding, _difference(found, rounded))
+    if not found or not allowed <= _MOST:
+        return None
+    return {"inputs": inputs, "outputs": found, "allowed": allowed}
+
+
+def check_proof(path: str | os.PathLike[str], model: nn.Module, proof: Mapping[str, Any]) -> None:
+    """Run a loaded model on the inputs of a proof, and raise CompactFileError if it computes something else."""
+    try:
+        found = _outputs(model, proof["inputs"], 0)
+    except Exception as error:  # noqa: BLE001 - such as a type that this processor cannot multiply
+        warnings.warn(f"{path}: the loaded {type(model).__name__} was not compared with the saved one: {error}", stacklevel=3)
+        return
+    difference = _difference(proof["outputs"], found)
+    if not difference <= max(proof["allowed"], _FACTOR * _rounding(model)):
+        raise CompactFileError(
+            f"{path}: the outputs of the loaded {type(model).__name__} differ from those of the saved one by"
+            f" {difference:.2g} of their size; use the code and the arguments of the dense model that was compacted"
+        )
+
+
+def _rounding(model: nn.Module) -> float:
+    exact = all(entry.dtype.itemsize >= 4 for entry in named_entries(model).values() if entry.is_floating_point())
+    return _ROUNDING if exact else _ROUNDING_OF_HALVES
+
+
+class _Rounded(DispatchMode):
+    """Changes every product at random by as much as another processor may round it."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self._share, self._rng = share, torch_generator(np.random.default_rng(_SEED))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if operator_packet(func) not in flop_registry or not isinstance(result, Tensor) or not result.is_floating_point():
+            return result
+        noise = torch.randn(result.shape, generator=self._rng).to(result)
+        return result + self._share * result.abs().mean() * noise
+
+
+def _outputs(
+    model: nn.Module, inputs: Any, seed: int, mode: contextlib.AbstractContextManager[Any] | None = None
+) -> list[tuple[float, list[float]]]:
+    copied = copy_with(model, dict(model.named_parameters(remove_duplicate=False))).eval()
+    device = next((entry.device for entry in named_entries(model).values()), torch.device("cpu"))
+    drawn = _drawn(inputs, np.random.default_rng(_SEED), device)
+    args, kwargs = ((), drawn) if isinstance(drawn, dict) else (drawn, {})
+    with torch_scope(np.random.default_rng(seed)), torch.no_grad(), mode or contextlib.nullcontext():
+        leaves = tree_leaves(copied(*args, **kwargs))
+    rng, found = np.random.default_rng(_SEED), []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.numel() and (leaf.is_floating_point() or leaf.is_complex()):
+            real = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
+            values = real.detach().cpu().double().flatten().numpy()
+            norm = math.sqrt(float(values @ values))
+            if not math.isfinite(norm):
+                raise ValueError("the outputs are not finite")
+            found.append((norm, [float(values @ (1 - 2 * rng.integers(2, size=len(values)))) for _ in range(_PROJECTIONS)]))
+    return found
+
+
+def _difference(a: list[tuple[float, list[float]]], b: list[tuple[float, list[float]]]) -> float:
+    """Return the largest difference of two projections as a share of the norm; infinity if there are not equally many."""
+    if len(a) != len(b):
+        return math.inf
+    sums = ((max(norm, 1e-300), np.subtract(one, two)) for (norm, one), (_, two) in zip(a, b, strict=True))
+    return max((float(np.abs(apart).max()) / norm for norm, apart in sums), default=0.0)
+
+
+def _described(value: Any) -> Any:
+    """Return inputs as JSON data, tensors by their shape, dtype and range; None if they hold anything else."""
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided or value.is_complex() or value.is_quantized:
+            return None
+        low, high = (value.min().item(), value.max().item()) if value.numel() and not value.is_meta else (0, 0)
+        if not math.isfinite(high - low):
+            return None
+        return {"tensor": list(value.shape), "dtype": str(value.dtype).removeprefix("torch."), "range": [low, high]}
+    if type(value) in (tuple, list, dict):
+        keys = [*value] if type(value) is dict else None
+        items = [_described(item) for item in (value.values() if type(value) is dict else value)]
+        known = all(item is not None for item in items) and all(type(key) is str for key in keys or ())
+        return {type(value).__name__: items, "keys": keys} if known else None
+    return {"value": value} if type(value) in (bool, int, float, str, type(None)) else None
+
+
+def _drawn(inputs: Any, rng: np.random.Generator, device: torch.device) -> Any:
+    """Return inputs of a description: numbers within its range; floats between -1 and 1 if the range is empty, as for zeros."""
+    if "tensor" in inputs:
+        shape, dtype, (low, high) = inputs["tensor"], getattr(torch, inputs["dtype"]), inputs["range"]
+        if not dtype.is_floating_point:
+            return torch.from_numpy(rng.integers(int(low), int(high) + 1, size=shape)).to(device, dtype)
+        low, high = (low, high) if low < high else (-1.0, 1.0)
+        return torch.from_numpy(low + (high - low) * rng.random(shape)).to(device, dtype)
+    if "value" in inputs:
+        return inputs["value"]
+    kind = next(iter(inputs))
+    items = [_drawn(item, rng, device) for item in inputs[kind]]
+    return dict(zip(inputs["keys"], items, strict=True)) if kind == "dict" else tuple(items) if kind == "tuple" else items

@@ -21,8 +21,7 @@ from sparsekit.graph.index import inverse_index
 from sparsekit.layers import LayerRule, resize
 from sparsekit.registry import load_object
 from sparsekit.runtime.safe_convolution import guard_convolutions
-from sparsekit.surgery.files import damage, digest, read_file, write_file
-from sparsekit.surgery.proof import check_proof, make_proof
+from sparsekit.surgery.files import check_proof, damage, digest, make_proof, read_file, write_file
 from sparsekit.surgery.rebuild import copy_with, find_constants, named_entries
 from sparsekit.version import __version__
 

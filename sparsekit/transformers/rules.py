@@ -5,7 +5,7 @@ tokens it gets. Under a mask, the router chooses among kept experts alone, as in
 """
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -62,7 +62,8 @@ class RouterRule(LayerRule):
 
     def resize(self, module: nn.Module) -> None:
         """Set `num_experts` and `hidden_dim`."""
-        _set_sizes(module, zip(("num_experts", "hidden_dim"), module.get_parameter("weight").shape, strict=True))
+        number, width = module.get_parameter("weight").shape
+        _set_sizes(module, num_experts=number, hidden_dim=width)
 
     def trace(self, tracer: Tracer, module: nn.Module, run: Run, args: Args, kwargs: Kwargs) -> Any:
         """Label the scores with the experts; the choice for a token tells the experts whose rows these are."""
@@ -107,8 +108,8 @@ class ExpertsRule(LayerRule):
         experts: Any = module
         number, *matrix = experts.down_proj.shape
         width, inner = reversed(matrix) if _is_transposed(module) else matrix
-        names = ("num_experts", "hidden_dim", "hidden_size", "intermediate_dim", "intermediate_size")
-        _set_sizes(module, zip(names, (number, width, width, inner, inner), strict=True))
+        _set_sizes(module, num_experts=number, hidden_dim=width, hidden_size=width)
+        _set_sizes(module, intermediate_dim=inner, intermediate_size=inner)
 
     def trace(self, tracer: Tracer, module: nn.Module, run: Run, args: Args, kwargs: Kwargs) -> Any:
         """Unite both weights with the rows of the router, and the two halves of the first with the columns of the second."""
@@ -217,8 +218,8 @@ def _nodes(labels: TensorLabels, dim: int) -> IntArray:
     return np.zeros(0, dtype=np.int64) if axis is None else axis.nodes
 
 
-def _set_sizes(module: nn.Module, sizes: Iterable[tuple[str, int]]) -> None:
+def _set_sizes(module: nn.Module, **sizes: int) -> None:
     """Set the integers that the module has: names differ between families."""
-    for name, size in sizes:
+    for name, size in sizes.items():
         if hasattr(module, name):
             setattr(module, name, size)
