@@ -167,6 +167,12 @@ def test_no_circle_of_files():
             ("torch", "numpy", "pydantic", "sparsekit.bandit"),
         ),
         (
+            "from sparsekit.cli.main import execute\n"
+            "for name in ('run', 'fedlps', 'compare', 'report', 'flower-app', 'list', 'describe'):"
+            " assert execute([name, '--help']) == 0",
+            ("torch", "pandas", "matplotlib", "sklearn", "flwr", "optuna"),
+        ),
+        (
             "from sparsekit.cli.main import execute; assert execute(['list', 'criteria']) == 0",
             ("pydantic", "pandas", "sparsekit_fl.config"),
         ),
@@ -191,7 +197,7 @@ def test_no_circle_of_files():
             ("opacus", "pandas", "matplotlib", "flwr"),
         ),
     ],
-    ids=["help", "list", "bandit", "packages", "apps", "run"],
+    ids=["help", "help of commands", "list", "bandit", "packages", "apps", "run"],
 )
 def test_a_process_loads_nothing_that_it_does_not_need(program, needless):
     if "flower.app" in program:

@@ -270,8 +270,7 @@ class TestNewMethod(MethodContract):
                 own[k] = new
             x = {name: sum(after[name] for after in trained) / len(trained) for name in x}
             c = {name: c[name] + sum(change[name] for change in controls) / len(clients) for name in x}
-        for name, value in x.items():
-            torch.testing.assert_close(result.state[name], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(result.state, dict(x), rtol=1e-5, atol=1e-6)
 
 
 def _deep():

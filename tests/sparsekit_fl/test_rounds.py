@@ -45,14 +45,6 @@ def test_result_json_has_what_scripts_rely_on(tmp_path):
     assert raw == result.to_dict()
 
 
-@pytest.mark.parametrize("method", ["depthfl", "fedavg"])
-def test_a_result_notes_that_no_device_is_limited_if_the_method_looked(method):
-    equal = [replace(client, capability=fl.Capability()) for client in tiny_clients()]
-    notes = tiny_run(method, rounds=1, clients=equal, capability_levels=None).note.splitlines()
-    assert any(note.startswith("Every client has the full capability") for note in notes) == (method == "depthfl")
-    assert fl.methods.registry[method].note in (*notes, "")
-
-
 def scored(watching):
     """Round → ids of the clients that were scored after it."""
     rounds = {request.round for request, _ in watching.seen if request.task == "score"}

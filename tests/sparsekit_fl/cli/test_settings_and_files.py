@@ -70,18 +70,6 @@ def test_a_command_has_one_page_of_options(command, capsys, monkeypatch):
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_help_imports_nothing_that_takes_long():
-    code = """
-import sys
-from sparsekit.cli.main import execute
-for name in ("run", "fedlps", "compare", "report", "flower-app", "list", "describe"):
-    assert execute([name, "--help"]) == 0
-print([name for name in ("torch", "pandas", "matplotlib", "sklearn", "flwr", "optuna") if name in sys.modules])
-"""
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.splitlines()[-1] == "[]"
-
-
 def test_without_the_packages_of_federated_learning_a_command_says_what_to_install_and_the_core_is_listed():
     code = """
 import contextlib, io, sys
