@@ -4,7 +4,6 @@ from typing import Any
 
 import zoo_attention  # noqa: F401 (fills the zoo)
 import zoo_constructs  # noqa: F401
-import zoo_layers  # noqa: F401
 from torch import nn
 from zoo_base import ZOO, Architecture, Lambda, build
 

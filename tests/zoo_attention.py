@@ -1,4 +1,4 @@
-"""The zoo, part three: attention, whose unit is a whole head."""
+"""The zoo: attention, whose unit is a whole head."""
 
 import functools
 import math
