@@ -16,22 +16,14 @@ from sparsekit.progress import track, working
 from sparsekit.registry import Registry, load_object
 
 
-@pytest.fixture
-def shelf(monkeypatch: pytest.MonkeyPatch) -> Registry:
-    plugins = [
-        EntryPoint("tau", "math:tau", "shelf"),
-        EntryPoint("pi", "math:e", "shelf"),
-        EntryPoint("bad", "nowhere:x", "shelf"),
-    ]
+def test_names_of_the_table_are_found_before_those_of_entry_points_and_others_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = {"tau": "math:tau", "pi": "math:e", "bad": "nowhere:x"}
+    plugins = [EntryPoint(name, value, "shelf") for name, value in found.items()]
     monkeypatch.setattr(module, "entry_points", lambda group: plugins if group == "shelf" else [])
-    return Registry("number", {"pi": "math:pi", "lazy": "antigravity:geohash"}, group="shelf")
-
-
-def test_names_of_the_table_are_found_before_those_of_entry_points(shelf: Registry) -> None:
+    shelf = Registry("number", {"pi": "math:pi", "lazy": "antigravity:geohash"}, group="shelf")
     assert (shelf["pi"], shelf["tau"]) == (math.pi, math.tau)
-
-
-def test_what_does_not_fit_is_refused(shelf: Registry) -> None:
     with pytest.raises(UnknownNameError, match="unknown number 'tao'; did you mean 'tau'"):
         shelf["tao"]
     with pytest.raises(InvalidValueError, match="nowhere"):

@@ -168,11 +168,6 @@ def test_models_of_other_libraries_are_found_by_their_names(
     assert "torchvision, timm or transformers" in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
-def _plug_in(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
-    points = [EntryPoint(name, value, cli.commands.group) for name, value in values.items()]
-    monkeypatch.setattr(registry, "entry_points", lambda group: points)
-
-
 hello = typer.Typer()
 
 
@@ -186,7 +181,9 @@ def test_commands_of_other_packages_are_found_and_a_broken_one_spoils_only_itsel
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "other_package", sys.modules[__name__])
-    _plug_in(monkeypatch, greet="other_package:hello", broken="nowhere_at_all:app", odd="math:pi")
+    found = {"greet": "other_package:hello", "broken": "nowhere_at_all:app", "odd": "math:pi"}
+    points = [EntryPoint(name, value, cli.commands.group) for name, value in found.items()]
+    monkeypatch.setattr(registry, "entry_points", lambda group: points)
     assert cli.execute(["--help"]) == 0
     out = capsys.readouterr().out
     assert all(f" {name} " in out for name in (*COMMANDS, "greet", "broken", "odd"))
