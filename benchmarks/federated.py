@@ -206,17 +206,20 @@ def measure(name: str, arm: str, seed: int, out: Path, data: Path) -> dict[str, 
     }  # fmt: skip
 
 
+def cell(rows: list[dict[str, Any]], name: str, arm: str) -> tuple[list[dict[str, Any]], list[float]]:
+    """Rows of an arm in a setting, and its mean accuracy at each level of capability, in %."""
+    own = [row for row in rows if (row["setting"], row["arm"]) == (name, arm)]
+    return own, [100 * statistics.mean(each) for each in zip(*(row["by level"] for row in own), strict=True)]
+
+
 def tables(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     lines = []
-    for name in SETTINGS:
-        for arm in ARMS:
-            own = [row for row in rows if (row["setting"], row["arm"]) == (name, arm)]
-            if not own:
-                continue
-            best = {row["seed"]: row for row in rows if (row["setting"], row["arm"]) == (name, "fedlps")}
+    for name, arm in product(SETTINGS, ARMS):
+        own, levels = cell(rows, name, arm)
+        if own:
+            best = {row["seed"]: row for row in cell(rows, name, "fedlps")[0]}
             gaps = [100 * (row["test"] - best[row["seed"]]["test"]) for row in own if row["seed"] in best]
             mean = {key: statistics.mean(row[key] for row in own) for key in ("TFLOPs", "scoring", "seconds")}
-            levels = [100 * statistics.mean(each) for each in zip(*(row["by level"] for row in own), strict=True)]
             lines.append(
                 {
                     "setting": name, "arm": arm, "n": len(own), "accuracy": spread([100 * row["test"] for row in own]),
@@ -239,12 +242,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     for column, name in zip(axes.T, _SHOWN, strict=True):
         column[0].set_title(f"{name}: accuracy in %")
         for arm, color in DRAWN.items():
-            own = [row for row in rows if (row["setting"], row["arm"]) == (name, arm)]
+            own, levels = cell(rows, name, arm)
             if not own:
                 continue
             accuracy = 100 * statistics.mean(row["test"] for row in own)
             work = statistics.mean(row["TFLOPs"] + row["scoring"] for row in own)
-            levels = [100 * statistics.mean(each) for each in zip(*(row["by level"] for row in own), strict=True)]
             column[0].plot(statistics.mean(row["seconds"] for row in own), accuracy, "o", color=color, label=arm)
             column[1].plot(work, accuracy, "o", color=color)
             column[2].plot(LEVELS, levels, "o-", color=color)

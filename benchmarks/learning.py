@@ -168,15 +168,13 @@ def _scratch(run: Run) -> nn.Module:
 
 def _paper(run: Run) -> nn.Module:
     """The rule of FedLPS from the largest weights, at the equal widths of the share."""
-    ratio = next(r / 1000 for r in range(1000, 0, -1) if _flops(run, r / 1000) <= run.share or r == 1)
+    graph, costs, most = run.task.graph, run.task.costs, run.share * run.dense()
+    fitting = (r / 1000 for r in range(1000, 0, -1) if costs.costs(ratio_counts(graph, r / 1000))["flops"] <= most)
+    ratio = next(fitting, 0.001)
     rule = sk.GradientImportance(target="absolute", lr=run.lr, refresh_every=1)
     run.masked.budget = None
     run.masked.load(run.task.model.state_dict(), ratio=ratio, learning=rule)
     return run.train()
-
-
-def _flops(run: Run, ratio: float) -> float:
-    return run.task.costs.costs(ratio_counts(run.task.graph, ratio))["flops"] / run.dense()
 
 
 def _transplant(run: Run) -> nn.Module:
@@ -228,9 +226,6 @@ def run_cells(out: Path, options: argparse.Namespace) -> None:
             add(path, row)
 
 
-SPLITS = {"val": "validation", "test": "test"}
-
-
 def table(out: Path, against: str = "fixed n2") -> None:
     """Mean of each arm, and mean paired difference ± standard error, by network, share and budget."""
     rows = read(out / "learning.jsonl")
@@ -245,9 +240,9 @@ def table(out: Path, against: str = "fixed n2") -> None:
             own = [row for row in here if row["arm"] == arm]
             apart = [row["test"] - base[row["task"], row["seed"]]["test"] for row in own if (row["task"], row["seed"]) in base]
             error = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else 0.0
-            means = {name: f"{statistics.mean(row[part] for row in own):.1f}" for part, name in SPLITS.items()}
+            val, test = (f"{statistics.mean(row[part] for row in own):.1f}" for part in ("val", "test"))
             told = f"{statistics.mean(apart):+.1f} ± {error:.1f}" if len(apart) > 1 else ""
-            lines.append({"arm": arm, "n": len(own), **means, "difference on test": told})
+            lines.append({"arm": arm, "n": len(own), "validation": val, "test": test, "difference on test": told})
         show(lines, as_json=False)
 
 

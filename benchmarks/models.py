@@ -178,7 +178,6 @@ def mambapy() -> Any:
     return package.Mamba(package.MambaConfig(d_model=32, n_layers=2)), (torch.randn(2, 8, 32),)
 
 
-_VIT = {"num_hidden_layers": 2, "num_attention_heads": 4}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 MODELS: dict[str, tuple[str, Callable[[], Any]]] = {

@@ -199,19 +199,15 @@ def _cut(cell: Cell, **options: Any) -> Any:
     return sk.prune(cell.dense, (cell.example,), budget={"flops": f"{100 * cell.share:g}%"}, **options)
 
 
-def _reconstructed(cell: Cell, dense: nn.Module, pruned: Any) -> nn.Module:
-    small = copy.deepcopy(pruned.model)
-    sk.reconstruct(dense, small, pruned.graph, pruned.mask, cell.once("batches", cell.scoring))
-    return small
-
-
 def _default(cell: Cell) -> tuple[Any, nn.Module]:
     """What `sk.prune` does by default with batches, Fisher by cost and consumers refitted, in parts so that each is scored."""
 
     def find() -> tuple[Any, nn.Module]:
         batches = cell.once("batches", cell.scoring)
         pruned = _cut(cell, batches=batches, loss=F.cross_entropy, reconstruct=False, multiple_of=1, criterion="fisher")
-        return pruned, _reconstructed(cell, cell.dense, pruned)
+        small = copy.deepcopy(pruned.model)
+        sk.reconstruct(cell.dense, small, pruned.graph, pruned.mask, batches)
+        return pruned, small
 
     pruned, small = cell.once(f"default at {cell.share:g}", find)
     return pruned, copy.deepcopy(small)
@@ -232,13 +228,8 @@ def _reset(model: nn.Module, seed: int) -> nn.Module:
     return model
 
 
-def scratch_uniform(cell: Cell) -> Cut:
-    pruned = _cut(cell, criterion="magnitude", allocation="uniform")
-    return Cut(_reset(pruned.model, cell.seed), scratch=True, notes={"widths": pruned.mask.counts()})
-
-
-def scratch_ours(cell: Cell) -> Cut:
-    pruned, _ = _default(cell)
+def scratch(cell: Cell, *, uniform: bool = False) -> Cut:
+    pruned = _cut(cell, criterion="magnitude", allocation="uniform") if uniform else _default(cell)[0]
     small = _reset(copy.deepcopy(pruned.model), cell.seed)
     return Cut(small, scratch=True, notes={"widths": pruned.mask.counts()})
 
@@ -293,8 +284,8 @@ ARMS: dict[str, Callable[[Cell], Cut]] = {
     "torch-pruning: L2": torch_pruning,
     "torch-pruning: L2, our refit": torch_pruning_refitted,
     "torch-pruning: L2, our refit and teacher": partial(torch_pruning_refitted, teacher=True),
-    "scratch, uniform": scratch_uniform,
-    "scratch, our widths": scratch_ours,
+    "scratch, uniform": partial(scratch, uniform=True),
+    "scratch, our widths": scratch,
 }
 
 
