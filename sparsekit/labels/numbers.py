@@ -29,8 +29,8 @@ class Size:
     """An integer that follows the number of units by itself: the length of an axis, or a number that a layer rule sets."""
 
     nodes: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # along the axis, if there are any
-    equals: list[tuple[IntArray, frozenset[Held]]] = field(default_factory=list)
-    """Takes (nodes, integers held) of every comparison that found them equal."""
+    note_equal: Callable[[IntArray, frozenset[Held]], None] | None = None
+    """Takes the nodes, and integers held that a comparison found equal to their number."""
     module: str = ""  # the module whose rule sets the number
 
 
@@ -104,8 +104,8 @@ class Number(int):
         if same is True and isinstance(other, Number):
             for size, number in ((self, other), (other, self)):
                 mine = next(iter(size.factors)) if len(size.factors) == 1 else None
-                if isinstance(mine, Size) and mine.nodes.size and number.held:
-                    mine.equals.append((mine.nodes, number.held))
+                if isinstance(mine, Size) and mine.note_equal is not None and number.held:
+                    mine.note_equal(mine.nodes, number.held)
         if same is False and (len(self.parts) > 1 or isinstance(other, Number) or other not in (0, 1)):
             note_use(self, other)
         return same

@@ -12,20 +12,17 @@ from torch import Tensor, nn
 
 from sparsekit.graph.groups import Constant, Kind, Refusal
 from sparsekit.graph.held import Path
+from sparsekit.labels.facts import Borrow, Cause, Compare, Count, Fact, Keep, Make, Merge, Read, Spelt, user_line
 from sparsekit.labels.numbers import Given, Held, Number, Size, Source
 from sparsekit.labels.origin import mark_inputs
 from sparsekit.labels.values import (
     ALWAYS_ZERO,
     NO_UNIT,
     NOT_ZERO,
-    Cause,
     Entry,
-    GivenLength,
     IntArray,
     Labels,
-    NormNote,
     TensorLabels,
-    user_line,
 )
 
 
@@ -39,31 +36,9 @@ class Tracer:
         self.kept_norms = kept_norms
         self.nodes = 0  # number of nodes
         self.entries: list[Entry] = []  # parameters, buffers and constants, in the order of the state
-        self.united: list[tuple[IntArray, IntArray]] = []  # pairs of node runs that are one unit, position by position
-        self.fixed: list[tuple[IntArray, Cause]] = []  # nodes whose units stay whole
-        # Nodes that make the values of their units, in forward order, with the kind if it is known.
-        self.made: list[tuple[IntArray, Kind | None]] = []
-        self.columns: list[IntArray] = []  # nodes of parameter axes that multiply the units which they read
-        # (nodes, sources, cause) of every reader; the cause is set if no parameter multiplies the units.
-        self.reads: list[tuple[IntArray, IntArray, Cause | None]] = []
-        self.tied: list[tuple[IntArray, ...]] = []  # runs of nodes that must keep equally many units
-        self.least: list[tuple[IntArray, int]] = []  # at least so many units of the run must stay
-        # Nodes whose values may not be zero when gated, because they start from a state that is passed in.
-        self.unsure: list[IntArray] = []
-        self.heads: list[IntArray] = []  # nodes of attention heads: each makes a map of its own over the positions
-        self.lengths: list[GivenLength] = []
-        # (nodes, integers held) of comparisons of the length of an axis that were true.
-        self.equals: list[tuple[IntArray, frozenset[Held]]] = []
-        # Module whose code ran → sources of integers that it has compared, rounded or converted.
-        self.compared: dict[str, set[Source]] = {}
-        self.literals: list[tuple[IntArray, int, Cause]] = []  # lengths that were given and read from nowhere
-        # Axes whose length was given as the length of an axis of other units.
-        self.borrowed: list[tuple[IntArray, IntArray, Cause]] = []
-        self.attempts: dict[str, int] = {}  # module → failed choices of integers that follow the number of its units
+        self.facts: list[Fact] = []
         self.held: dict[str, list[Held]] = {}  # by module
         self.given = Given()
-        # (module, number of the call in a forward pass of it) → averages of each such call; None without units.
-        self.norms: dict[tuple[str, int], list[NormNote | None]] = {}
         self.used: set[int] = set()  # numbers of the entries that some operator has met
         # Call → (labels of its inputs, labels of its outputs), for another pass over the code.
         self.answers: dict[tuple[Any, ...], tuple[Any, list[TensorLabels | None]]] = {}
@@ -113,7 +88,11 @@ class Tracer:
 
     def note_compared(self, sources: Iterable[Source]) -> None:
         """Note where integers come from that the code of the module that runs now has compared, rounded or converted."""
-        self.compared.setdefault(self.module, set()).update(sources)
+        self.facts.append(Compare(self.module, frozenset(sources)))
+
+    def note_equal(self, nodes: IntArray, held: frozenset[Held]) -> None:
+        """Note integers held that a comparison found equal to the length of an axis."""
+        self.facts.append(Count(nodes, (held,)))
 
     @property
     def module(self) -> str:
@@ -249,7 +228,7 @@ class Tracer:
             self.fix(np.maximum(a, b)[lonely], "combined with values that belong to no unit", quiet=quiet)
         pairs = (a >= 0) & (b >= 0) & (a != b)
         if pairs.any():
-            self.united.append((a[pairs], b[pairs]))
+            self.facts.append(Merge(a[pairs], b[pairs]))
 
     def unite_rows(self, rows: IntArray) -> None:
         """Make each column of a matrix of nodes one unit."""
@@ -289,7 +268,7 @@ class Tracer:
         if nodes.size:
             self._whole.update(nodes.tolist())
             kind: Refusal = "expected" if quiet else "average" if averaged else "operator"
-            self.fixed.append((nodes, self.cause(reason, kind) if isinstance(reason, str) else reason))
+            self.facts.append(Keep(nodes, self.cause(reason, kind) if isinstance(reason, str) else reason))
 
     def cause(self, reason: str, kind: Refusal = "operator", remedy: str = "") -> Cause:
         """Return why units stay whole, with the line of the user's code."""
@@ -344,7 +323,7 @@ class Tracer:
     def make_nodes(self, nodes: IntArray, kind: Kind | None = None) -> None:
         nodes = nodes[nodes >= 0]
         if nodes.size:
-            self.made.append((nodes, kind))
+            self.facts.append(Make(nodes, kind))
 
     def read(self, values: Labels, columns: IntArray | None) -> None:
         """Note a reader of units.
@@ -352,13 +331,13 @@ class Tracer:
         `columns`: nodes of the parameter axis that multiplies them; None if no parameter does, so that the values themselves
         must be zero where a unit is dropped.
         """
-        cause = None
+        by: IntArray | Cause
         if columns is None:
-            cause = self.cause("read by an operator without weights although the values of dropped units are not zero")
+            by = self.cause("read by an operator without weights although the values of dropped units are not zero")
         else:
-            self.columns.append(columns[columns >= 0])
+            by = columns[columns >= 0]
         where = values.nodes >= 0
-        self.reads.append((values.nodes[where], values.sources[where], cause))
+        self.facts.append(Read(values.nodes[where], values.sources[where], by))
 
     def contract(self, a: TensorLabels, a_dim: int, b: TensorLabels, b_dim: int) -> None:
         """Sum of products over an axis of `a` and an axis of `b`: unite and read the units on both."""
@@ -396,16 +375,16 @@ class Tracer:
         given = [self.given.at(dim, rank) for dim in dims] or [self.given] * len(lengths)
         read = [number.held if (number := g.numbers.get(size)) else frozenset() for g, size in zip(given, lengths, strict=True)]
         literal = [size in g.plain for g, size in zip(given, lengths, strict=True)]
-        self.lengths.append(GivenLength(nodes, tuple(read)))
+        self.facts.append(Count(nodes, tuple(read)))
         if nodes.ndim == 1:
             self._borrow(nodes, given[0].numbers.get(lengths[0]))
         for axis, (size, is_literal) in enumerate(zip(lengths, literal, strict=True)):
             if is_literal:
-                self.literals.append((nodes, size, self.cause("")))
+                self.facts.append(Spelt(nodes, size, self.cause("")))
                 for held in self.held.get(self.module, ()):
                     if held.value == size:
                         alone = [frozenset({held}) if other == axis else frozenset() for other in range(len(lengths))]
-                        self.lengths.append(GivenLength(nodes, tuple(alone), "equal"))
+                        self.facts.append(Count(nodes, tuple(alone), "equal"))
 
     def _borrow(self, nodes: IntArray, length: Number | None) -> None:
         """Note that the length of an axis was read from an axis of other units."""
@@ -413,7 +392,7 @@ class Tracer:
             if isinstance(source, Size) and source.nodes.size == nodes.size and not np.array_equal(source.nodes, nodes):
                 remedy = "write -1 in place of the width of another tensor"
                 cause = self.cause("its width is read from units that cannot be pruned", "number", remedy)
-                self.borrowed.append((nodes, source.nodes, cause))
+                self.facts.append(Borrow(nodes, source.nodes, cause))
 
     def held_by(self, length: int) -> frozenset[Held]:
         """Return the integers held that gave a length in the current call."""
@@ -425,4 +404,4 @@ class Tracer:
         value = getattr(self._model.get_submodule(module), attribute)
         path: Path = (attribute, 0) if isinstance(value, tuple) else (attribute,)
         held = Held(module, path, int(value[0] if isinstance(value, tuple) else value))
-        self.lengths.append(GivenLength(nodes, (frozenset({held}),), "rule"))
+        self.facts.append(Count(nodes, (frozenset({held}),), "rule"))

@@ -1,56 +1,19 @@
 """Labels: which unit each position along an axis of a tensor belongs to.
 
 A *node* is one position along one axis of one state entry. Tensors in a trace carry, for each axis, the node of each position.
-Operators unite nodes, mark them as made or read, and fix them. Nodes that are connected at the end are a unit.
+Operators state facts about nodes. Nodes that are connected at the end are a unit.
 """
 
 from __future__ import annotations
 
-import linecache
-import os
-import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Literal
 
 import numpy as np
-import torch
 
-from sparsekit.graph.groups import Constant, Refusal
+from sparsekit.graph.groups import Constant
 from sparsekit.labels.numbers import Held
 from sparsekit.labels.numbers import IntArray as IntArray
-
-LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).resolve().parents[1]) + os.sep)
-"""Folders of torch and of this package."""
-
-
-@dataclass(frozen=True)
-class Cause:
-    """Why units stay whole; the fields are as in `Unprunable`."""
-
-    module: str
-    reason: str
-    kind: Refusal = "operator"
-    where: str = ""  # the user's own line, from `user_line`
-    remedy: str = ""
-
-
-OUTPUT = Cause("", "model output", "output")
-"""Outranks all others: the units of the last layer stay, whatever they pass through on the way out."""
-
-
-def user_line(frames: Sequence[tuple[str, int]]) -> str:
-    """Return ` at file.py:12 ("code")` for the innermost frame, (file, line), outside torch and this package; or "".
-
-    `frames` are in order, innermost first.
-    """
-    for filename, line in frames:
-        if not filename.startswith(LIBRARIES) and not filename.startswith("<"):
-            code = textwrap.shorten(linecache.getline(filename, line), 80, placeholder=" …")
-            return f" at {os.path.basename(filename)}:{line}" + (f" ({code})" if code else "")
-    return ""
-
 
 NO_UNIT = -1  # a position that belongs to no unit, such as a raw input in a concatenation
 ANY = -2  # a position of an axis along which the value is constant, such as an expanded one: it fits any unit
@@ -218,23 +181,3 @@ class TensorLabels:
             return False
         pairs = zip((*self.axes, self.joint), (*other.axes, other.joint), strict=True)
         return all(a is b or (a is not None and b is not None and a.same(b)) for a, b in pairs)
-
-
-@dataclass(frozen=True, eq=False)
-class GivenLength:
-    """Axes of units whose lengths were given by integers."""
-
-    nodes: IntArray  # int64, one axis for each axis of a tensor along which units differ
-    numbers: tuple[frozenset[Held], ...]
-    """For each axis, integers of a module to which the length is proportional; empty if it follows by itself."""
-    how: Literal["rule", "read", "equal"] = "read"  # by a layer rule, by reading the length from there, or only by equal values
-
-
-@dataclass(frozen=True, eq=False)
-class NormNote:
-    """One averaging call over units."""
-
-    function: str
-    nodes: IntArray
-    dim: int
-    cause: Cause

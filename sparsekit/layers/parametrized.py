@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from sparsekit._torch import ParametrizedOrthogonal, ParametrizedSpectralNorm, ParametrizedWeightNorm, pre_hooks
-from sparsekit.labels.values import Cause
+from sparsekit.labels.facts import Cause
 from sparsekit.layers import Args, Kwargs, LayerRule, Run, TensorLabels, Tracer
 
 _SPECTRAL = "spectral_norm divides by a norm of the whole weight"

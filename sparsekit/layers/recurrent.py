@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from sparsekit._torch import flat_weights, parameters_of, reset_flat_weights, tree_leaves
+from sparsekit.labels.facts import Tie
 from sparsekit.labels.values import IntArray, joined
 from sparsekit.layers import ALWAYS_ZERO, NOT_ZERO, Args, Kwargs, Labels, LayerRule, Run, TensorLabels, Tracer
 
@@ -82,9 +83,10 @@ def _given(tracer: Tracer, layers: Sequence[Labels | None], given: Tensor) -> No
     elif not axis.is_uniform:
         tracer.unite(units[0].nodes, axis.nodes)
         if (axis.sources == NOT_ZERO).any():
-            tracer.unsure.append(units[0].nodes)
+            tracer.read(units[0].without_zero(), units[0].nodes[:0])
     elif int(axis.sources[0]) != ALWAYS_ZERO:
-        tracer.unsure.extend(labels.nodes for labels in units)
+        for labels in units:
+            tracer.read(labels.without_zero(), labels.nodes[:0])
 
 
 class RecurrentRule(LayerRule):
@@ -138,7 +140,7 @@ class RecurrentRule(LayerRule):
             _given(tracer, layers, state)
         runs = tuple(labels.nodes for labels in layers if labels is not None)
         if len(runs) > 1:
-            tracer.tied.append(runs)
+            tracer.facts.append(Tie(runs))
         return outputs
 
     def _label(self, tracer: Tracer, module: nn.RNNBase | nn.RNNCellBase, layers: list[Labels | None], outputs: Any) -> None:

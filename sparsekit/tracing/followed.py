@@ -123,6 +123,6 @@ class FollowNumbers(TorchFunctionMode):
             nodes = None if axis is None else axis.nodes[axis.nodes >= 0]
             source = _ITSELF
             if axis is not None and nodes is not None and nodes.size:
-                source = Size(nodes, self.tracer.equals) if nodes.size == axis.nodes.size else Size(nodes)
+                source = Size(nodes, self.tracer.note_equal) if nodes.size == axis.nodes.size else Size(nodes)
             lengths.append(Number(size, {frozenset({source}): size}) if size > 1 else size)
         return lengths

@@ -6,8 +6,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from sparsekit._torch import tree_leaves
+from sparsekit.labels.facts import Average
 from sparsekit.labels.tracer import Tracer
-from sparsekit.labels.values import IntArray, Labels, NormNote, TensorLabels
+from sparsekit.labels.values import IntArray, Labels, TensorLabels
 from sparsekit.runtime.kept_norms import NormCall, NormMode
 
 
@@ -32,12 +33,12 @@ class NormRecorder(NormMode):
         if dim is not None and any(tracer.joint_labels(t).axes[call.axis_of_scale(dim)] is None for t in scales):
             dim = None
         if dim is None:
-            tracer.norms.setdefault((module, number), []).append(None)
+            tracer.facts.append(Average(module, number))
             return plain()
         axis = labels.axes[dim]
         assert axis is not None
         cause = tracer.cause("averaged over by one call that sees other units from time to time")
-        tracer.norms.setdefault((module, number), []).append(NormNote(call.name, axis.nodes, dim - call.x.dim(), cause))
+        tracer.facts.append(Average(module, number, call.name, axis.nodes, dim - call.x.dim(), cause))
         self._count(module, call, axis.nodes)
         tracer.watching = False
         try:

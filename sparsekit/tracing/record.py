@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import DispatchMode, storage_id
-from sparsekit.labels.values import LIBRARIES, user_line
+from sparsekit.labels.facts import LIBRARIES, user_line
 from sparsekit.tracing.inputs import ModelInputs, find_tensors
 from sparsekit.tracing.ops.call import tensors_of
 from sparsekit.tracing.passes import ReadOnly, arguments_of

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sparsekit._torch import buffers_of
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.labels.values import user_line
+from sparsekit.labels.facts import user_line
 from sparsekit.layers import Rules, find_rule
 from sparsekit.rng import seeded
 from sparsekit.surgery.rebuild import copy_with, find_constants, named_entries, narrow_module

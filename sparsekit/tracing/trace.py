@@ -15,8 +15,8 @@ from sparsekit._torch import DispatchMode
 from sparsekit.errors import NoUnitsError, TraceError, UnsupportedModelError, level_of_user
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.refusals import by_cause
+from sparsekit.labels.facts import OUTPUT, Cause, Keep
 from sparsekit.labels.tracer import Tracer
-from sparsekit.labels.values import OUTPUT, Cause
 from sparsekit.layers import LayerRule, find_rule
 from sparsekit.layers.parametrized import fix_hooked
 from sparsekit.surgery.rebuild import find_constants, named_entries
@@ -24,7 +24,7 @@ from sparsekit.tracing.blocks import BlockVerifier, is_large, is_meta, make_veri
 from sparsekit.tracing.dispatch import Dispatcher
 from sparsekit.tracing.followed import FollowNumbers, hold_numbers
 from sparsekit.tracing.grouping.build import Built, build
-from sparsekit.tracing.grouping.sizes import compared_groups, literal_cause, try_other_sizes
+from sparsekit.tracing.grouping.sizes import compared_groups, literal_cause, other_choices
 from sparsekit.tracing.inputs import ModelInputs, find_tensors, refuse_inference
 from sparsekit.tracing.norms import NormRecorder
 from sparsekit.tracing.ops.call import tensors_of
@@ -106,7 +106,7 @@ def trace_units(
     with private_passes():
         training, refusal = _run(model, calls, tracer, rules)
         tracer.end()
-        built = build(tracer, {name: entry.shape for name, entry in named_entries(model).items()})
+        built = build(tracer, {name: entry.shape for name, entry in named_entries(model).items()}, tracer.facts, {})
         if verify and built.graph.groups:
             built = _verified(make_verifier(model, calls, rules, training), tracer, built)
     if is_large(model):
@@ -344,16 +344,21 @@ def _opaque(tracer: Tracer, rule: LayerRule, module: nn.Module, forward: Any, *a
 def _verified(verifier: Verifier | BlockVerifier, tracer: Tracer, built: Built) -> Built:
     """Return the graph without the groups whose removal is not exact."""
     first: dict[int, str] = {}  # unit → why the best choice of integers to follow it failed
+    tried: dict[str, int] = {}  # module → failed choices
     while built.graph.groups:
-        compared = compared_groups(tracer, built.root, built.nodes, built.graph)
+        compared = compared_groups(built.facts, built.root, built.nodes, built.graph)
         if not (failures := verifier.failures(built.graph, compared)):
             break
+        facts = [*built.facts]
         for name, reason in failures.items():
             units = built.nodes[name]
             why = first.setdefault(int(units[0]), reason)
-            if not try_other_sizes(tracer, built.sizes, name):
-                tracer.fix(units, literal_cause(tracer, built.root, units) or Cause("", why, "inexact", remedy=_REMEDY))
-        built = build(tracer, built.graph.shapes)
+            if following := other_choices(built.sizes, name, tried):
+                tried |= following
+            else:
+                cause = literal_cause(facts, built.root, units) or Cause("", why, "inexact", remedy=_REMEDY)
+                facts.append(Keep(units, cause))
+        built = build(tracer, built.graph.shapes, facts, tried)
     return built
 
 

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor, nn
 
-from sparsekit.labels.values import IntArray, NormNote
+from sparsekit.labels.facts import Average, Least
+from sparsekit.labels.values import IntArray
 from sparsekit.layers import Args, Kwargs, Labels, LayerRule, Run, TensorLabels, Tracer, of_type
 
 _FAMILIES = {
@@ -81,8 +82,8 @@ class RouterRule(LayerRule):
             tracer.unite(experts.nodes, _nodes(tracer.labels(router.bias), 0))
         cause = tracer.cause("routed by one call that sees other experts from time to time")
         function = of_type(module, dict.fromkeys(_names(_CHOOSE_FIRST, "TopKRouter"), "topk")) or "softmax"
-        tracer.norms.setdefault((tracer.module, 0), []).append(NormNote(function, experts.nodes, -1, cause))
-        tracer.least.append((experts.nodes, top_k))
+        tracer.facts.append(Average(tracer.module, 0, function, experts.nodes, -1, cause))
+        tracer.facts.append(Least(experts.nodes, top_k))
         for tensor in outputs:
             before = (None,) * (tensor.dim() - 1)
             if tensor.shape[-1] == experts.size > top_k:
@@ -205,8 +206,7 @@ class Mamba2Rule(LayerRule):
             tracer.fix(heads, "normalized over all heads by the gated norm of Mamba-2", averaged=True)
             return
         cause = tracer.cause("averaged over by one call that sees other heads from time to time")
-        note = NormNote("mean", of_values, -1, cause)
-        tracer.norms.setdefault((f"{tracer.module}.norm", 0), []).append(note)
+        tracer.facts.append(Average(f"{tracer.module}.norm", 0, "mean", of_values, -1, cause))
 
 
 def _is_transposed(module: nn.Module) -> bool:

@@ -1,25 +1,30 @@
-"""From the nodes of a trace to groups of units: who is connected, who is fixed, and where gates act."""
+"""From the facts of a trace to groups of units: who is connected, who stays whole, and where gates act."""
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import Kind, NormSite, Refusal, UnitGroup, UnitSlice, Unprunable
+from sparsekit.graph.groups import NormSite, Refusal, UnitGroup, UnitSlice, Unprunable
+from sparsekit.labels.facts import Average, Borrow, Cause, Count, Fact, Heads, Keep, Least, Make, Merge, Read, Tie, of
 from sparsekit.labels.tracer import Tracer
-from sparsekit.labels.values import NOT_ZERO, Cause, Entry, IntArray
-from sparsekit.tracing.grouping.sizes import Candidate, chosen_sizes, counted_parts, find_sizes, share_widths, tie_splits
+from sparsekit.labels.values import NOT_ZERO, Entry, IntArray
+from sparsekit.tracing.grouping.sizes import Candidate, chosen_sizes, counted_parts, find_sizes, share_widths, split_ties
 
 _UNREAD = Cause("", "nothing reads its units", "expected")
 _AVERAGED = Cause("", "nothing but an average over its units reads them")
 _RANKS: Mapping[Refusal, int] = {"output": 2, "expected": 0}  # of several causes the one of the highest rank is told
 _SINGLE = Cause("", "all its positions go together, and a single unit cannot go", "expected")
 _TIED = Cause("", "the other layers of the same recurrent module stay whole", "expected")
+
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +37,7 @@ class Built:
         loud: Units that stay whole for a cause that deserves a warning.
         sizes: All integers of the model that may follow the number of units; the graph's integers are some of them.
         root: The unit of each node.
+        facts: The facts of the trace, and what follows from them.
     """
 
     graph: UnitGraph
@@ -39,180 +45,176 @@ class Built:
     loud: tuple[Unprunable, ...]
     sizes: tuple[Candidate, ...]
     root: IntArray
+    facts: Sequence[Fact]
 
 
-class _Builder:
-    """Builds groups from the nodes of a trace. Every axis of every entry has a number."""
+class _Nodes:
+    """Arrays over the nodes of a trace. Every axis of every entry has a number, and so has every `Make`."""
 
-    def __init__(self, tracer: Tracer) -> None:
-        self.tracer = tracer
-        self.axes = [(entry, dim) for entry in tracer.entries for dim, first in enumerate(entry.first) if first is not None]
-        self.number = {(entry.number, dim): axis for axis, (entry, dim) in enumerate(self.axes)}
-        sizes = [entry.shape[dim] for entry, dim in self.axes]
-        self.axis_of = np.repeat(np.arange(len(sizes)), sizes)  # of each node
-        self.root = components(tracer.nodes, tracer.united)
-        while tie_splits(tracer, self.root):
-            self.root = components(tracer.nodes, tracer.united)
-        self.heads = self._roots_of(tracer.heads)
-        size = tracer.nodes
-        self.made_at = np.full(size, len(tracer.made), dtype=np.int64)  # first record that makes the node
-        for number in range(len(tracer.made) - 1, -1, -1):
-            self.made_at[tracer.made[number][0]] = number
-        self.made = self.made_at < len(tracer.made)
-        self.saved = np.array([not entry.constants for entry, _ in self.axes], dtype=bool)[self.axis_of]  # part of the state
-        self.columns = np.zeros(size, dtype=bool)
-        for nodes in tracer.columns:
-            self.columns[nodes] = True
-        self.gates: dict[int, frozenset[int]] = {}  # root → axes to gate, for units whose values must be zero
-        self.causes: dict[Cause, int] = {}  # with their numbers
-        self.cause, self.rank = (np.full(size, -1, dtype=np.int64) for _ in range(2))  # by root, -1 where it is not fixed
-        self._fix_all()
+    def __init__(self, entries: Sequence[Entry], size: int, facts: Sequence[Fact], root: IntArray) -> None:
+        self.root = root
+        self.axes = [(entry, dim) for entry in entries for dim, first in enumerate(entry.first) if first is not None]
+        self.axis = np.repeat(np.arange(len(self.axes)), [entry.shape[dim] for entry, dim in self.axes])
+        self.saved = np.array([not entry.constants for entry, _ in self.axes], dtype=bool)[self.axis]  # part of the state
+        self.makes = of(Make, facts)
+        self.made_at = np.full(size, len(self.makes), dtype=np.int64)  # the first that makes the node
+        for number in range(len(self.makes) - 1, -1, -1):
+            self.made_at[self.makes[number].nodes] = number
+        self.made = self.made_at < len(self.makes)
+        self.columns = np.zeros(size, dtype=bool)  # of parameter axes that multiply the units which they read
+        for read in of(Read, facts):
+            if not isinstance(read.by, Cause):
+                self.columns[read.by] = True
 
-    def _roots_of(self, runs: Iterable[IntArray | npt.NDArray[np.bool_]]) -> npt.NDArray[np.bool_]:
-        """Tell whether each node is the root of one of these."""
-        found = np.zeros(self.tracer.nodes, dtype=bool)
+    def are_roots(self, *runs: IntArray | BoolArray) -> BoolArray:
+        """Tell of each node whether it is the root of a node in these runs."""
+        found = np.zeros(self.root.size, dtype=bool)
         for nodes in runs:
             found[self.root[nodes]] = True
         return found
 
-    def _mark(self, nodes: IntArray, cause: Cause) -> None:
+
+class _Causes:
+    """Why units stay whole: of several causes of a unit the one of the highest rank, and of these the first."""
+
+    def __init__(self, root: IntArray, facts: Iterable[Fact]) -> None:
+        self._root = root
+        self.told: list[Cause] = []
+        self.number = np.full(root.size, -1, dtype=np.int64)  # by root, place in `told`; -1 if the unit may go
+        self._rank = np.full(root.size, -1, dtype=np.int64)
+        for keep in of(Keep, facts):
+            self.mark(keep.nodes, keep.cause)
+
+    def mark(self, nodes: IntArray, cause: Cause) -> None:
         rank = _RANKS.get(cause.kind, 1)
-        roots = self.root[nodes]
-        roots = roots[self.rank[roots] < rank]
-        self.cause[roots], self.rank[roots] = self.causes.setdefault(cause, len(self.causes)), rank
+        roots = self._root[nodes[nodes >= 0]]
+        roots = roots[self._rank[roots] < rank]
+        self.number[roots], self._rank[roots] = len(self.told), rank
+        self.told.append(cause)
 
-    def _fix_all(self) -> None:
-        tracer = self.tracer
-        for nodes, cause in tracer.fixed:
-            self._mark(nodes, cause)
-        notes = (note.nodes for met in tracer.norms.values() for note in met if note is not None)
-        averaged = self._roots_of(nodes[nodes >= 0] for nodes in notes)
-        read = self._roots_of(nodes for nodes, _, _ in tracer.reads)
-        unread = self._roots_of([self.made]) & ~read & (self.cause == -1)
-        self._mark(np.flatnonzero(unread & averaged), _AVERAGED)
-        self._mark(np.flatnonzero(unread & ~averaged), _UNREAD)
-        self._choose_gates()
-        for runs in tracer.tied:
-            if any((self.cause[self.root[nodes]] != -1).any() for nodes in runs):
-                for nodes in runs:
-                    self._mark(nodes, _TIED)
+    @property
+    def whole(self) -> BoolArray:
+        """By root, whether the unit stays whole."""
+        whole: BoolArray = self.number != -1
+        return whole
 
-    def _choose_gates(self) -> None:
-        """Units with a reader that has no weights are gated where they are made, if that makes them exactly zero."""
-        needed: dict[int, Cause] = {}
-        for nodes, _, cause in self.tracer.reads:
-            if cause is not None:
-                for root in np.unique(self.root[nodes]).tolist():
-                    needed.setdefault(root, cause)
-        if not needed:
-            return
-        unsure = self._roots_of(self.tracer.unsure)
-        wanted = np.zeros(self.tracer.nodes, dtype=bool)
-        wanted[list(needed)] = True
-        sources: dict[int, set[int]] = {root: set() for root in needed}
-        for nodes, source, _ in self.tracer.reads:
-            roots = self.root[nodes]
-            for root, value in np.unique(np.stack([roots, source])[:, wanted[roots]], axis=1).T.tolist():
-                # A parameter that reads its own kind (columns of a recurrence) is silenced with the values that it reads.
-                sources[root].add(value)
-        for root, cause in needed.items():
-            if self.cause[root] != -1:
-                continue
-            if NOT_ZERO in sources[root] or unsure[root]:
-                self._mark(np.array([root]), cause)
+
+def _keep_unread(nodes: _Nodes, causes: _Causes, facts: Sequence[Fact]) -> None:
+    averaged = nodes.are_roots(*(fact.nodes[fact.nodes >= 0] for fact in of(Average, facts)))
+    read = nodes.are_roots(*(fact.nodes for fact in of(Read, facts)))
+    unread = nodes.are_roots(nodes.made) & ~read & ~causes.whole
+    causes.mark(np.flatnonzero(unread & averaged), _AVERAGED)
+    causes.mark(np.flatnonzero(unread & ~averaged), _UNREAD)
+
+
+def _choose_gates(nodes: _Nodes, causes: _Causes, tracer: Tracer, reads: Sequence[Read]) -> dict[int, frozenset[int]]:
+    """Return root → axes to gate, for units whose values must be zero, since some reader has no weights.
+
+    Units whose values such gates do not make exactly zero stay whole.
+    """
+    needed: dict[int, Cause] = {}
+    for read in reads:
+        if isinstance(read.by, Cause):
+            for root in np.unique(nodes.root[read.nodes]).tolist():
+                needed.setdefault(root, read.by)
+    wanted = np.zeros(nodes.root.size, dtype=bool)
+    wanted[list(needed)] = True
+    sources: dict[int, set[int]] = {root: set() for root in needed}
+    for read in reads if needed else ():
+        roots = nodes.root[read.nodes]
+        for root, value in np.unique(np.stack([roots, read.sources])[:, wanted[roots]], axis=1).T.tolist():
+            # A parameter that reads its own kind (columns of a recurrence) is silenced with the values that it reads.
+            sources[root].add(value)
+    number = {(entry.number, dim): axis for axis, (entry, dim) in enumerate(nodes.axes)}
+    gates = {}
+    for root, cause in needed.items():
+        if causes.whole[root]:
+            continue
+        if NOT_ZERO in sources[root]:
+            causes.mark(np.array([root]), cause)
+        else:
+            gated = frozenset().union(*(tracer.gated_by(source) for source in sources[root]))
+            gates[root] = frozenset(number[key] for key in gated if key in number)
+    return gates
+
+
+def _find_groups(
+    nodes: _Nodes, causes: _Causes, gates: Mapping[int, frozenset[int]], parts: Mapping[int, tuple[int, ...]]
+) -> list[IntArray]:
+    """Return the nodes of each group, int64 (units, positions), in forward order.
+
+    Units are a group if they have equally many positions on the same axes, and are made, gated and counted alike. `parts`:
+    root → numbers of the counts that it is part of.
+    """
+    alive = nodes.are_roots(nodes.made) & nodes.are_roots(nodes.saved) & ~causes.whole
+    active = np.flatnonzero(alive[nodes.root])
+    if not active.size:
+        return []
+    active = active[np.lexsort((active, nodes.axis[active], nodes.root[active]))]  # by unit, then by axis
+    roots, axes = nodes.root[active], nodes.axis[active]
+    new = np.r_[True, roots[1:] != roots[:-1]]
+    runs = np.flatnonzero(new | np.r_[True, axes[1:] != axes[:-1]])  # each: the positions of one unit on one axis
+    made = np.logical_or.reduceat(nodes.made[active], runs)
+    signs = 2 * axes + np.repeat(made, np.diff(np.r_[runs, active.size]))
+    starts = np.flatnonzero(new)
+    ranks = np.minimum.reduceat(nodes.made_at[active] * nodes.root.size + active, starts)
+    found: dict[tuple[object, ...], list[tuple[int, IntArray]]] = {}
+    for rank, start, end in zip(ranks.tolist(), starts.tolist(), [*starts[1:].tolist(), active.size], strict=True):
+        root = int(roots[start])
+        alike = signs[start:end].tobytes(), gates.get(root), parts.get(root)
+        found.setdefault(alike, []).append((rank, active[start:end]))
+    groups = []
+    for units in found.values():
+        units.sort(key=lambda unit: unit[0])
+        if len(units) > 1:
+            groups.append((units[0][0], np.stack([unit for _, unit in units])))
+        else:
+            causes.mark(units[0][1], _SINGLE)
+    return [group for _, group in sorted(groups, key=lambda pair: pair[0])]
+
+
+def _maker(nodes: _Nodes, group: IntArray) -> Entry:
+    """Return the entry that makes the units of a group first; one of the state, if there is any."""
+    unit = group[0]
+    first = int(unit[np.lexsort((nodes.made_at[unit], ~nodes.saved[unit]))[0]])
+    return nodes.axes[int(nodes.axis[first])][0]
+
+
+def _slices(nodes: _Nodes, group: IntArray, gates: frozenset[int] | None) -> tuple[list[UnitSlice], list[UnitSlice]]:
+    """Return the slices of a group in the state, in forward order, and in constants. `gates`: axes to gate, if chosen."""
+    axis_of = nodes.axis[group[0]]
+    pieces: list[tuple[int, UnitSlice]] = []
+    constants: list[UnitSlice] = []
+    for axis in np.unique(axis_of).tolist():
+        mine = np.sort(group[:, axis_of == axis], axis=1)
+        entry, dim = nodes.axes[axis]
+        reads = nodes.columns[mine]
+        gated = entry.is_parameter and (bool(reads.all()) if gates is None else axis in gates)
+        is_out = bool(nodes.made[mine].any()) or not reads.any()
+        when = int(nodes.made_at[mine].min()) if is_out else len(nodes.makes) + axis
+        index = torch.from_numpy(mine - entry.first[dim])
+        for key in entry.names:
+            piece = UnitSlice(key, dim, index, "out" if is_out else "in", gated)
+            if entry.constants:
+                constants.append(piece)
             else:
-                gated = frozenset().union(*(self.tracer.gated_by(s) for s in sources[root]))
-                self.gates[root] = frozenset(self.number[key] for key in gated if key in self.number)
+                pieces.append((when, piece))
+    return [piece for _, piece in sorted(pieces, key=lambda pair: pair[0])], constants
 
-    def groups(self) -> list[list[int]]:
-        """Return roots of active units, grouped by signature, in forward order."""
-        size, alive = self.tracer.nodes, self._roots_of([self.made]) & self._roots_of([self.saved]) & (self.cause == -1)
-        active = np.flatnonzero(alive[self.root])
-        self.members: dict[int, IntArray] = {}
-        if not active.size:
-            return []
-        axis_of = self.axis_of
-        active = active[np.lexsort((active, axis_of[active], self.root[active]))]
-        roots, axes = self.root[active], axis_of[active]
-        new_root = np.r_[True, roots[1:] != roots[:-1]]
-        run = np.flatnonzero(new_root | np.r_[True, axes[1:] != axes[:-1]])  # where a run of one unit on one axis starts
-        counts, makes = np.diff(np.r_[run, active.size]), np.logical_or.reduceat(self.made[active], run)
-        runs = np.stack([axes[run], counts, makes])
-        starts = np.flatnonzero(new_root)
-        firsts = np.minimum.reduceat(self.made_at[active] * size + active, starts)  # by record, then by node
-        first_run = np.searchsorted(run, starts)
-        ends, last_run = np.r_[starts[1:], active.size].tolist(), np.r_[first_run[1:], run.size].tolist()
-        rank: dict[int, int] = {}
-        parts = counted_parts(self.tracer, self.root)
-        found: dict[tuple[bytes, frozenset[int], tuple[int, ...]], list[int]] = {}
-        for k, (start, low) in enumerate(zip(starts.tolist(), first_run.tolist(), strict=True)):
-            root = int(roots[start])
-            self.members[root] = active[start : ends[k]]
-            rank[root] = int(firsts[k])
-            signature = runs[:, low : last_run[k]].tobytes()
-            found.setdefault((signature, self.gates.get(root, frozenset()), parts.get(root, ())), []).append(root)
-        for same in found.values():
-            same.sort(key=rank.__getitem__)
-            if len(same) == 1:
-                self._mark(np.array(same), _SINGLE)
-        return sorted((same for same in found.values() if len(same) > 1), key=lambda same: rank[same[0]])
 
-    def group(self, roots: list[int], taken: set[str]) -> UnitGroup:
-        nodes = np.stack([self.members[root] for root in roots])
-        record = int(self.made_at[nodes].min())
-        first = nodes[0][np.lexsort((self.made_at[nodes[0]], ~self.saved[nodes[0]]))[0]]
-        entry, _ = self.axes[self.axis_of[first]]
-        kind: Kind = self.tracer.made[record][1] or ("channel" if len(entry.shape) > 2 else "feature")
-        if self.heads[roots[0]]:
-            kind = "head"
-        base = _owner(entry)
-        name, number = base, 1
-        while name in taken:
-            number += 1
-            name = f"{base}#{number}"
-        taken.add(name)
-        gates = self.gates.get(roots[0])
-        axis_of = self.axis_of[nodes[0]]
-        pieces: list[tuple[int, UnitSlice]] = []
-        constants: list[UnitSlice] = []
-        for axis in np.unique(axis_of).tolist():
-            mine = np.sort(nodes[:, axis_of == axis], axis=1)
-            holder, dim = self.axes[axis]
-            made = bool(self.made[mine].any())
-            if gates is None:
-                gated = bool(self.columns[mine].all()) and holder.is_parameter
-            else:
-                gated = axis in gates and holder.is_parameter
-            index = torch.from_numpy(mine - holder.first[dim])
-            side = "out" if made or not self.columns[mine].any() else "in"
-            when = int(self.made_at[mine].min()) if side == "out" else len(self.tracer.made) + axis
-            own = [UnitSlice(key, dim, index, side, gated) for key in holder.names]  # type: ignore[arg-type]
-            if holder.constants:
-                constants += own
-            else:
-                pieces += [(when, piece) for piece in own]
-        pieces.sort(key=lambda pair: pair[0])
-        least = [number for run, number in self.tracer.least if not set(roots).isdisjoint(self.root[run].tolist())]
-        slices = tuple(piece for _, piece in pieces)
-        return UnitGroup(name, len(roots), kind, slices, max([1, *least]), tuple(constants))
-
-    def fixed(self) -> tuple[Unprunable, ...]:
-        """Return the units that stay whole, one item for each module and cause."""
-        counts: dict[tuple[str, int], int] = {}
-        left = self.cause != -1  # fixed roots that no record has made yet
-        stored = self._roots_of([self.saved])
-        for nodes, _ in self.tracer.made:
-            fresh = np.unique(self.root[nodes][left[self.root[nodes]] & stored[self.root[nodes]]])
-            left[fresh] = False
-            module = _owner(self.axes[self.axis_of[nodes[0]]][0])
-            for cause, number in Counter(self.cause[fresh].tolist()).items():
-                counts[module, cause] = counts.get((module, cause), 0) + number
-        found, causes = [], list(self.causes)
-        for (module, number), size in counts.items():
-            cause = causes[number]
-            inside = cause.module if cause.module != module else ""
-            found.append(Unprunable(module, size, f"{cause.reason}{cause.where}", cause.kind, inside, cause.remedy))
-        return tuple(found)
+def _unprunable(nodes: _Nodes, causes: _Causes) -> tuple[Unprunable, ...]:
+    """Return the units that stay whole, one item for each module and cause, in forward order."""
+    first = np.full(nodes.root.size, len(nodes.makes), dtype=np.int64)  # by root
+    np.minimum.at(first, nodes.root, nodes.made_at)
+    roots = np.flatnonzero(causes.whole & nodes.are_roots(nodes.saved) & (first < len(nodes.makes)))
+    roots = roots[np.argsort(first[roots], kind="stable")]
+    modules = [_owner(nodes.axes[nodes.axis[make.nodes[0]]][0]) for make in nodes.makes]
+    places = zip(first[roots].tolist(), causes.number[roots].tolist(), strict=True)
+    items = []
+    for (module, cause), size in Counter((modules[made], causes.told[number]) for made, number in places).items():
+        inside = "" if cause.module == module else cause.module
+        items.append(Unprunable(module, size, f"{cause.reason}{cause.where}", cause.kind, inside, cause.remedy))
+    return tuple(items)
 
 
 def _owner(entry: Entry) -> str:
@@ -225,13 +227,13 @@ def _owner(entry: Entry) -> str:
     return parent or name.rpartition(".")[2]
 
 
-def components(size: int, united: Sequence[tuple[IntArray, IntArray]]) -> IntArray:
+def components(size: int, merges: Sequence[Merge]) -> IntArray:
     """Return connected components of `size` nodes: the lowest node of each node's component, int64 (size,)."""
     parent = np.arange(size, dtype=np.int64)
-    if not united:
+    if not merges:
         return parent
-    a = np.concatenate([pair[0] for pair in united])
-    b = np.concatenate([pair[1] for pair in united])
+    a = np.concatenate([merge.nodes for merge in merges])
+    b = np.concatenate([merge.others for merge in merges])
     while True:
         low, high = np.minimum(parent[a], parent[b]), np.maximum(parent[a], parent[b])
         open_edges = low != high
@@ -246,85 +248,113 @@ def components(size: int, united: Sequence[tuple[IntArray, IntArray]]) -> IntArr
             parent = jumped
 
 
-def build(tracer: Tracer, shapes: Mapping[str, torch.Size]) -> Built:
-    """Make the graph from the labels of a trace. `shapes`: state-dict key → shape of the whole state."""
+def build(tracer: Tracer, shapes: Mapping[str, torch.Size], facts: Iterable[Fact], tried: Mapping[str, int]) -> Built:
+    """Make the graph from the facts of a trace.
+
+    Args:
+        tracer: The trace.
+        shapes: State-dict key → shape of the whole state.
+        facts: The facts of the trace, with others that were found since.
+        tried: Module → failed choices of integers that follow the number of its units.
+    """
+    facts = list(facts)
     while True:
-        builder = _Builder(tracer)
-        if share_widths(tracer, builder.root, builder.cause != -1):
+        root = components(tracer.nodes, of(Merge, facts))
+        if more := split_ties(of(Count, facts), root):
+            facts += more
             continue
-        taken: set[str] = set()
+        nodes, causes, ties = _Nodes(tracer.entries, tracer.nodes, facts, root), _Causes(root, facts), of(Tie, facts)
+        _keep_unread(nodes, causes, facts)
+        gates = _choose_gates(nodes, causes, tracer, of(Read, facts))
+        for tie in ties:
+            if any(causes.whole[root[run]].any() for run in tie.runs):
+                for run in tie.runs:
+                    causes.mark(run, _TIED)
+        if found := share_widths(of(Borrow, facts), root, causes.whole):
+            facts += found
+            continue
         groups: dict[str, UnitGroup] = {}
-        nodes: dict[str, IntArray] = {}
+        members: dict[str, IntArray] = {}
+        heads = nodes.are_roots(*(fact.nodes for fact in of(Heads, facts)))
         group_of: dict[int, str] = {}
-        for roots in builder.groups():
-            group = builder.group(roots, taken)
-            groups[group.name], nodes[group.name] = group, np.array(roots, dtype=np.int64)
-            group_of |= dict.fromkeys(roots, group.name)
-        ties, broken = [], False
-        for runs in tracer.tied:
-            names = [{group_of.get(r) for r in builder.root[run].tolist()} for run in runs]
-            flat = [next(iter(found)) for found in names if len(found) == 1]
-            if len(flat) == len(runs) and None not in flat and len({groups[str(name)].size for name in flat}) == 1:
-                if len(set(flat)) > 1:
-                    ties.append(tuple(dict.fromkeys(str(name) for name in flat)))
-            elif any(None not in found for found in names):
-                broken = True
-                for run in runs:
-                    tracer.fix(run, _TIED)
-        norms = find_sites(tracer, builder.root, nodes)
-        if not broken and norms is not None:
+        for group in _find_groups(nodes, causes, gates, counted_parts(of(Count, facts), root)):
+            roots, entry = root[group[:, 0]], _maker(nodes, group)
+            base = _owner(entry)
+            name = next(name for name in chain([base], (f"{base}#{number}" for number in count(2))) if name not in groups)
+            kind = nodes.makes[int(nodes.made_at[group].min())].kind or ("channel" if len(entry.shape) > 2 else "feature")
+            kind = "head" if heads[roots[0]] else kind
+            slices, constants = _slices(nodes, group, gates.get(int(roots[0])))
+            least = [fact.number for fact in of(Least, facts) if np.isin(roots, root[fact.nodes]).any()]
+            groups[name] = UnitGroup(name, len(group), kind, tuple(slices), max([1, *least]), tuple(constants))
+            members[name] = roots
+            group_of |= dict.fromkeys(roots.tolist(), name)
+        equal, broken = _tied_groups(ties, root, group_of, groups)
+        norms, changing = _find_norms(of(Average, facts), root, members)
+        if not broken and not changing:
             break
-    whole = builder.fixed()
-    candidates = find_sizes(tracer, builder.root, group_of, groups)
-    sizes, shared = chosen_sizes(tracer, candidates)
-    held = {piece.name for group in groups.values() for piece in group.constants}
+        facts += [*broken, *changing]
+    unprunable = _unprunable(nodes, causes)
+    candidates = find_sizes(of(Count, facts), root, group_of, groups)
+    sizes, shared = chosen_sizes(candidates, tried)
+    used = {piece.name for group in groups.values() for piece in group.constants}
     graph = UnitGraph(
         groups,
         dict(shapes),
-        tuple(dict.fromkeys((*ties, *shared))),
-        whole,
+        tuple(dict.fromkeys((*equal, *shared))),
+        unprunable,
         sizes,
         norms,
-        aliases=tuple(tuple(entry.names) for entry in tracer.entries if len(entry.names) > 1 and not entry.constants),
-        constants={
-            constant.name: constant for entry in tracer.entries for constant in entry.constants if constant.name in held
-        },
+        aliases=tuple(entry.names for entry in tracer.entries if len(entry.names) > 1 and not entry.constants),
+        constants={each.name: each for entry in tracer.entries for each in entry.constants if each.name in used},
     )
-    return Built(graph, nodes, tuple(item for item in whole if not item.is_expected), candidates, builder.root)
+    return Built(graph, members, tuple(item for item in unprunable if not item.is_expected), candidates, root, facts)
 
 
-def find_sites(tracer: Tracer, root: IntArray, nodes: Mapping[str, IntArray]) -> tuple[NormSite, ...] | None:
-    """Return the norms over units that stay in some group, one for each call that averages over them.
+def _tied_groups(
+    ties: Sequence[Tie], root: IntArray, group_of: Mapping[int, str], groups: Mapping[str, UnitGroup]
+) -> tuple[list[tuple[str, ...]], list[Keep]]:
+    """Return sets of groups that keep equally many units; and the units of ties whose runs are not a group of one size each."""
+    sets, broken = [], list[Keep]()
+    for tie in ties:
+        names = [{group_of.get(unit) for unit in root[run].tolist()} for run in tie.runs]
+        flat = [name for found in names if len(found) == 1 for name in found if name is not None]
+        if len(flat) == len(names) and len({groups[name].size for name in flat}) == 1:
+            if len(set(flat)) > 1:
+                sets.append(tuple(dict.fromkeys(flat)))
+        elif any(None not in found for found in names):
+            broken += [Keep(run, _TIED) for run in tie.runs]
+    return sets, broken
 
-    If the same call averages different units in different passes, they are fixed. `nodes`: group → root of each unit.
 
-    Returns:
-        None if units were fixed, so that groups must be built again.
+def _find_norms(
+    averages: Sequence[Average], root: IntArray, members: Mapping[str, IntArray]
+) -> tuple[tuple[NormSite, ...], list[Keep]]:
+    """Return the norms over units of groups, one for each call that averages over them; and the units of calls that change.
+
+    A call changes if it averages over different units in different passes. `members`: group → root of each unit.
     """
-    sites, fixed = [], False
-    units_of = nodes.items() if tracer.norms else ()
-    unit_of = {int(root): (name, unit) for name, roots in units_of for unit, root in enumerate(roots)}
-    for (module, number), met in tracer.norms.items():
-        known = [note for note in met if note is not None]
-        units = [np.where(note.nodes >= 0, root[note.nodes], note.nodes) for note in known]
-        if not any(int(r) in unit_of for row in units for r in row):
+    calls: dict[tuple[str, int], list[Average]] = {}
+    for average in averages:
+        calls.setdefault((average.module, average.call), []).append(average)
+    unit_of = {int(unit): (name, place) for name, roots in members.items() for place, unit in enumerate(roots)} if calls else {}
+    sites, changing = [], list[Keep]()
+    for met in calls.values():
+        units = [np.where(average.nodes >= 0, root[average.nodes], average.nodes) for average in met]
+        if not any(int(unit) in unit_of for row in units for unit in row):
             continue
-        first = known[0]
-        agree = len(known) == len(met) and all(
-            note.function == first.function and note.dim == first.dim and np.array_equal(row, units[0])
-            for note, row in zip(known, units, strict=True)
-        )
-        if not agree:
-            fixed = True
-            for note in known:
-                tracer.fix(note.nodes, note.cause)
+        first = met[0]
+        if not all(
+            average.function == first.function and average.dim == first.dim and np.array_equal(row, units[0])
+            for average, row in zip(met, units, strict=True)
+        ):
+            changing += [Keep(average.nodes, average.cause) for average in met if average.nodes.size]
             continue
         places: dict[str, tuple[list[int], list[int]]] = {}
-        for position, r in enumerate(units[0].tolist()):
-            if r in unit_of:
-                group, unit = unit_of[r]
+        for position, unit in enumerate(units[0].tolist()):
+            if unit in unit_of:
+                group, number = unit_of[unit]
                 places.setdefault(group, ([], []))[0].append(position)
-                places[group][1].append(unit)
+                places[group][1].append(number)
         tensors = {group: (torch.tensor(p), torch.tensor(u)) for group, (p, u) in places.items()}
-        sites.append(NormSite(module, number, first.function, first.dim, int(first.nodes.size), tensors))
-    return None if fixed else tuple(sites)
+        sites.append(NormSite(first.module, first.call, first.function, first.dim, int(first.nodes.size), tensors))
+    return tuple(sites), changing

@@ -7,7 +7,7 @@ right with it.
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,9 +16,8 @@ import numpy.typing as npt
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import SizeAttribute, UnitGroup
 from sparsekit.graph.held import Path
-from sparsekit.labels.numbers import Held, Size
-from sparsekit.labels.tracer import Tracer
-from sparsekit.labels.values import Cause, GivenLength, IntArray
+from sparsekit.labels.facts import Borrow, Cause, Compare, Count, Fact, Keep, Merge, Spelt, of
+from sparsekit.labels.numbers import Held, IntArray, Size, Source
 
 _CHOICES = 4
 _ALWAYS = frozenset(range(_CHOICES))
@@ -40,49 +39,39 @@ class Candidate:
         return self.sizes[0].module, self.sizes[0].path
 
 
-def tie_splits(tracer: Tracer, root: IntArray) -> bool:
+def split_ties(counts: Iterable[Count], root: IntArray) -> list[Merge]:
     """Tie positions if a unit axis was split into several, and no operator decided along which of them units differ.
 
     Code such as `view(batch, groups, -1)` wants equally many units in every group, so the last axis is the one of the units.
-
-    Returns:
-        True if anything was tied.
     """
-    tied = False
-    for count in tracer.lengths:
+    found = []
+    for count in counts:
         for dim in _varying(count.nodes, root)[:-1]:
             first = np.broadcast_to(count.nodes.take([0], dim), count.nodes.shape)
             apart = root[first] != root[count.nodes]
             if apart.any():
-                tracer.united.append((first[apart], count.nodes[apart]))
-                tied = True
-    return tied
+                found.append(Merge(first[apart], count.nodes[apart]))
+    return found
 
 
-def share_widths(tracer: Tracer, root: IntArray, fixed: npt.NDArray[np.bool_]) -> bool:
-    """Unite axes where code reads the length of one from the other; if units on one cannot be pruned, fix those on the other.
+def share_widths(borrows: Iterable[Borrow], root: IntArray, whole: npt.NDArray[np.bool_]) -> list[Merge | Keep]:
+    """Merge axes where code reads the length of one from the other; if units on one stay whole, those on the other do.
 
-    Args:
-        tracer: The trace.
-        root: The unit of each node.
-        fixed: By root, whether the unit cannot be pruned.
-
-    Returns:
-        True if anything changed.
+    `whole`: by root, whether the unit stays whole.
     """
-    changed = False
-    for nodes, others, cause in tracer.borrowed:
+    found: list[Merge | Keep] = []
+    for borrow in borrows:
+        nodes, others = borrow.nodes, borrow.others
         if np.array_equal(np.sort(root[nodes]), np.sort(root[others])):  # the same units, maybe in another order
             continue
         apart = root[nodes] != root[others]
-        first, second = fixed[root[nodes]], fixed[root[others]]
-        for own, which in ((nodes, second & ~first), (others, first & ~second)):
-            tracer.fix(own[which], cause)
+        first, second = whole[root[nodes]], whole[root[others]]
+        if (first != second).any():
+            found += [Keep(nodes[second & ~first], borrow.cause), Keep(others[first & ~second], borrow.cause)]
         free = apart & ~first & ~second
         if free.any():
-            tracer.united.append((nodes[free], others[free]))
-        changed |= bool(free.any() or (first != second).any())
-    return changed
+            found.append(Merge(nodes[free], others[free]))
+    return found
 
 
 def _varying(nodes: IntArray, root: IntArray) -> list[int]:
@@ -90,10 +79,9 @@ def _varying(nodes: IntArray, root: IntArray) -> list[int]:
     return [dim for dim in range(units.ndim) if (units != units.take([0], dim)).any()]
 
 
-def _rows(tracer: Tracer, root: IntArray) -> Iterator[tuple[GivenLength, frozenset[Held], IntArray]]:
+def _rows(counts: Iterable[Count], root: IntArray) -> Iterator[tuple[Count, frozenset[Held], IntArray]]:
     """Yield every count of units by integers that a module holds: the integers, and the unit of each position of the axis."""
-    equal = (GivenLength(nodes, (held,)) for nodes, held in tracer.equals)
-    for count in (*tracer.lengths, *equal):
+    for count in counts:
         if any(count.numbers):
             varying = _varying(count.nodes, root)
             if len(varying) == 1 and count.numbers[varying[0]]:
@@ -101,22 +89,22 @@ def _rows(tracer: Tracer, root: IntArray) -> Iterator[tuple[GivenLength, frozens
                 yield count, count.numbers[varying[0]], root[lines[:, 0]]
 
 
-def counted_parts(tracer: Tracer, root: IntArray) -> dict[int, tuple[int, ...]]:
+def counted_parts(counts: Iterable[Count], root: IntArray) -> dict[int, tuple[int, ...]]:
     """Return unit → numbers of the counts that it is part of: units that are counted apart are groups of their own."""
     found: dict[int, tuple[int, ...]] = {}
-    for number, (count, _, row) in enumerate(_rows(tracer, root)):
+    for number, (count, _, row) in enumerate(_rows(counts, root)):
         for unit in np.unique(row).tolist() if count.how == "read" else ():
             found[unit] = (*found.get(unit, ()), number)
     return found
 
 
 def find_sizes(
-    tracer: Tracer, root: IntArray, group_of: Mapping[int, str], groups: Mapping[str, UnitGroup]
+    counts: Iterable[Count], root: IntArray, group_of: Mapping[int, str], groups: Mapping[str, UnitGroup]
 ) -> tuple[Candidate, ...]:
     """Return all integers of modules that may follow the number of units."""
     claims: dict[tuple[SizeAttribute, ...], frozenset[int]] = {}
     unsure: list[list[tuple[SizeAttribute, ...]]] = []
-    for count, numbers, row in _rows(tracer, root):
+    for count, numbers, row in _rows(counts, root):
         found = [sizes for held in numbers if (sizes := tuple(_followed(held, row, group_of, groups)))]
         if len(found) > 1:
             unsure.append(found)
@@ -137,7 +125,7 @@ def find_sizes(
     return tuple(Candidate(sizes, choices) for sizes, choices in claims.items())
 
 
-def _totals(count: GivenLength, numbers: frozenset[Held]) -> list[Held]:
+def _totals(count: Count, numbers: frozenset[Held]) -> list[Held]:
     """Return integers that must follow a number of heads, because code divides them by it: width // heads is a head size."""
     found = []
     for factors, length in zip(count.numbers, count.nodes.shape, strict=True):
@@ -166,16 +154,16 @@ def _followed(
 
 
 def chosen_sizes(
-    tracer: Tracer, candidates: Sequence[Candidate]
+    candidates: Sequence[Candidate], tried: Mapping[str, int]
 ) -> tuple[tuple[SizeAttribute, ...], tuple[tuple[str, ...], ...]]:
-    """Return those integers that are taken to follow units, after the choices that have failed.
+    """Return the integers that are taken to follow units, after the choices that were tried: module → the number of them.
 
     Returns:
         The attributes, and the groups that must keep equally many units because they share one.
     """
     claims: dict[tuple[str, Path], list[tuple[SizeAttribute, ...]]] = {}
     for candidate in candidates:
-        if tracer.attempts.get(candidate.key[0], 0) in candidate.choices:
+        if tried.get(candidate.key[0], 0) in candidate.choices:
             claims.setdefault(candidate.key, []).append(candidate.sizes)
     # An integer may count the units of one group here and of another there, if each has as many.
     agreed = [
@@ -187,39 +175,44 @@ def chosen_sizes(
     return tuple(size for claim in agreed for size in claim[0]), tuple(sorted(shared))
 
 
-def try_other_sizes(tracer: Tracer, candidates: Sequence[Candidate], group: str) -> bool:
-    """Choose other integers to follow a group whose removal was not exact; False if there is no choice left."""
+def other_choices(candidates: Sequence[Candidate], group: str, tried: Mapping[str, int]) -> dict[str, int]:
+    """Return module → next choice of integers to follow a group whose removal was not exact; empty if none is left."""
     mine = [candidate for candidate in candidates if any(size.group == group for size in candidate.sizes)]
-    changed = False
+    found = {}
     for module in {candidate.key[0] for candidate in mine}:
         choices = [
             {candidate for candidate in mine if candidate.key[0] == module and number in candidate.choices}
             for number in range(_CHOICES)
         ]
-        now = tracer.attempts.get(module, 0)
+        now = tried.get(module, 0)
         following = next((number for number in range(now + 1, _CHOICES) if choices[number] not in choices[: now + 1]), None)
         if following is not None:
-            tracer.attempts[module], changed = following, True
-    return changed
+            found[module] = following
+    return found
 
 
-def literal_cause(tracer: Tracer, root: IntArray, units: IntArray) -> Cause | None:
+def literal_cause(facts: Iterable[Fact], root: IntArray, units: IntArray) -> Cause | None:
     """Return the cause if a number in the code is the length of an axis of these units."""
-    for nodes, size, cause in tracer.literals:
-        code = cause.where.partition(" (")[2]
-        lengths = [nodes.shape[dim] for dim in _varying(nodes, root)]
-        if size in lengths and np.isin(root[nodes], units).any() and re.search(rf"\b{size}\b", code):
+    for fact in of(Spelt, facts):
+        code = fact.cause.where.partition(" (")[2]
+        lengths = [fact.nodes.shape[dim] for dim in _varying(fact.nodes, root)]
+        if fact.length in lengths and np.isin(root[fact.nodes], units).any() and re.search(rf"\b{fact.length}\b", code):
             remedy = "write -1 in its place, or read it from an attribute of the module"
-            return replace(cause, reason=f"the number {size} is written in the code", kind="number", remedy=remedy)
+            return replace(fact.cause, reason=f"the number {fact.length} is written in the code", kind="number", remedy=remedy)
     return None
 
 
-def compared_groups(tracer: Tracer, root: IntArray, nodes: Mapping[str, IntArray], graph: UnitGraph) -> list[frozenset[str]]:
+def compared_groups(
+    facts: Iterable[Fact], root: IntArray, nodes: Mapping[str, IntArray], graph: UnitGraph
+) -> list[frozenset[str]]:
     """Return the groups whose widths the code has compared, rounded or converted: it may branch at one particular width, or at
     one of each of the groups that it has met in one module. Those are together.
     """
     found = []
-    for sources in tracer.compared.values():
+    compared: dict[str, set[Source]] = {}
+    for fact in of(Compare, facts):
+        compared.setdefault(fact.module, set()).update(fact.sources)
+    for sources in compared.values():
         held = {(source.module, source.path) for source in sources if isinstance(source, Held)}
         modules = tuple(f"{source.module}." for source in sources if isinstance(source, Size) and source.module)
         read = [source.nodes for source in sources if isinstance(source, Size)]

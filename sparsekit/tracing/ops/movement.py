@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsekit.labels.facts import Count
 from sparsekit.labels.numbers import Number
-from sparsekit.labels.values import GivenLength, IntArray, Labels, TensorLabels, aligned, constant, uniform, without_repeats
+from sparsekit.labels.values import IntArray, Labels, TensorLabels, aligned, constant, uniform, without_repeats
 from sparsekit.tracing.ops.call import MOST_POSITIONS, Call, Outputs, handles, tensors_of
 
 _BY_NUMBER = frozenset({"roll", "index_select", "index"})  # say by number what goes where, so a removed unit shifts the rest
@@ -252,9 +253,7 @@ def _take_parts(call: Call, axis: Labels, parts: Sequence[IntArray]) -> bool:
             tracer.sized(axis.nodes[:start], [start])
         else:
             taken = given[stop] - given.get(start, 0)
-            tracer.lengths.append(
-                GivenLength(axis.nodes[start:stop], (taken.held if isinstance(taken, Number) else frozenset(),))
-            )
+            tracer.facts.append(Count(axis.nodes[start:stop], (taken.held if isinstance(taken, Number) else frozenset(),)))
     return follows
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekit.labels.values import NOT_ZERO, GivenLength, IntArray, Labels, TensorLabels, aligned
+from sparsekit.labels.facts import Count
+from sparsekit.labels.values import NOT_ZERO, IntArray, Labels, TensorLabels, aligned
 from sparsekit.tracing.ops.call import MOST_POSITIONS, Call, Outputs, handles
 
 _ZERO_IF_ALL_ARE = frozenset({"add", "sub", "rsub", "maximum", "minimum", "where", "fmax", "fmin", "hypot"})
@@ -93,7 +94,7 @@ def combine(
             nodes = (held or pieces)[0][0].nodes
             for axis, _ in pieces if held else ():
                 if axis.numbers and (nodes >= 0).all():
-                    call.tracer.lengths.append(GivenLength(nodes, (axis.numbers,)))
+                    call.tracer.facts.append(Count(nodes, (axis.numbers,)))
             for axis, owner in held:
                 call.tracer.unite(nodes, axis.nodes)
                 if owner.entry is not None:

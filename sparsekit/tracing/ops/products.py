@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from sparsekit.labels.values import GivenLength, Labels, TensorLabels
+from sparsekit.labels.facts import Count, Heads
+from sparsekit.labels.values import Labels, TensorLabels
 from sparsekit.tracing.ops.call import Call, Outputs, handles
 from sparsekit.tracing.ops.pointwise import combine
 
@@ -22,7 +23,7 @@ def _batch(call: Call, owners: Sequence[TensorLabels], count: int) -> tuple[Labe
         factors.append(TensorLabels(axes, owner.entry))
     merged = combine(call, factors, [shape] * len(owners), shape, "mul").axes
     if all(owner.entry is None for owner in owners):
-        call.tracer.heads += [axis.nodes[axis.nodes >= 0] for axis in merged if axis is not None]
+        call.tracer.facts += [Heads(axis.nodes[axis.nodes >= 0]) for axis in merged if axis is not None]
     return merged
 
 
@@ -169,7 +170,7 @@ def _depthwise(call: Call, inputs: Labels | None, w: TensorLabels, groups: int, 
         return None
     if rows.is_uniform:  # one filter for all
         if rows.numbers and (inputs.nodes >= 0).all():
-            tracer.lengths.append(GivenLength(inputs.nodes, (rows.numbers,)))
+            tracer.facts.append(Count(inputs.nodes, (rows.numbers,)))
         return inputs.take(np.repeat(np.arange(groups, dtype=np.int64), multiplier))
     tracer.unite(np.repeat(inputs.nodes, multiplier), rows.nodes)
     # The input passes through; the rows gate the outputs.
