@@ -123,15 +123,8 @@ class Count:
     numbers: tuple[frozenset[Held], ...]
     """For each axis, integers of a module to which the length is proportional; empty if it follows by itself."""
     how: Literal["rule", "read", "equal"] = "read"  # by a layer rule, by reading the length from there, or only by equal values
-
-
-@dataclass(frozen=True, eq=False)
-class Spelt:
-    """A length of an axis of units was given, and read from nowhere."""
-
-    nodes: IntArray
-    length: int
-    cause: Cause
+    literals: tuple[int, ...] = ()  # lengths that were given and read from nowhere
+    cause: Cause = OUTPUT  # why units stay whole if a literal is to blame
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +144,7 @@ class Compare:
     sources: frozenset[Source]
 
 
-Fact: TypeAlias = Merge | Keep | Make | Read | Tie | Least | Heads | Average | Count | Spelt | Borrow | Compare
+Fact: TypeAlias = Merge | Keep | Make | Read | Tie | Least | Heads | Average | Count | Borrow | Compare
 F = TypeVar("F")
 
 

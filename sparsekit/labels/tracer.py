@@ -12,18 +12,9 @@ from torch import Tensor, nn
 
 from sparsekit.graph.groups import Constant, Kind, Refusal
 from sparsekit.graph.held import Path
-from sparsekit.labels.facts import Borrow, Cause, Compare, Count, Fact, Keep, Make, Merge, Read, Spelt, user_line
+from sparsekit.labels.facts import OUTPUT, Borrow, Cause, Compare, Count, Fact, Keep, Make, Merge, Read, user_line
 from sparsekit.labels.numbers import Given, Held, Number, Size, Source
-from sparsekit.labels.origin import mark_inputs
-from sparsekit.labels.values import (
-    ALWAYS_ZERO,
-    NO_UNIT,
-    NOT_ZERO,
-    Entry,
-    IntArray,
-    Labels,
-    TensorLabels,
-)
+from sparsekit.labels.values import ALWAYS_ZERO, NO_UNIT, NOT_ZERO, Entry, IntArray, Labels, TensorLabels, mark_inputs
 
 
 class Tracer:
@@ -374,17 +365,16 @@ class Tracer:
             return
         given = [self.given.at(dim, rank) for dim in dims] or [self.given] * len(lengths)
         read = [number.held if (number := g.numbers.get(size)) else frozenset() for g, size in zip(given, lengths, strict=True)]
-        literal = [size in g.plain for g, size in zip(given, lengths, strict=True)]
-        self.facts.append(Count(nodes, tuple(read)))
+        literal = {axis: size for axis, (g, size) in enumerate(zip(given, lengths, strict=True)) if size in g.plain}
+        cause = self.cause("") if literal else OUTPUT
+        self.facts.append(Count(nodes, tuple(read), literals=tuple(literal.values()), cause=cause))
         if nodes.ndim == 1:
             self._borrow(nodes, given[0].numbers.get(lengths[0]))
-        for axis, (size, is_literal) in enumerate(zip(lengths, literal, strict=True)):
-            if is_literal:
-                self.facts.append(Spelt(nodes, size, self.cause("")))
-                for held in self.held.get(self.module, ()):
-                    if held.value == size:
-                        alone = [frozenset({held}) if other == axis else frozenset() for other in range(len(lengths))]
-                        self.facts.append(Count(nodes, tuple(alone), "equal"))
+        for axis, size in literal.items():
+            for held in self.held.get(self.module, ()):
+                if held.value == size:
+                    alone = [frozenset({held}) if other == axis else frozenset() for other in range(len(lengths))]
+                    self.facts.append(Count(nodes, tuple(alone), "equal"))
 
     def _borrow(self, nodes: IntArray, length: Number | None) -> None:
         """Note that the length of an axis was read from an axis of other units."""

@@ -6,11 +6,14 @@ Operators state facts about nodes. Nodes that are connected at the end are a uni
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
+from sparsekit._torch import tree_leaves
 from sparsekit.graph.groups import Constant
 from sparsekit.labels.numbers import Held
 from sparsekit.labels.numbers import IntArray as IntArray
@@ -181,3 +184,23 @@ class TensorLabels:
             return False
         pairs = zip((*self.axes, self.joint), (*other.axes, other.joint), strict=True)
         return all(a is b or (a is not None and b is not None and a.same(b)) for a, b in pairs)
+
+
+_MARK = "_sparsekit_from_inputs"
+"""Marks tensors that a pass computes from the inputs of the model: others without units are constants in the code."""
+
+
+def mark_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    for tensor in tree_leaves([args, dict(kwargs)]):
+        if isinstance(tensor, Tensor):
+            vars(tensor)[_MARK] = True
+
+
+def mark_results(outputs: Iterable[Tensor], given: Iterable[Tensor]) -> None:
+    if any(map(is_from_inputs, given)):
+        for tensor in outputs:
+            vars(tensor)[_MARK] = True
+
+
+def is_from_inputs(tensor: Tensor) -> bool:
+    return _MARK in vars(tensor)

@@ -15,7 +15,7 @@ from sparsekit._torch import DispatchMode
 from sparsekit.errors import NoUnitsError, TraceError, UnsupportedModelError, level_of_user
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.refusals import by_cause
-from sparsekit.labels.facts import OUTPUT, Cause, Keep
+from sparsekit.labels.facts import OUTPUT, Cause, Count, Keep, of
 from sparsekit.labels.tracer import Tracer
 from sparsekit.layers import LayerRule, find_rule
 from sparsekit.layers.parametrized import fix_hooked
@@ -356,14 +356,14 @@ def _verified(verifier: Verifier | BlockVerifier, tracer: Tracer, built: Built) 
             if following := other_choices(built.sizes, name, tried):
                 tried |= following
             else:
-                cause = literal_cause(facts, built.root, units) or Cause("", why, "inexact", remedy=_REMEDY)
+                cause = literal_cause(of(Count, facts), built.root, units) or Cause("", why, "inexact", remedy=_REMEDY)
                 facts.append(Keep(units, cause))
         built = build(tracer, built.graph.shapes, facts, tried)
     return built
 
 
 def _warn(built: Built) -> None:
-    for names, sizes, reason in by_cause(built.loud):
+    for names, sizes, reason in by_cause(item for item in built.graph.unprunable if not item.is_expected):
         warnings.warn(
             f"{names!r} ({sizes} units) cannot be pruned: {reason}",
             UnprunableWarning,

@@ -29,23 +29,13 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class Built:
-    """A graph, with the data for later changes.
-
-    Args:
-        graph: The units.
-        nodes: Group → the first node of each of its units.
-        loud: Units that stay whole for a cause that deserves a warning.
-        sizes: All integers of the model that may follow the number of units; the graph's integers are some of them.
-        root: The unit of each node.
-        facts: The facts of the trace, and what follows from them.
-    """
+    """A graph, with the data for later changes."""
 
     graph: UnitGraph
-    nodes: Mapping[str, IntArray]
-    loud: tuple[Unprunable, ...]
-    sizes: tuple[Candidate, ...]
-    root: IntArray
-    facts: Sequence[Fact]
+    nodes: Mapping[str, IntArray]  # group → root of each of its units
+    sizes: tuple[Candidate, ...]  # all integers that may follow the number of units; those of the graph are some of them
+    root: IntArray  # the unit of each node, by the lowest of its nodes
+    facts: Sequence[Fact]  # those of the trace, and what follows from them
 
 
 class _Nodes:
@@ -293,7 +283,6 @@ def build(tracer: Tracer, shapes: Mapping[str, torch.Size], facts: Iterable[Fact
         if not broken and not changing:
             break
         facts += [*broken, *changing]
-    unprunable = _unprunable(nodes, causes)
     candidates = find_sizes(of(Count, facts), root, group_of, groups)
     sizes, shared = chosen_sizes(candidates, tried)
     used = {piece.name for group in groups.values() for piece in group.constants}
@@ -301,13 +290,13 @@ def build(tracer: Tracer, shapes: Mapping[str, torch.Size], facts: Iterable[Fact
         groups,
         dict(shapes),
         tuple(dict.fromkeys((*equal, *shared))),
-        unprunable,
+        _unprunable(nodes, causes),
         sizes,
         norms,
         aliases=tuple(entry.names for entry in tracer.entries if len(entry.names) > 1 and not entry.constants),
         constants={each.name: each for entry in tracer.entries for each in entry.constants if each.name in used},
     )
-    return Built(graph, members, tuple(item for item in unprunable if not item.is_expected), candidates, root, facts)
+    return Built(graph, members, candidates, root, facts)
 
 
 def _tied_groups(
@@ -336,11 +325,15 @@ def _find_norms(
     calls: dict[tuple[str, int], list[Average]] = {}
     for average in averages:
         calls.setdefault((average.module, average.call), []).append(average)
-    unit_of = {int(unit): (name, place) for name, roots in members.items() for place, unit in enumerate(roots)} if calls else {}
+    names = list(members)
+    group_at, unit_at = np.full(root.size, -1), np.zeros(root.size, dtype=np.int64)
+    for number, roots in enumerate(members.values()):
+        group_at[roots], unit_at[roots] = number, np.arange(roots.size)
     sites, changing = [], list[Keep]()
     for met in calls.values():
         units = [np.where(average.nodes >= 0, root[average.nodes], average.nodes) for average in met]
-        if not any(int(unit) in unit_of for row in units for unit in row):
+        groups = [np.where(row >= 0, group_at[row], -1) for row in units]
+        if all((own == -1).all() for own in groups):
             continue
         first = met[0]
         if not all(
@@ -349,12 +342,7 @@ def _find_norms(
         ):
             changing += [Keep(average.nodes, average.cause) for average in met if average.nodes.size]
             continue
-        places: dict[str, tuple[list[int], list[int]]] = {}
-        for position, unit in enumerate(units[0].tolist()):
-            if unit in unit_of:
-                group, number = unit_of[unit]
-                places.setdefault(group, ([], []))[0].append(position)
-                places[group][1].append(number)
-        tensors = {group: (torch.tensor(p), torch.tensor(u)) for group, (p, u) in places.items()}
+        places = [(number, np.flatnonzero(groups[0] == number)) for number in np.unique(groups[0]) if number >= 0]
+        tensors = {names[number]: (torch.from_numpy(at), torch.from_numpy(unit_at[units[0][at]])) for number, at in places}
         sites.append(NormSite(first.module, first.call, first.function, first.dim, int(first.nodes.size), tensors))
     return tuple(sites), changing

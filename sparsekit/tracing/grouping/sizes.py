@@ -16,7 +16,7 @@ import numpy.typing as npt
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import SizeAttribute, UnitGroup
 from sparsekit.graph.held import Path
-from sparsekit.labels.facts import Borrow, Cause, Compare, Count, Fact, Keep, Merge, Spelt, of
+from sparsekit.labels.facts import Borrow, Cause, Compare, Count, Fact, Keep, Merge, of
 from sparsekit.labels.numbers import Held, IntArray, Size, Source
 
 _CHOICES = 4
@@ -191,14 +191,15 @@ def other_choices(candidates: Sequence[Candidate], group: str, tried: Mapping[st
     return found
 
 
-def literal_cause(facts: Iterable[Fact], root: IntArray, units: IntArray) -> Cause | None:
+def literal_cause(counts: Iterable[Count], root: IntArray, units: IntArray) -> Cause | None:
     """Return the cause if a number in the code is the length of an axis of these units."""
-    for fact in of(Spelt, facts):
-        code = fact.cause.where.partition(" (")[2]
-        lengths = [fact.nodes.shape[dim] for dim in _varying(fact.nodes, root)]
-        if fact.length in lengths and np.isin(root[fact.nodes], units).any() and re.search(rf"\b{fact.length}\b", code):
-            remedy = "write -1 in its place, or read it from an attribute of the module"
-            return replace(fact.cause, reason=f"the number {fact.length} is written in the code", kind="number", remedy=remedy)
+    remedy = "write -1 in its place, or read it from an attribute of the module"
+    for count in counts:
+        code = count.cause.where.partition(" (")[2]
+        lengths = [count.nodes.shape[dim] for dim in _varying(count.nodes, root)] if count.literals else []
+        for number in count.literals:
+            if number in lengths and np.isin(root[count.nodes], units).any() and re.search(rf"\b{number}\b", code):
+                return replace(count.cause, reason=f"the number {number} is written in the code", kind="number", remedy=remedy)
     return None
 
 

@@ -8,9 +8,8 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from sparsekit.labels.facts import Cause
-from sparsekit.labels.origin import is_from_inputs
 from sparsekit.labels.tracer import Tracer
-from sparsekit.labels.values import TensorLabels
+from sparsekit.labels.values import TensorLabels, is_from_inputs
 
 MOST_POSITIONS = 1 << 24
 """Bound on the work for one rearrangement, or for units that differ along several axes."""
