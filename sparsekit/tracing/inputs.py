@@ -58,13 +58,8 @@ def find_tensors(value: Any) -> list[Tensor]:
             return
         elif id(item) not in seen:
             seen.add(id(item))
-            if isinstance(item, Mapping):
-                children = list(item.values())
-            elif isinstance(item, (list, tuple, set, frozenset)):
-                children = list(item)
-            elif dataclasses.is_dataclass(item):
-                children = [getattr(item, field.name) for field in dataclasses.fields(item)]
-            else:
+            children = _children(item)
+            if children is None:
                 children = list(vars(item).values()) if hasattr(item, "__dict__") else []
                 if depth < _DEPTH:
                     children += _inside(item)
@@ -74,6 +69,17 @@ def find_tensors(value: Any) -> list[Tensor]:
 
     visit(value)
     return found
+
+
+def _children(value: Any) -> list[Any] | None:
+    """Return what a container holds; None if it is not a container."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return None
 
 
 def _inside(item: Any) -> list[Any]:
@@ -101,15 +107,9 @@ def find_numbers(value: Any) -> list[bool | int | float | complex]:
     """Return all plain numbers in nested tuples, lists, mappings and dataclasses, in a fixed order."""
     if type(value) in (bool, int, float, complex):
         return [value]
-    if isinstance(value, Mapping):
-        children: Sequence[Any] = list(value.values())
-    elif isinstance(value, list | tuple):
-        children = value
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        children = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    else:
+    if isinstance(value, set | frozenset):  # whose order depends on the values
         return []
-    return [number for child in children for number in find_numbers(child)]
+    return [number for child in _children(value) or () for number in find_numbers(child)]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -55,7 +55,7 @@ class Judgment:
         expected, found = self.expected, self.found
         if [t.shape for t in expected.outputs] != [t.shape for t in found.outputs]:
             return "removing units changes the shape of the output", False
-        inside = list(expected.pairs(found, loosely=self.loosely))
+        inside = [tensors for _, tensors in expected.pairs(found, loosely=self.loosely)]
         outside = list(zip(expected.outputs, found.outputs, strict=True))
         if not any(t.is_floating_point() or t.is_complex() for t, _ in (*inside, *outside)):
             return "no floating-point value reaches the output, so nothing can be compared", False
@@ -81,9 +81,9 @@ class Judgment:
             whole = expected  # train mode refuses the inputs, as a batch norm may one example
         if [t.shape for t in whole.outputs] != [t.shape for t in expected.outputs]:
             whole = expected
-        triples = list(expected.located_pairs(self.found, whole, loosely=self.loosely))
+        triples = list(expected.pairs(self.found, whole, loosely=self.loosely))
         if len(triples) != len(inside):
-            triples = [(op, (a, b, a)) for op, (a, b) in expected.located_pairs(self.found, loosely=self.loosely)]
+            triples = [(op, (a, b, a)) for op, (a, b) in expected.pairs(self.found, loosely=self.loosely)]
         compared = ((op, _difference(before, a, b, floor)) for op, (a, b, before) in triples)
         differing = [(op, reason) for op, reason in compared if reason is not None][:1]
         first = "".join(f": the first values that differ are those of {op}" for op, _ in differing)
@@ -111,7 +111,7 @@ class Judgment:
             moved = session.run(self.small, training=self.training)
         except Exception:  # noqa: BLE001
             return None
-        triples = list(expected.pairs(found, moved, loosely=self.loosely))
+        triples = [tensors for _, tensors in expected.pairs(found, moved, loosely=self.loosely)]
         if [t.shape for t in moved.outputs] != [t.shape for t in found.outputs] or len(triples) != values:
             return None
         outputs = zip(found.outputs, moved.outputs, self._defined, strict=True)

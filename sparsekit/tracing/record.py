@@ -5,8 +5,9 @@ values. Verification therefore compares every value on which the outputs depend 
 """
 
 import functools
+import itertools
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -92,8 +93,7 @@ class PassRecord(DispatchMode):
         self._ops: list[_Op] = []
         self._left: set[int] = set()  # memory of what attributes hold
         self._taken_out: set[int] = set()  # memory of the numbers that Python has got
-        self._numbers: dict[int, int] = {}  # storage → number
-        self._next = 0
+        self._numbers = defaultdict[int, int](itertools.count().__next__)  # storage → number of its memory
         self._held: dict[int, list[_Value]] = {}  # storage → values of it that are not samples
         self._frames: list[tuple[str, int]] = [("", 0)]
         self._calls: dict[str, int] = {}
@@ -110,7 +110,7 @@ class PassRecord(DispatchMode):
     def finish(self, outputs: Iterable[Tensor], left: Iterable[Tensor] = ()) -> None:
         """Record the outputs of the pass and values left in attributes, once it is over."""
         self.outputs += outputs
-        self._left |= {self._number(storage_id(tensor)) for tensor in left}
+        self._left |= {self._numbers[storage_id(tensor)] for tensor in left}
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._held = [], {}
@@ -143,39 +143,32 @@ class PassRecord(DispatchMode):
                 for value in self._held.pop(storage, ()):
                     value.tensor = sample(value.tensor).clone()
         result = func(*args, **kwargs)
-        reads = tuple(map(self._number, entering))
+        reads = tuple(map(self._numbers.__getitem__, entering))
         if func is _ITEM:
             self._taken_out.update(reads)
-        writes, values = list(map(self._number, changed)), []
+        writes, values = list(map(self._numbers.__getitem__, changed)), []
         for tensor in tensors_of((result,)):
             storage = storage_id(tensor)
-            if storage not in entering:  # it was allocated here
-                self._numbers[storage] = self._next
-                self._next += 1
-            writes.append(self._number(storage))
+            if storage not in entering:
+                self._numbers.pop(storage, None)  # it was allocated here, maybe in the place of an earlier one
+            writes.append(self._numbers[storage])
             made = not func.is_view and func.overloadpacket.__name__ not in _UNINITIALISED
             if made and not self._unseen and _is_compared(tensor):
                 values.append(self._value(tensor))
         self._ops.append(_Op(func.name(), _line(), self._frames[-1], reads, tuple(writes), values))
         return result
 
-    def _number(self, storage: int) -> int:
-        if storage not in self._numbers:
-            self._numbers[storage] = self._next
-            self._next += 1
-        return self._numbers[storage]
-
     def _value(self, tensor: Tensor) -> _Value:
         storage = storage_id(tensor)
         if tensor.numel() > _WHOLE:
-            return _Value(sample(tensor).clone(), tensor.shape, self._number(storage))
-        value = _Value(tensor, tensor.shape, self._number(storage))
+            return _Value(sample(tensor).clone(), tensor.shape, self._numbers[storage])
+        value = _Value(tensor, tensor.shape, self._numbers[storage])
         self._held.setdefault(storage, []).append(value)
         return value
 
     def _live(self) -> set[int]:
         """Return numbers of the memory on which depends what the pass returns, leaves in attributes or takes out as numbers."""
-        live = {self._number(storage_id(tensor)) for tensor in self.outputs} | self._left | self._taken_out
+        live = {self._numbers[storage_id(tensor)] for tensor in self.outputs} | self._left | self._taken_out
         for op in reversed(self._ops):
             if not live.isdisjoint(op.writes):
                 live.update(op.reads)
@@ -183,20 +176,15 @@ class PassRecord(DispatchMode):
 
     def has_operators_of(self, other: "PassRecord") -> bool:
         """Tell whether two passes have run the same operators in the same order."""
-        return [op.name for op in self._ops] == [op.name for op in other._ops]
+        return _have_same_names([self._ops, other._ops])
 
-    def pairs(self, *others: "PassRecord", loosely: bool = False) -> Iterator[tuple[Tensor, ...]]:
-        """Samples of the values on which the outputs of this pass depend, each with those that other passes have in its place.
+    def pairs(self, *others: "PassRecord", loosely: bool = False) -> Iterator[tuple[_Op, tuple[Tensor, ...]]]:
+        """Yield samples of the values on which the outputs depend, with those of other passes, and the operator that made them.
 
         Args:
             others: Passes of the same code. Values of another shape have no counterpart.
             loosely: Where the operators of a module differ, compare those before and after the difference.
         """
-        for _, tensors in self.located_pairs(*others, loosely=loosely):
-            yield tensors
-
-    def located_pairs(self, *others: "PassRecord", loosely: bool = False) -> Iterator[tuple[_Op, tuple[Tensor, ...]]]:
-        """Yield the same pairs, each with the operator of this pass that has made its first."""
         live = self._live()
         for ops in _aligned([self._ops, *(other._ops for other in others)], loosely):
             for values in zip(*(op.values for op in ops), strict=False):
@@ -221,21 +209,23 @@ def _is_compared(tensor: Tensor) -> bool:
 
 def _aligned(passes: Sequence[list[_Op]], loosely: bool) -> Iterator[tuple[_Op, ...]]:
     """Yield the operators that have the same place in all passes."""
-    names = [[op.name for op in ops] for ops in passes]
-    if all(own == names[0] for own in names):
+    if _have_same_names(passes):
         yield from zip(*passes, strict=True)
         return
     frames = [_by_frame(ops) for ops in passes]
     calls = [Counter(name for name, _ in own) for own in frames]
-    for frame, first in frames[0].items():
+    for frame in frames[0]:
         if not all(frame in own and of[frame[0]] == calls[0][frame[0]] for own, of in zip(frames, calls, strict=True)):
             continue
         found = [other[frame] for other in frames]
-        same = all([op.name for op in ops] == [op.name for op in first] for ops in found)
-        if same:
+        if _have_same_names(found):
             yield from zip(*found, strict=True)
         elif loosely:
             yield from _common_ends(found)
+
+
+def _have_same_names(found: Sequence[list[_Op]]) -> bool:
+    return len({tuple(op.name for op in ops) for ops in found}) == 1
 
 
 def _by_frame(ops: Iterable[_Op]) -> dict[tuple[str, int], list[_Op]]:
@@ -246,13 +236,10 @@ def _by_frame(ops: Iterable[_Op]) -> dict[tuple[str, int], list[_Op]]:
 
 
 def _common_ends(found: Sequence[list[_Op]]) -> Iterator[tuple[_Op, ...]]:
-    start = 0
-    for ops in zip(*found, strict=False):
-        if len({op.name for op in ops}) > 1:
-            break
-        start += 1
-        yield ops
-    for ops in zip(*(reversed(own[start:]) for own in found), strict=False):
-        if len({op.name for op in ops}) > 1:
-            break
-        yield ops
+    first = list(itertools.takewhile(_are_same, zip(*found, strict=False)))
+    yield from first
+    yield from itertools.takewhile(_are_same, zip(*(reversed(ops[len(first) :]) for ops in found), strict=False))
+
+
+def _are_same(ops: Iterable[_Op]) -> bool:
+    return len({op.name for op in ops}) == 1

@@ -3,7 +3,7 @@
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.refusals import by_cause
 from sparsekit.labels.facts import OUTPUT, Cause, Count, Keep, of
 from sparsekit.labels.tracer import Tracer
-from sparsekit.layers import LayerRule, find_rule
+from sparsekit.layers import LayerRule, Rules, find_rule
 from sparsekit.layers.parametrized import fix_hooked
 from sparsekit.surgery.rebuild import find_constants, named_entries
 from sparsekit.tracing.blocks import BlockVerifier, is_large, is_meta, make_verifier
@@ -53,7 +53,7 @@ def trace_units(
     model: nn.Module,
     example_inputs: Any,
     *,
-    rules: Mapping[type[nn.Module], LayerRule] | None = None,
+    rules: Rules | None = None,
     verify: bool = True,
     prune_hidden_size: bool = False,
 ) -> UnitGraph:
@@ -210,7 +210,7 @@ def _check(model: nn.Module) -> None:
 
 
 def _run(
-    model: nn.Module, calls: Sequence[ModelInputs], tracer: Tracer, rules: Mapping[type[nn.Module], LayerRule] | None
+    model: nn.Module, calls: Sequence[ModelInputs], tracer: Tracer, rules: Rules | None
 ) -> tuple[list[tuple[int, bool]], Exception | None]:
     """Trace passes in eval mode and in train mode, where auxiliary heads may run.
 
@@ -284,7 +284,7 @@ def _pass(
     copied: Callable[[], nn.Module],
     inputs: ModelInputs,
     tracer: Tracer,
-    rules: Mapping[type[nn.Module], LayerRule] | None,
+    rules: Rules | None,
 ) -> None:
     """Run a private copy of the model under the tracer, following its integers where it accepts them as numbers."""
     try:
@@ -299,7 +299,7 @@ def _follow(
     copy: nn.Module,
     inputs: ModelInputs,
     tracer: Tracer,
-    rules: Mapping[type[nn.Module], LayerRule] | None,
+    rules: Rules | None,
     *,
     numbers: bool,
 ) -> None:
