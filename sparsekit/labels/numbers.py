@@ -195,6 +195,11 @@ class Given:
         """Return the integer for one axis of a shape of `rank` integers, if that is what was given; else all of them."""
         return Given.of(self.shape[dim]) if len(self.shape) == rank else self
 
+    def held(self, length: int) -> frozenset[Held]:
+        """Return the integers held that gave a length."""
+        number = self.numbers.get(length)
+        return frozenset() if number is None else number.held
+
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for calls with equal integers from equal sources."""

@@ -2,8 +2,9 @@
 
 import sys
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -35,12 +36,13 @@ class Tracer:
         self.answers: dict[tuple[Any, ...], tuple[Any, list[TensorLabels | None]]] = {}
         # Effects of rearranging operators on the numbers of positions, for later calls on the same shapes.
         self.rearranged: dict[Any, list[IntArray]] = {}
-        self._entry_labels: dict[int, TensorLabels] = {}
+        self._entry_labels: list[TensorLabels] = []  # by number of the entry, the same objects in every pass
         self._constants: dict[tuple[Any, ...], Entry] = {}
         self._whole: set[int] = set()  # nodes that were fixed
         self._starts: list[int] = []  # the first node of each entry
-        self._sources: list[frozenset[tuple[int, int]]] = [frozenset(), frozenset()]
-        self._source_ids: dict[frozenset[tuple[int, int]], int] = {}
+        # (entry number, axis) that must all be gated for a value to be zero, by the number of the source
+        self.sources: list[frozenset[tuple[int, int]]] = [frozenset(), frozenset()]
+        self._source_ids: dict[frozenset[tuple[int, int]], int] = {frozenset(): ALWAYS_ZERO}
         self._model = nn.Module()
         self.begin({})
 
@@ -58,7 +60,7 @@ class Tracer:
             if not entry.constants:
                 tensor = tensors[entry.names[0]]
                 self.numbers[id(tensor)] = entry.number
-                self.set(tensor, self.labels_of(entry))
+                self.set(tensor, self._entry_labels[entry.number])
 
     def end(self) -> None:
         """Release the tensors of the last pass, which the hooks of its model would keep alive."""
@@ -76,6 +78,15 @@ class Tracer:
     def _leave(self) -> None:
         if len(self.modules) > 1:
             self.modules.pop()
+
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """Follow no operators for a while: whoever runs them describes their results."""
+        before, self.watching = self.watching, False
+        try:
+            yield
+        finally:
+            self.watching = before
 
     def note_compared(self, sources: Iterable[Source]) -> None:
         """Note where integers come from that the code of the module that runs now has compared, rounded or converted."""
@@ -148,7 +159,7 @@ class Tracer:
             entry = self._constants.get(key) or self.add_entry(names, tensor.shape, is_parameter=False, constants=places)
             self._constants[key] = entry
             self.numbers[id(tensor)] = entry.number
-            self.set(tensor, self.labels_of(entry))
+            self.set(tensor, self._entry_labels[entry.number])
         if id(tensor) in self.numbers:
             self.used.add(self.numbers[id(tensor)])
 
@@ -156,13 +167,17 @@ class Tracer:
         self, names: Sequence[str], shape: Sequence[int], *, is_parameter: bool, constants: Sequence[Constant] = ()
     ) -> Entry:
         """Give every position of every axis of an entry a fresh node."""
-        first: list[int | None] = []
+        number, axes = len(self.entries), list[Labels | None]()
         self._starts.append(self.nodes)
-        for size in shape:
-            first.append(self.nodes if size > 1 else None)
+        for dim, size in enumerate(shape):
+            source = self.source({(number, dim)}) if is_parameter else NOT_ZERO
+            nodes = np.arange(self.nodes, self.nodes + size, dtype=np.int64)
+            axes.append(Labels(nodes, np.full(size, source, dtype=np.int64)) if size > 1 else None)
             self.nodes += size if size > 1 else 0
-        entry = Entry(tuple(names), tuple(shape), is_parameter, len(self.entries), tuple(first), tuple(constants))
+        first = tuple(None if axis is None else int(axis.nodes[0]) for axis in axes)
+        entry = Entry(tuple(names), tuple(shape), is_parameter, number, first, tuple(constants))
         self.entries.append(entry)
+        self._entry_labels.append(TensorLabels(tuple(axes), entry))
         return entry
 
     def is_fixed(self, labels: Labels) -> bool:
@@ -174,39 +189,20 @@ class Tracer:
         met = labels.nodes[labels.nodes >= 0]
         return bool(met.size) and not self.entries[bisect_right(self._starts, int(met[0])) - 1].is_parameter
 
-    def labels_of(self, entry: Entry) -> TensorLabels:
-        """Return the labels of an entry, the same object in every pass."""
-        if entry.number not in self._entry_labels:
-            axes: list[Labels | None] = []
-            for dim, (start, size) in enumerate(zip(entry.first, entry.shape, strict=True)):
-                if start is None:
-                    axes.append(None)
-                    continue
-                source = self.source({(entry.number, dim)}) if entry.is_parameter else NOT_ZERO
-                axes.append(Labels(np.arange(start, start + size, dtype=np.int64), np.full(size, source, dtype=np.int64)))
-            self._entry_labels[entry.number] = TensorLabels(tuple(axes), entry)
-        return self._entry_labels[entry.number]
-
     def source(self, gated: AbstractSet[tuple[int, int]]) -> int:
-        """Return the id of a set of (entry number, axis) that must all be gated for a value to be zero."""
+        """Return the number of a source in `sources`."""
         key = frozenset(gated)
-        if not key:
-            return ALWAYS_ZERO
-        if key not in self._source_ids:
-            self._source_ids[key] = len(self._sources)
-            self._sources.append(key)
-        return self._source_ids[key]
-
-    def gated_by(self, source: int) -> frozenset[tuple[int, int]]:
-        """Return the set of an id."""
-        return self._sources[source]
+        number = self._source_ids.setdefault(key, len(self.sources))
+        if number == len(self.sources):
+            self.sources.append(key)
+        return number
 
     def both(self, a: IntArray, b: IntArray) -> IntArray:
         """Return sources of a value that is zero where both `a` and `b` are zero."""
         out = np.full(a.shape[0], NOT_ZERO, dtype=np.int64)
         for x, y in set(zip(a.tolist(), b.tolist(), strict=True)):
             if x != NOT_ZERO and y != NOT_ZERO:
-                out[(a == x) & (b == y)] = self.source(self._sources[x] | self._sources[y])
+                out[(a == x) & (b == y)] = self.source(self.sources[x] | self.sources[y])
         return out
 
     def unite(self, a: IntArray, b: IntArray, *, quiet: bool = False) -> None:
@@ -364,7 +360,7 @@ class Tracer:
                 self.fix(nodes.reshape(-1), "reshaped together with values that belong to no unit")
             return
         given = [self.given.at(dim, rank) for dim in dims] or [self.given] * len(lengths)
-        read = [number.held if (number := g.numbers.get(size)) else frozenset() for g, size in zip(given, lengths, strict=True)]
+        read = [each.held(size) for each, size in zip(given, lengths, strict=True)]
         literal = {axis: size for axis, (g, size) in enumerate(zip(given, lengths, strict=True)) if size in g.plain}
         cause = self.cause("") if literal else OUTPUT
         self.facts.append(Count(nodes, tuple(read), literals=tuple(literal.values()), cause=cause))
@@ -383,11 +379,6 @@ class Tracer:
                 remedy = "write -1 in place of the width of another tensor"
                 cause = self.cause("its width is read from units that cannot be pruned", "number", remedy)
                 self.facts.append(Borrow(nodes, source.nodes, cause))
-
-    def held_by(self, length: int) -> frozenset[Held]:
-        """Return the integers held that gave a length in the current call."""
-        number = self.given.numbers.get(length)
-        return frozenset() if number is None else number.held
 
     def count(self, nodes: IntArray, module: str, attribute: str) -> None:
         """Note that an attribute of a layer, an integer or a tuple of one, counts these units."""

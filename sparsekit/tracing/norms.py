@@ -40,11 +40,8 @@ class NormRecorder(NormMode):
         cause = tracer.cause("averaged over by one call that sees other units from time to time")
         tracer.facts.append(Average(module, number, call.name, axis.nodes, dim - call.x.dim(), cause))
         self._count(module, call, axis.nodes)
-        tracer.watching = False
-        try:
+        with tracer.looking_away():
             outputs = plain()
-        finally:
-            tracer.watching = True
         if call.is_norm:
             answer = self._norm(call, labels, dim, axis)
         else:  # the average of zeros is zero, their spread too

@@ -111,24 +111,23 @@ def trace_units(
             built = _verified(make_verifier(model, calls, rules, training), tracer, built)
     if is_large(model):
         gc.collect()  # copies that lend the parameters would keep them alive after a cut in place
-    _warn(built)
+    for names, sizes, reason in by_cause(item for item in built.graph.unprunable if not item.is_expected):
+        _warn(f"{names!r} ({sizes} units) cannot be pruned: {reason}", UnprunableWarning)
     unread = [entry.names[0] for entry in tracer.entries if entry.is_parameter and entry.number not in tracer.used]
     if unread:
         shown = ", ".join(map(repr, unread[:5])) + (f" and {len(unread) - 5} more" if len(unread) > 5 else "")
-        warnings.warn(
+        _warn(
             f"no pass of {type(model).__name__} on the example inputs read {shown}: a branch that reads them is not traced and"
             " may fail or change after a cut. Pass a list of calls, [(x,), (y,)], one of which takes it. Where a lambda or a"
             " closure holds the original module, a copy calls the original: make it a method",
             UnreadParametersWarning,
-            stacklevel=level_of_user(),
         )
     if refusal is not None:
-        warnings.warn(
+        _warn(
             f"{type(model).__name__} fails on the example inputs in train mode ({type(refusal).__name__}:"
             f" {refusal}), so what runs only in training, such as an auxiliary head, was not traced and would be trained"
             " wrong; pass inputs that it accepts in both modes, such as a batch of two",
             TrainModeWarning,
-            stacklevel=level_of_user(),
         )
     if not built.graph.groups:
         found = built.graph.unprunable
@@ -153,7 +152,7 @@ def check_runs(small: nn.Module, call: ModelInputs) -> None:
     except Exception as error:
         raise UnsupportedModelError(
             f"the compact {type(small).__name__} does not run on the example inputs ({type(error).__name__}: {error});"
-            " name the layers in the message in keep=, and please report it"
+            " name the layers in the message in exclude=, and please report it"
         ) from error
 
 
@@ -280,12 +279,7 @@ def _enter(model: nn.Module, tracer: Tracer) -> None:
         tracer.add_entry(aliases, tensor.shape, is_parameter=isinstance(tensor, nn.Parameter))
 
 
-def _pass(
-    copied: Callable[[], nn.Module],
-    inputs: ModelInputs,
-    tracer: Tracer,
-    rules: Rules | None,
-) -> None:
+def _pass(copied: Callable[[], nn.Module], inputs: ModelInputs, tracer: Tracer, rules: Rules | None) -> None:
     """Run a private copy of the model under the tracer, following its integers where it accepts them as numbers."""
     try:
         _follow(copied(), inputs, tracer, rules, numbers=True)
@@ -295,14 +289,7 @@ def _pass(
         _follow(copied(), inputs, tracer, rules, numbers=False)
 
 
-def _follow(
-    copy: nn.Module,
-    inputs: ModelInputs,
-    tracer: Tracer,
-    rules: Rules | None,
-    *,
-    numbers: bool,
-) -> None:
+def _follow(copy: nn.Module, inputs: ModelInputs, tracer: Tracer, rules: Rules | None, *, numbers: bool) -> None:
     tracer.begin(named_entries(copy), find_constants(copy).values())
     if numbers:
         hold_numbers(tracer, copy, rules)
@@ -332,11 +319,8 @@ def run_traced(tracer: Tracer, model: nn.Module, inputs: ModelInputs) -> Any:
 
 def _opaque(tracer: Tracer, rule: LayerRule, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
     def run(*a: Any, **k: Any) -> Any:
-        before, tracer.watching = tracer.watching, False
-        try:
+        with tracer.looking_away():
             return forward(*a, **k)
-        finally:
-            tracer.watching = before
 
     return rule.trace(tracer, module, run, args, kwargs)
 
@@ -362,10 +346,5 @@ def _verified(verifier: Verifier | BlockVerifier, tracer: Tracer, built: Built) 
     return built
 
 
-def _warn(built: Built) -> None:
-    for names, sizes, reason in by_cause(item for item in built.graph.unprunable if not item.is_expected):
-        warnings.warn(
-            f"{names!r} ({sizes} units) cannot be pruned: {reason}",
-            UnprunableWarning,
-            stacklevel=level_of_user(),
-        )
+def _warn(text: str, kind: type[Warning]) -> None:
+    warnings.warn(text, kind, stacklevel=level_of_user())

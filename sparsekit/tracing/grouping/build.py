@@ -123,7 +123,7 @@ def _choose_gates(nodes: _Nodes, causes: _Causes, tracer: Tracer, reads: Sequenc
         if NOT_ZERO in sources[root]:
             causes.mark(np.array([root]), cause)
         else:
-            gated = frozenset().union(*(tracer.gated_by(source) for source in sources[root]))
+            gated = frozenset().union(*(tracer.sources[source] for source in sources[root]))
             gates[root] = frozenset(number[key] for key in gated if key in number)
     return gates
 

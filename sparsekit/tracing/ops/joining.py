@@ -28,7 +28,7 @@ def _create(call: Call) -> Outputs:
     value = call.arg("fill_value", call.arg("value", 1))
     is_zero = "zero" in call.name or (not isinstance(value, Tensor) and value == 0)
     zero = ALWAYS_ZERO if is_zero else NOT_ZERO
-    given = (uniform(size, zero, call.tracer.held_by(size)) if size > 1 else None for size in call.out.shape)
+    given = (uniform(size, zero, call.tracer.given.held(size)) if size > 1 else None for size in call.out.shape)
     return TensorLabels(tuple(given))
 
 

@@ -171,7 +171,7 @@ def _rearrange(call: Call) -> Outputs:
         for dim, times in enumerate(call.arguments["repeats"]):
             own = tensor.shape[dim - len(axes) + rank] if dim >= len(axes) - rank else 1
             if own == 1 and times > 1:
-                axes[dim] = uniform(times, numbers=call.tracer.held_by(times))
+                axes[dim] = uniform(times, numbers=call.tracer.given.held(times))
         return replace(made, axes=tuple(axes))
     return found
 
@@ -286,7 +286,7 @@ def _expand(call: Call) -> Outputs:
     for axis, own, size in zip(labels.axes, before, after[new:], strict=True):
         if own == 1 and size > 1:
             call.tracer.fix(axis, "a single unit is expanded")
-            axis = uniform(size, numbers=call.tracer.held_by(size))
+            axis = uniform(size, numbers=call.tracer.given.held(size))
         axes.append(axis)
     joint = labels.joint and Labels(aligned(labels.joint.nodes, len(after)), aligned(labels.joint.sources, len(after)))
     return replace(labels, axes=tuple(axes), joint=joint)

@@ -39,7 +39,7 @@ def _group_norm(call: Call) -> Outputs:
                 if isinstance(tracer.running, nn.GroupNorm):
                     tracer.count(rows[:, 0], tracer.module, "num_groups")
                     tracer.count(channel.nodes, tracer.module, "num_channels")
-                elif call.tracer.held_by(groups):
+                elif call.tracer.given.held(groups):
                     tracer.sized(rows[:, 0], [groups])
                 elif groups != channel.size:
                     tracer.fix(channel, "normalized by 'group_norm' with a fixed number of groups")
