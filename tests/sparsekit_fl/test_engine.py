@@ -13,8 +13,6 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph import UnitMask
 from sparsekit_fl import engines
 from sparsekit_fl.engines import Processes, device_of, devices, exact_arithmetic, one_thread
-from sparsekit_fl.methods.base import Method
-from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.testing import TinyNet, tiny_config
 
 
@@ -24,7 +22,7 @@ class TestThreeWorkers(EngineContract):
         return Processes(3)
 
 
-class Looks(Method):
+class Looks(fl.Method):
     """The server chooses half of the units; a client reports which of the others it was sent."""
 
     def assign(self, server, client_id):
@@ -57,7 +55,7 @@ def test_a_spawned_worker_gives_the_same_bits(monkeypatch):
 
 def test_what_cannot_be_sent_to_a_worker_is_refused_with_the_way_out(monkeypatch):
     monkeypatch.setattr(engines, "start_method", lambda device: "spawn")
-    problem = Problem(model=lambda: TinyNet(), example_inputs=(torch.zeros(2, 6),))
+    problem = fl.Problem(model=lambda: TinyNet(), example_inputs=(torch.zeros(2, 6),))
     with pytest.raises(InvalidValueError, match=r"cannot be sent to a worker process: .*lambda.*workers=1"):
         tiny_run(problem=problem, engine=Processes(2))
 

@@ -5,7 +5,6 @@ run in flower/test_local_grid.py.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
 
 LIAR = 1
-ONCE: dict[str, Any] = {"rounds": 1, "capability_levels": None, "redraw_capability": False}
+ONCE = {"rounds": 1, "capability_levels": None, "redraw_capability": False}
 
 
 def lying(lie):

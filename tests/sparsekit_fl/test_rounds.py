@@ -1,5 +1,6 @@
-"""The rounds of a run: records, results, resuming, and refusals."""
+"""The rounds of a run: records, resuming, refusals; and callbacks: what they are told, how they stop a run that is resumed."""
 
+import io
 import itertools
 import json
 import logging
@@ -12,13 +13,17 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 from personal import Read, Watching, tiny_run
+from rich.console import Console
 
 import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.checkpoint import holds_run
 from sparsekit_fl.packing import digest
-from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.problem.metrics import accuracy
+from sparsekit_fl.results import RoundScores
+from sparsekit_fl.testing import StopAfter, TinyNet, tiny_clients, tiny_config, tiny_problem
 
 
 def test_result_json_has_what_scripts_rely_on(tmp_path):
@@ -165,3 +170,157 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_bits(tmp_path, worker
     assert resumed.cost.flops == whole.cost.flops
     left = {folder: sorted(p.name for p in (tmp_path / folder).rglob("*")) for folder in ("whole", "killed")}
     assert left["killed"] == left["whole"]
+
+
+class Told(fl.Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_run_start(self, run):
+        self.seen.append((run.round, run.method, list(run.metrics)))
+
+    def on_round_end(self, run, record):
+        self.seen.append(
+            (run.round, run.records[-1] is record, sorted(run.model().state_dict()) == sorted(TinyNet().state_dict()))
+        )
+
+
+class StopAfterRound(fl.Callback):
+    def __init__(self, round):
+        self.round = round
+
+    def on_round_end(self, run, record):
+        if record.round == self.round:
+            run.stop("enough")
+            run.stop("a second reason, which does not count")
+
+
+@pytest.mark.parametrize("round", [2, 3])  # a round that is scored, and one that is not
+@pytest.mark.same_bits
+def test_a_callback_stops_a_run_which_ends_as_one_of_fewer_rounds(round, tmp_path):
+    told = Told()
+    stopped = tiny_run(callbacks=[told, StopAfterRound(round)], out=tmp_path)
+    assert told.seen == [(0, "fedavg", ["accuracy"]), *((one, True, True) for one in range(1, round + 1))]
+    assert (stopped.stopped, len(stopped.rounds)) == ("enough", round)
+    assert stopped.final == tiny_run(rounds=round).final
+    written = json.loads((tmp_path / "result.json").read_text())
+    assert written["stopped"] == "enough"
+    lines = (tmp_path / "rounds.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == written["rounds"], "both files say the same of every round"
+    # It has not run its course, so it may be resumed.
+    assert tiny_run(out=tmp_path, resume=True).final == tiny_run().final
+
+
+@pytest.mark.parametrize(
+    ("monitor", "values", "best"),
+    [
+        ("validation.loss", [0.5, 0.6, 0.4, math.nan], 3),
+        ("validation.accuracy", [0.5, 0.4, math.nan, 0.45], 1),
+        ("personal.accuracy", [math.nan, 0.1, 0.15, 0.25], 4),
+    ],
+)
+def test_a_loss_is_better_when_it_is_lower_and_an_accuracy_when_it_is_higher(monitor, values, best):
+    part, metric = monitor.split(".")
+    scores = [RoundScores(**{"personal": {}, part: {metric: value}}) for value in values]
+    records = [
+        fl.RoundRecord(round=at, cohort=(), cost=fl.Cost(), seconds=0.0, evaluation=one) for at, one in enumerate(scores, 1)
+    ]
+    view = fl.RunView(method="m", config=tiny_config(), metrics={"accuracy": accuracy}, records=records)
+    stopping = fl.callbacks.EarlyStopping(monitor, patience=max(1, 4 - best))
+    stopping.on_run_start(view)
+    assert (f"was best in round {best}" in view.stopped) is (best < 4)
+
+
+@pytest.mark.parametrize("monitor", ["global.loss", "personal.auc", "validation.accuracy", ""])
+@pytest.mark.parametrize("make", [fl.callbacks.EarlyStopping, fl.callbacks.BestCheckpoint])
+def test_a_number_that_the_run_never_has_is_refused_at_the_first_evaluation(make, monitor, tmp_path):
+    without = [replace(client, data=replace(client.data, val=None)) for client in tiny_clients()]
+    with pytest.raises(InvalidValueError, match=r"which is not scored.*\['accuracy', 'loss'\]"):
+        tiny_run(clients=without, out=tmp_path, callbacks=[make(monitor)])
+    assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 2
+
+
+STILL = replace(tiny_config(rounds=6), training=replace(tiny_config().training, lr=0.0), eval_every=1)
+
+FOLLOWING = {
+    "two": lambda: [
+        fl.callbacks.EarlyStopping("validation.accuracy", target=0.99, patience=3),
+        fl.callbacks.EarlyStopping("validation.loss", patience=2),
+    ],
+    "best": lambda: [fl.callbacks.BestCheckpoint("validation.loss"), fl.callbacks.EarlyStopping(patience=2)],
+}
+
+
+@pytest.mark.parametrize("made", FOLLOWING.values(), ids=FOLLOWING)
+def test_a_run_that_is_killed_after_any_round_and_resumed_equals_one_that_is_not(made, tmp_path):
+    whole = tiny_run(callbacks=made(), config=STILL, out=tmp_path / "whole")
+    assert whole.stopped
+    assert len(whole.rounds) < STILL.rounds
+    for round in range(1, len(whole.rounds) + 1):
+        out = tmp_path / f"killed-{round}"
+        with pytest.raises(fl.errors.RunInterrupted):
+            # The one that kills comes first: the others are never told of this round.
+            tiny_run(callbacks=[StopAfter(round), *made()], config=STILL, out=out)
+        resumed = tiny_run(callbacks=made(), config=STILL, out=out, resume=True)
+        assert (resumed.stopped, len(resumed.rounds), resumed.final) == (whole.stopped, len(whole.rounds), whole.final)
+        for file in ("models/best.json", "models/best.safetensors"):
+            if (tmp_path / "whole" / file).exists():
+                assert (out / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+
+
+@pytest.mark.parametrize("monitor", ["personal.loss", "global.accuracy"])
+@pytest.mark.same_bits
+def test_the_best_checkpoint_is_the_model_of_its_round(monitor, tmp_path):
+    best = fl.callbacks.BestCheckpoint(monitor)
+    result = tiny_run(callbacks=[best], out=tmp_path, eval_every=1, eval_global_every=1)
+    note = json.loads((tmp_path / "models/best.json").read_text())
+    part, _, metric = monitor.partition(".")
+    scores = {record.round: record.evaluation.part(part)[metric] for record in result.rounds if record.evaluation}
+    assert note["round"] == (min if metric == "loss" else max)(scores, key=lambda round: scores[round])
+    kept = fl.load_model(tmp_path, "best", model=TinyNet)
+    then = tiny_run(rounds=note["round"])
+    assert all(torch.equal(kept.state_dict()[name], tensor) for name, tensor in then.state.items())
+
+
+@pytest.mark.parametrize(("terminal", "quiet"), [(True, False), (True, True), (False, False)])
+def test_a_terminal_shows_a_bar_and_a_log_a_line_per_evaluation_unless_told_not_to(terminal, quiet):
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=160)
+    with fl.callbacks.LiveProgress(quiet=quiet, label="1/2 [fedavg], seed 0", console=console) as progress:
+        accuracy = tiny_run(callbacks=[progress]).final.metrics["accuracy"]
+    shown = console.file.getvalue()
+    parts = (f"accuracy {accuracy:.1%}", "left" if terminal else "1/2 [fedavg], seed 0 round 4/4: ")
+    assert shown == "" if quiet else all(part in shown for part in parts)
+
+
+def scalars(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_gets_every_number_and_a_resumed_run_goes_on_in_the_same_curves(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed; pip install '.[log]'")
+    config = replace(tiny_config(), eval_global_every=2)
+    with pytest.raises(fl.errors.RunInterrupted):
+        tiny_run(callbacks=[fl.callbacks.TensorBoard(), StopAfter(2)], out=tmp_path, config=config)
+    result = tiny_run(callbacks=[fl.callbacks.TensorBoard()], out=tmp_path, config=config, resume=True)
+    found = scalars(tmp_path / "tensorboard")
+    assert [step for step, _ in found["train/loss"]] == [1, 2, 3, 4]
+    assert [value for _, value in found["train/loss"]] == pytest.approx([record.loss for record in result.rounds])
+    assert [step for step, _ in found["global/accuracy"]] == [2, 4]
+    assert {"personal/accuracy", "validation/loss", "cost/flops"} <= set(found)
+    assert {tag.partition("/")[0] for tag in found} == {"train", "personal", "validation", "global", "cost", "round"}
+
+
+@pytest.mark.same_bits
+def test_the_global_model_is_scored_along_the_way_with_a_curve_in_the_result():
+    result = tiny_run(rounds=6, eval_every=3, eval_global_every=2)
+    curve = {record.round: record.evaluation.shared for record in result.rounds if record.evaluation is not None}
+    assert {round: shared is not None for round, shared in curve.items()} == {2: True, 3: False, 4: True, 6: True}
+    two = tiny_run(rounds=2)
+    assert curve[2] == two.final.shared
+    # Scoring changes no bit of what is learned.
+    assert result.final.state_sha256 == tiny_run(rounds=6).final.state_sha256
+    assert result.to_dict()["rounds"][1]["evaluation"]["global"]["accuracy"] == two.final.shared["accuracy"]

@@ -12,20 +12,18 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from mutations import join, mutated, split
-from personal import Watching, tiny_run, watched
+from personal import Watching, tiny_clients, tiny_config, tiny_problem, tiny_run, watched
 from safetensors.torch import save
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit_fl.client.messages import decode_reply, decode_request, encode_reply, encode_request, request_bytes, update_bytes
-from sparsekit_fl.errors import ClientError, UpdateError
 from sparsekit_fl.methods import registry
 from sparsekit_fl.packing import Kept, digest, pack
 from sparsekit_fl.results import ClientScores, RoundScores
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec, by_id
-from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
 class Masked(fl.Method):
@@ -113,7 +111,7 @@ def test_a_bad_update_is_refused_and_a_good_one_counts(server, name):
     ctx = server.context(1)
     first, second, *_ = server.requests(ctx)
     before = digest(server.state.model)
-    with pytest.raises(UpdateError, match=message):
+    with pytest.raises(fl.errors.UpdateError, match=message):
         server.validate(ctx, first, reply(spoil(good(first))))
     assert digest(server.state.model) == before
     server.aggregate(ctx, [server.validate(ctx, second, reply(good(second)))])
@@ -156,7 +154,7 @@ def test_a_change_in_the_type_that_was_not_asked_for_is_refused():
     server = Server(replace(SPEC, config=ROUNDED), CLIENTS)
     ctx = server.context(1)
     first, *_ = server.requests(ctx)
-    with pytest.raises(UpdateError, match=r"as torch\.float32"):
+    with pytest.raises(fl.errors.UpdateError, match=r"as torch\.float32"):
         server.validate(ctx, first, reply(good(first)))
 
 
@@ -217,7 +215,7 @@ def test_no_bytes_crash_the_decoder_or_move_the_model_beyond_a_valid_update(orig
         server.requests(ctx)
         try:
             valid = server.validate(ctx, REQUEST, server.priced(REQUEST, found))
-        except (ClientError, UpdateError):
+        except (fl.errors.ClientError, fl.errors.UpdateError):
             counts["refused"] += 1
             assert digest(server.state.model) == before
             assert server.state.memory.get("aggregate", {}) == {}

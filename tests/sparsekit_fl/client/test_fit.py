@@ -7,7 +7,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from personal import Read, tiny_run
+from personal import Read, tiny_clients, tiny_run
 from torch import nn
 
 import sparsekit_fl as fl
@@ -16,7 +16,6 @@ from sparsekit_fl.client.context import Purpose, Rngs, stream
 from sparsekit_fl.client.fit import Batches, Examples, TrainingLog, check_training, evaluate, fit, make_step
 from sparsekit_fl.config import TrainingConfig, optimizer_class
 from sparsekit_fl.problem.metrics import accuracy
-from sparsekit_fl.testing import tiny_clients
 
 
 def examples(count):

@@ -26,13 +26,10 @@ from sparsekit_fl.cli import flower_app
 from sparsekit_fl.cli.flower_app import DEFAULTS, parsed, run_text, write_app
 from sparsekit_fl.cli.options import RunOptions
 from sparsekit_fl.cli.run import Experiment
-from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.flower import app
 from sparsekit_fl.flower.app import Node, serve
 from sparsekit_fl.flower.engine import GridEngine, content, describe_clients, identity_of, read_clients, run_id
 from sparsekit_fl.methods import make_method
-from sparsekit_fl.models import load_model
-from sparsekit_fl.problem.data import Capability, Client, ClientData
 from sparsekit_fl.rounds import run
 from sparsekit_fl.spec import RunSpec, by_id
 from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
@@ -143,7 +140,7 @@ def test_a_device_predicts_with_the_models_of_its_own_clients_and_they_are_nowhe
     (home,) = (path for path in (tmp_path / "a").iterdir() if list(path.glob("models/*")))
     widths = set()
     for which in ("global", 0, 1, 2, 3):
-        own, expected = (load_model(place, which, model=TinyNet) for place in (home, tmp_path / "here"))
+        own, expected = (fl.load_model(place, which, model=TinyNet) for place in (home, tmp_path / "here"))
         assert own.state_dict().keys() == expected.state_dict().keys()
         assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in own.state_dict().items())
         widths.add(own.first.out_features)
@@ -151,9 +148,9 @@ def test_a_device_predicts_with_the_models_of_its_own_clients_and_they_are_nowhe
     found = json.loads((tmp_path / "server" / "result.json").read_text())["final"]["state_sha256"]
     assert found == here.final.state_sha256 != plain.final.state_sha256
     with pytest.raises(DataError, match="no client 5"):
-        load_model(home, 5)
+        fl.load_model(home, 5)
     with pytest.raises(DataError, match="stayed on its device"):
-        load_model(tmp_path / "server", 0)
+        fl.load_model(tmp_path / "server", 0)
     assert not list((tmp_path / "server" / "models").glob("client-*"))
 
 
@@ -186,8 +183,8 @@ def test_processes_of_the_simulation_get_the_gpus_that_were_named_under_numbers_
 SPEC = RunSpec.build(fl.Method(), tiny_problem(), tiny_config())
 OURS = identity_of(SPEC)
 ROSTER = [
-    Client(id=3 * place, data=ClientData(train=range(100 + place), val=range(7), test=range(8)),
-           capability=Capability(ratio=1 / (1 + place), uplink_bytes_per_second=1e6 / 3))
+    fl.Client(id=3 * place, data=fl.ClientData(train=range(100 + place), val=range(7), test=range(8)),
+           capability=fl.Capability(ratio=1 / (1 + place), uplink_bytes_per_second=1e6 / 3))
     for place in range(3)
 ]  # fmt: skip
 
@@ -223,7 +220,7 @@ def test_a_device_that_says_nothing_is_waited_for_once_and_the_others_are_used(m
 
 def test_too_few_devices_are_waited_for_no_longer_than_was_said(monkeypatch):
     monkeypatch.setattr("sparsekit_fl.flower.engine.time", StillClock())
-    with pytest.raises(WorkerDiedError, match="1 of 2 SuperNodes came within 5 seconds"):
+    with pytest.raises(fl.errors.WorkerDiedError, match="1 of 2 SuperNodes came within 5 seconds"):
         GridEngine(_saying(OURS), nodes=2, wait_seconds=5).introduce(SPEC)
 
 
@@ -255,5 +252,5 @@ def test_a_node_whose_version_or_model_or_frozen_weights_differ_is_not_used_and_
     identities = [identity_of(frozen), identity_of(other), identity_of(SPEC), OURS.replace("sparsekit ", "sparsekit 0.")]
     assert len(set(identities)) == 4
     for theirs in identities[1:]:
-        with pytest.raises(WorkerDiedError, match=r"no SuperNode can be used.*it has sparsekit .*, and the server has"):
+        with pytest.raises(fl.errors.WorkerDiedError, match=r"no SuperNode can be used.*it has sparsekit .*, and the server"):
             GridEngine(_saying(theirs)).introduce(frozen)

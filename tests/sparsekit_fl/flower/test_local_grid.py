@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from local_grid import InProcess, StillClock, gone, over_the_wire, planted, task_of
 from own_models import OwnModels
-from personal import chain, tiny_run
+from personal import chain, tiny_clients, tiny_config, tiny_run
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError, InvalidValueError
@@ -29,7 +29,6 @@ from sparsekit_fl.flower.engine import content, read
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.whole_models import Local
 from sparsekit_fl.packing import pack, unpack
-from sparsekit_fl.testing import tiny_clients, tiny_config
 
 
 class TestInProcess(EngineContract):

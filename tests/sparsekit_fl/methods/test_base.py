@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from personal import chain, server_context, tiny_run, update
+from personal import chain, server_context, tiny_config, tiny_problem, tiny_run, update
 from torch import nn
 
 import sparsekit_fl as fl
@@ -18,7 +18,6 @@ from sparsekit_fl.methods import base, make_method, registry
 from sparsekit_fl.problem.metrics import accuracy
 from sparsekit_fl.server import check_answer
 from sparsekit_fl.spec import RunSpec
-from sparsekit_fl.testing import tiny_config, tiny_problem
 
 
 def test_a_name_or_every_option_set_to_what_it_is_makes_the_method_again_and_each_option_has_a_meaning():

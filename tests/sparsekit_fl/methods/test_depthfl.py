@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from personal import ONE_STEP, client_context, deep_problem, server_context, update
+from personal import ONE_STEP, client_context, deep_problem, server_context, tiny_config, update
 from torch import nn
 
 from sparsekit.errors import InvalidValueError
@@ -18,7 +18,6 @@ from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.models import Cnn, NextWordLstm, Vgg
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.spec import RunSpec
-from sparsekit_fl.testing import tiny_config
 
 CASES = {
     "cnn": (Cnn, (torch.zeros(2, 1, 28, 28),), ("conv2", "fc1"), (2, 10)),

@@ -7,12 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch.nn.functional as F
-from personal import client_context, deep_problem, server_context, tiny_run, training, update
+from personal import client_context, deep_problem, server_context, tiny_clients, tiny_config, tiny_run, training, update
 
 import sparsekit_fl as fl
 from sparsekit_fl.methods.base import ClientInfo
 from sparsekit_fl.methods.sampling import REFL, Oort, _packed
-from sparsekit_fl.testing import tiny_clients, tiny_config
 
 sampling = sys.modules[Oort.__module__]
 

@@ -6,7 +6,6 @@ import sys
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +27,6 @@ from sparsekit_fl.methods.bandits import EUCB
 from sparsekit_fl.methods.base import ClientInfo
 from sparsekit_fl.methods.client import Task, _sample, keep_model
 from sparsekit_fl.methods.submodels import FedMP
-from sparsekit_fl.models import load_model
 from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
 
 # Accuracy and loss on validation data, loss on training data; one row per participation, the last of which diverged.
@@ -63,7 +61,7 @@ def test_the_last_or_the_best_stays(rows, metric, select, number, monkeypatch):
 
 
 def test_the_training_examples_that_decide_are_few_drawn_once_and_then_stay_the_same(monkeypatch):
-    asked: dict[int, list[Any]] = {}
+    asked = {}
     score = fl.ClientContext.score
 
     def heard(ctx, split, **options):
@@ -169,7 +167,7 @@ def test_statistics_reach_both_scores_and_not_the_state():
 def test_the_best_model_of_a_client_has_the_statistics_of_its_own_training_data(tmp_path):
     result = tiny_run("fedavg", rounds=1, deploy="best", out=tmp_path)
     for client_id in result.rounds[0].cohort:
-        module, x = load_model(tmp_path, client_id, model=TinyNet), tiny_clients()[client_id].data.train.inputs[0]
+        module, x = fl.load_model(tmp_path, client_id, model=TinyNet), tiny_clients()[client_id].data.train.inputs[0]
         torch.testing.assert_close(module.norm.running_mean, module.first(x).mean(0).detach(), rtol=1e-4, atol=1e-5)
 
 
@@ -182,7 +180,7 @@ def test_the_global_model_gets_own_statistics_whichever_model_a_client_deploys()
 def test_a_client_s_saved_model_is_the_one_that_was_scored(method, tmp_path):
     result, clients, problem = tiny_run(method, rounds=2, out=tmp_path), tiny_clients(), tiny_problem()
     for score in result.final.per_client:
-        module, data = load_model(tmp_path, score.id, model=problem.model), clients[score.id].data.test
+        module, data = fl.load_model(tmp_path, score.id, model=problem.model), clients[score.id].data.test
         with torch.no_grad():
             loss = problem.loss(module.eval()(*data.inputs), data.targets)
         assert float(loss) == pytest.approx(score.personal["loss"], rel=1e-5)
@@ -264,7 +262,7 @@ def test_fjord_equals_masked_training_written_by_hand(momentum):
     ],
 )
 def test_the_reward_is_the_loss_decrease_over_the_gap_to_the_mean_time(losses, seconds, rewards):
-    memory: dict = defaultdict(dict)
+    memory = defaultdict(dict)
     for round, now in enumerate(losses, 1):
         ctx = server_context(round=round, rounds=100, rng=[5, round], client=memory)
         for client_id in range(len(now)):
