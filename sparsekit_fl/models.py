@@ -44,8 +44,7 @@ def _factory(recipe: Any, where: Path | str) -> Factory:
         shape, classes = tuple(map(operator.index, recipe["shape"])), operator.index(recipe["classes"])
         if (kind := recipe["kind"]) == "image" and len(shape) != _IMAGE_AXES:
             raise ValueError(f"an image of shape {shape}")
-        made: Factory = models[recipe["name"]].factory(kind, shape, classes)
-        return made
+        return Network(models[recipe["name"]], kind, shape, classes)
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{where} does not name a registered model ({error}); pass model=, its class or function") from error
 

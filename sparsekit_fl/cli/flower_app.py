@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -123,9 +123,10 @@ def simulate(method: str, options: RunOptions, on_round: Callable[[RoundRecord],
 
     if options.ray_address is not None and options.out is None:
         raise InvalidValueError("ray_address needs --out DIR, a folder that all machines of the cluster share")
-    temporary = tempfile.TemporaryDirectory(prefix="sparsekit-flower-", ignore_cleanup_errors=True)
-    with _sigterm_as_ctrl_c(), temporary as name:
-        base = Path(name)
+    with ExitStack() as stack:
+        # SIGTERM raises KeyboardInterrupt too, so that Flower's processes end with this one.
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
+        base = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sparsekit-flower-", ignore_cleanup_errors=True)))
         out, failed, log = base / "out" if options.out is None else options.out.resolve(), base / "error.json", base / "log"
         port = free_port()
         command, env = _app_for(method, options, base, out, failed, port)
@@ -151,16 +152,6 @@ def simulate(method: str, options: RunOptions, on_round: Callable[[RoundRecord],
         if not (out / "result.json").exists():
             raise errors.WorkerDiedError("Flower ended without a result:\n" + "\n".join(_lines(log)[-_LOG_LINES:]))
         return load_result(out)
-
-
-@contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGTERM inside the block, so that Flower's processes end with this one."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _app_for(

@@ -149,7 +149,6 @@ class FedLPS(Method):
         return ClientBandit(bandit, server.client[client_id])
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
-        """Return the mean, and learn from what clients did and from who failed."""
         learn_limits(server, updates)
         if self.ratios == "bandit":
             for update in updates:

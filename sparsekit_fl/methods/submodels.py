@@ -20,11 +20,11 @@ from sparsekit.criteria import Criterion, Magnitude, Ordered, Random
 from sparsekit.graph import StateDict, UnitMask
 from sparsekit_fl.client.context import ClientContext, rowmask_flops
 from sparsekit_fl.client.fit import Batch
-from sparsekit_fl.client.messages import Cost
+from sparsekit_fl.client.messages import Cost, Update
 from sparsekit_fl.config import Fraction, Positive, option
 from sparsekit_fl.layers import CONVOLUTIONS
 from sparsekit_fl.methods.bandits import EUCB, ClientBandit
-from sparsekit_fl.methods.base import Method, ServerContext, Setup, Update, affordable, learn_limits, mean, offered, units
+from sparsekit_fl.methods.base import Method, ServerContext, Setup, Weights, affordable, learn_limits, mean, offered, units
 from sparsekit_fl.methods.client import Model, Result, Task, keep_model, sgd
 
 _LEAST_GAP = 0.1  # so that finishing exactly on time does not give FedMP an infinite reward; ours
@@ -35,6 +35,7 @@ class Submodels(Method):
     """The server sends each client as many units, chosen by a criterion, as its capability allows; holders average them."""
 
     criterion: ClassVar[Criterion] = Ordered()  # ranks the units; the first units of each group come first
+    weights: ClassVar[Weights] = "uniform"  # see `mean`
 
     def check(self, setup: Setup) -> Setup:
         setup.require_units(type(self).__name__)
@@ -48,7 +49,7 @@ class Submodels(Method):
         return Task(mask=units(server, self.criterion, ratio), ratio=ratio)
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
-        return mean(server, updates, weights="uniform", over="holders")
+        return mean(server, updates, weights=self.weights, over="holders")
 
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
         return Model(state=state, calibrate=True)
@@ -140,11 +141,9 @@ class EFD(HeteroFL):
 
     source = "Horváth et al., FjORD, NeurIPS 2021, arXiv 2102.13451, after Caldas et al., arXiv 1812.07210"
     criterion = Random()
+    weights = "examples"
 
     scaler: bool = False
-
-    def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
-        return mean(server, updates, over="holders")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,63 +159,54 @@ class FjORD(Submodels):
     """
 
     source = "Horváth et al., FjORD: Fair and Accurate FL with Ordered Dropout, NeurIPS 2021, arXiv 2102.13451, Algorithm 1"
+    weights = "examples"
 
     def train(self, client: ClientContext, task: Task) -> Result:
-        ratio = task.ratio
-        widths = [*(level for level in sorted(set(client.levels)) if level < ratio), ratio]
-        masks = [units(client, Ordered(), width, task.state) for width in widths]
-        narrower = [_Width(client, task.state, masks[-1], mask) for mask in masks[:-1]]
+        costs, state = client.costs, task.state
+        widths = [*(level for level in sorted(set(client.levels)) if level < task.ratio), task.ratio]
+        masks = [units(client, Ordered(), width, state) for width in widths]
+        runs = [_narrower(client, state, masks[-1], mask) for mask in masks[:-1]]
         batches = client.batches()
         # With one width nothing is drawn, so that the run is FedAvg's to the bit.
-        steps = batches.steps
-        drawn = iter(client.rng.integers(len(widths), size=steps).tolist() if narrower else [0] * steps)
-        counts, examples = [0] * len(widths), [0] * len(widths)
-        runs: list[Callable[[Batch], Any]] = [
-            *(width.outputs for width in narrower),
-            lambda batch: client.masked.model(*batch.inputs),
-        ]
+        drawn = iter(client.rng.integers(len(widths), size=batches.steps).tolist() if runs else [0] * batches.steps)
+        runs.append(lambda batch: client.masked.model(*batch.inputs))
+        flops, paper = [3 * costs.forward_flops(mask) for mask in masks], [3 * rowmask_flops(costs, mask) for mask in masks]
+        spent = [0, 0]
 
         def forward(batch: Batch) -> tuple[Any, Tensor]:
             place = next(drawn)
-            counts[place] += 1
-            examples[place] += batch.size
+            spent[0] += flops[place] * batch.size
+            spent[1] += paper[place]
             outputs = runs[place](batch)
             return outputs, client.problem.loss(outputs, batch.targets)
 
         result = sgd(client, replace(task, mask=masks[-1]), batches=batches, forward=forward)
-        costs = client.costs
-        compact = sum(3 * costs.forward_flops(mask) * count for mask, count in zip(masks, examples, strict=True))
-        # Each step's batch counted as full, as the paper counts; with one width to the digit.
-        padded = sum(3 * rowmask_flops(costs, mask) * count for mask, count in zip(masks, counts, strict=True))
-        work = Cost(flops=compact, flops_paper=padded * result.log.padded_examples // steps)
+        # Each step's batch counts as full, as the paper counts; with one width to the digit.
+        work = Cost(flops=spent[0], flops_paper=spent[1] * result.log.padded_examples // batches.steps)
         return replace(result, work=work)
-
-    def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
-        return mean(server, updates, over="holders")
 
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
         return replace(affordable(client, state), calibrate=True)
 
 
-class _Width:
-    """A narrower submodel that slices the parameters of the widest one."""
+def _narrower(client: ClientContext, start: StateDict, widest: UnitMask, mask: UnitMask) -> Callable[[Batch], Any]:
+    """Return a function that runs a narrower submodel on slices of the widest model's weights, which get the gradients."""
+    client.load(start, mask)
+    masked, module = client.masked, client.masked.compact().train()
+    outer, inner = client.graph.kept_indices(widest), client.graph.kept_indices(mask)
+    places = {
+        name: [(dim, torch.searchsorted(outer[name][dim], kept).to(client.device)) for dim, kept in axes.items()]
+        for name, axes in inner.items()
+    }
 
-    def __init__(self, client: ClientContext, start: StateDict, widest: UnitMask, mask: UnitMask) -> None:
-        client.load(start, mask)
-        self._masked, self._module = client.masked, client.masked.compact().train()
-        outer, inner = client.graph.kept_indices(widest), client.graph.kept_indices(mask)
-        self._places = {
-            name: [(dim, torch.searchsorted(outer[name][dim], kept).to(client.device)) for dim, kept in axes.items()]
-            for name, axes in inner.items()
-        }
+    def outputs(batch: Batch) -> Any:
+        parts: dict[str, Tensor] = {**masked.named_weights()}
+        for name in parts.keys() & places.keys():
+            for dim, kept in places[name]:
+                parts[name] = parts[name].index_select(dim, kept)
+        return functional_call(module, parts, batch.inputs)
 
-    def outputs(self, batch: Batch) -> Any:
-        """Run this width; the sliced parts of the widest model's weights get gradients, everything else zeros."""
-        parts: dict[str, Tensor] = {**self._masked.named_weights()}
-        for name in parts.keys() & self._places.keys():
-            for dim, places in self._places[name]:
-                parts[name] = parts[name].index_select(dim, places)
-        return functional_call(self._module, parts, batch.inputs)
+    return outputs
 
 
 @dataclass(frozen=True, kw_only=True)

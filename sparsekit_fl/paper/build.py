@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,17 +17,9 @@ from sparsekit_fl.problem.data import Client, ClientData
 from sparsekit_fl.problem.datasets import DataSource, datasets
 from sparsekit_fl.problem.images import ImageTransform
 from sparsekit_fl.problem.metrics import accuracy
-from sparsekit_fl.problem.models import ModelSpec, models
+from sparsekit_fl.problem.models import ModelSpec, Network, models
 from sparsekit_fl.problem.partition import partitions
 from sparsekit_fl.problem.problem import Problem
-
-
-class Task(NamedTuple):
-    """A problem and its clients, with their data; `described` names model, data set and partition, for the result."""
-
-    problem: Problem
-    clients: list[Client]
-    described: Mapping[str, Any]
 
 
 def build_problem(preset: Preset, **options: Any) -> tuple[Problem, list[Client]]:
@@ -45,7 +37,7 @@ def build_task(
     data_dir: Path | str | None = None,
     seed: int = 0,
     ids: Collection[int] | None = None,
-) -> Task:
+) -> tuple[Problem, list[Client], dict[str, Any]]:
     """Load the data, divide them among clients, and fit the model to them.
 
     Args:
@@ -62,7 +54,8 @@ def build_task(
         ids: The clients to load, such as the clients of one device; empty on a server without data. None loads all.
 
     Returns:
-        The problem and its clients; clients of a DataSource have the ids 0, 1, …, and a full capability each.
+        The problem, its clients, and the names of model, data set and partition, for the result. Clients of a DataSource have
+        the ids 0, 1, …, and a full capability each.
 
     Raises:
         DataError: data missing, too few, or not fit for the model.
@@ -88,7 +81,7 @@ def build_task(
     if not isinstance(data, DataSource):
         assert problem is not None
         described |= {"clients": len(data), "partition": None, "partition_options": {}}
-        return Task(problem, _only(data, ids), described)
+        return problem, _only(data, ids), described
     source = data
     if problem is None:
         problem, source = _problem_for(source, name)
@@ -102,7 +95,7 @@ def build_task(
         raise InvalidValueError(
             f"partition {kind!r} must return a list of {count} ClientData, one for each client, got {splits!r:.200}"
         )
-    return Task(problem, _only([Client(id=id, data=split) for id, split in enumerate(splits)], ids), described)
+    return problem, _only([Client(id=id, data=split) for id, split in enumerate(splits)], ids), described
 
 
 def _only(clients: list[Client], ids: Collection[int] | None) -> list[Client]:
@@ -125,7 +118,7 @@ def _problem_for(source: DataSource, name: str) -> tuple[Problem, DataSource]:
         channels, height, width = shape
         source = source.with_transform(ImageTransform(channels, (height, width), source.mean, source.std))
     problem = Problem(
-        model=spec.factory(source.kind, shape, source.classes),
+        model=Network(spec, source.kind, shape, source.classes),
         example_inputs=tuple(torch.zeros_like(one) for one in source.train.batch(slice(1))[0]),
         metrics={"accuracy": partial(accuracy, never_right=source.never_right) if source.kind == "tokens" else accuracy},
         channels_last=spec.channels_last,

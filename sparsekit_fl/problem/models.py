@@ -65,13 +65,9 @@ class ModelSpec:
         sides = (max(self.minimum, -(-side // self.multiple) * self.multiple) for side in (height, width))
         return (self.channels or channels, *sides)
 
-    def factory(self, kind: Kind, shape: tuple[int, ...], classes: int) -> "Network":
-        """Return a function without arguments that builds a network, with weights from torch's global generator."""
-        return Network(self, kind, shape, classes)
-
     def demo(self) -> tuple[nn.Module, tuple[Tensor]]:
         """Return a network without a data set, and one example for it: zeros, or tokens that are always the same."""
-        model, shape = self.factory(self.kind or "image", self.example, self.classes)(), (1, *self.example)
+        model, shape = Network(self, self.kind or "image", self.example, self.classes)(), (1, *self.example)
         if self.kind != "tokens":
             return model, (torch.zeros(shape),)
         return model, (torch.randint(self.classes, shape, generator=torch_generator(np.random.default_rng(0))),)
@@ -79,7 +75,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class Network:
-    """Builds a network of a `ModelSpec` for data of one shape when called; it can be pickled. See `ModelSpec.factory`."""
+    """Builds a network for data of one shape when called, with weights from torch's global generator; it can be pickled."""
 
     spec: ModelSpec
     kind: Kind

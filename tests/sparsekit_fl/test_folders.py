@@ -19,7 +19,7 @@ from sparsekit.cli.main import execute
 from sparsekit.errors import InvalidValueError, SparsekitError
 from sparsekit_fl.cli.options import paths, toml_of
 from sparsekit_fl.models import read_initial
-from sparsekit_fl.problem.models import models
+from sparsekit_fl.problem.models import Network, models
 from sparsekit_fl.testing import StopAfter, TinyNet
 
 EVIL = "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n\ndef net(*args, **more):\n    raise SystemExit\n"
@@ -154,7 +154,7 @@ def test_a_run_starts_where_an_earlier_one_ended(tmp_path):
 
 
 def test_a_registered_model_is_made_again_and_any_other_is_given(tmp_path):
-    cnn, clients = models["cnn"].factory("image", (1, 28, 28), 3), []
+    cnn, clients = Network(models["cnn"], "image", (1, 28, 28), 3), []
     for client in tiny_clients():
         splits = {split: fl.TensorData((torch.zeros(4, 1, 28, 28),), torch.arange(4) % 3) for split in ("train", "val", "test")}
         clients.append(replace(client, data=fl.ClientData(**splits)))

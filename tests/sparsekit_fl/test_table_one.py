@@ -12,7 +12,7 @@ from sparsekit_fl.client.context import rowmask_flops
 from sparsekit_fl.layers import layer_weights, trace_layers
 from sparsekit_fl.methods.weight_masks import largest_weights
 from sparsekit_fl.paper.presets import PRESETS
-from sparsekit_fl.problem.models import models
+from sparsekit_fl.problem.models import Network, models
 
 SHAPES = {
     "mnist": ((1, 28, 28), 10, 180),
@@ -27,7 +27,7 @@ def costed(name):
     """(preset, example-passes per run, cost model) of a row of Table I."""
     preset = PRESETS[name]
     shape, classes, examples = SHAPES[name]
-    model = models[preset.model].factory("image", shape, classes)()
+    model = Network(models[preset.model], "image", shape, classes)()
     x = torch.zeros(1, *shape)
     graph = trace_units(model, x)
     batches = -(-examples // preset.training.batch_size)

@@ -106,12 +106,12 @@ def test_examples_of_any_kind_are_dealt_by_partition_and_number_of_clients(own, 
         own.load, given = lambda: (problem, table()), {}
     preset = preset_for(dataset="own_things:load")
     dealt = {"partition": "dirichlet", "clients": 3, "options": {"alpha": 5.0}}
-    task = build_task(preset, **given, **dealt)
-    assert sum(len(client.data.train) + len(client.data.val) for client in task.clients) == 60
-    assert (task.described["partition"], task.described["clients"]) == ("dirichlet", 3)
-    assert [client.id for client in build_task(preset, **given, **dealt, ids=[1]).clients] == [1]
+    built, clients, described = build_task(preset, **given, **dealt)
+    assert sum(len(client.data.train) + len(client.data.val) for client in clients) == 60
+    assert (described["partition"], described["clients"]) == ("dirichlet", 3)
+    assert [client.id for client in build_task(preset, **given, **dealt, ids=[1])[1]] == [1]
     config = fl.RunConfig(rounds=2, cohort=2, training=fl.TrainingConfig(local_epochs=1))
-    result = fl.run(fl.methods.fedlps(), task.problem, task.clients, config)
+    result = fl.run(fl.methods.fedlps(), built, clients, config)
     assert 0 <= result.final.personal["accuracy"] <= 1
     if brings_its_problem:
         with pytest.raises(InvalidValueError, match="brings its own problem, so model cannot be changed"):

@@ -13,7 +13,7 @@ import sparsekit_fl as fl
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit_fl.client.fit import Examples, evaluate
 from sparsekit_fl.problem.metrics import IGNORED, accuracy, cross_entropy
-from sparsekit_fl.problem.models import models
+from sparsekit_fl.problem.models import Network, models
 from sparsekit_fl.problem.problem import Problem, check_fit
 
 
@@ -63,7 +63,7 @@ def test_a_model_says_what_the_data_become(name, raw, taken):
     spec = models[name]
     assert spec.input_shape("image", raw) == taken
     if name != "vgg16":
-        model = spec.factory("image", taken, 7)().eval()
+        model = Network(spec, "image", taken, 7)().eval()
         assert model(torch.zeros(1, *taken)).shape == (1, 7)
 
 
