@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from engine_contract import EngineContract
+from personal import deep_problem
 from torch import nn
 
 import sparsekit_fl as fl
@@ -247,9 +248,9 @@ class TestNewMethod(MethodContract):
         config = fl.RunConfig(
             rounds=4, cohort=2, training=fl.TrainingConfig(local_epochs=steps, batch_size=99, lr=rate), seed=3
         )
-        problem = fl.Problem(model=_deep, example_inputs=(torch.zeros(2, 6),))
+        problem = deep_problem()
         result = fl.run(make(), problem, clients, config)
-        x, model = RunSpec.build(make(), problem, config).initial, _deep()
+        x, model = RunSpec.build(make(), problem, config).initial, problem.model()
         c = {name: torch.zeros_like(value) for name, value in x.items()}
         own = {client.id: dict(c) for client in clients}
         for record in result.rounds:
@@ -271,10 +272,6 @@ class TestNewMethod(MethodContract):
             x = {name: sum(after[name] for after in trained) / len(trained) for name in x}
             c = {name: c[name] + sum(change[name] for change in controls) / len(clients) for name in x}
         torch.testing.assert_close(result.state, dict(x), rtol=1e-5, atol=1e-6)
-
-
-def _deep():
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
 def _update(**delta):

@@ -1,6 +1,5 @@
 """Costs: simulated time, row-mask FLOPs, and a method's scoring passes."""
 
-import itertools
 from dataclasses import asdict, dataclass, replace
 
 import pytest
@@ -37,8 +36,7 @@ def test_a_client_downloads_computes_and_uploads_one_after_the_other():
 
 @pytest.mark.parametrize("sizes", [(64, 64), (64, 16, 40)])
 def test_the_width_of_a_share_is_the_largest_whose_step_costs_no_more(sizes):
-    layers = [(nn.Linear(a, b), nn.ReLU()) for a, b in itertools.pairwise((6, *sizes))]
-    model, x = nn.Sequential(*itertools.chain(*layers), nn.Linear(sizes[-1], 3)), torch.zeros(2, 6)
+    model, x = chain(6, *sizes, 3).model(), torch.zeros(2, 6)
     graph = sk.trace_units(model, x)
     costs = cost_model(model, x, graph=graph)
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from personal import ONE_STEP, client_context, deep_problem, server_context, tiny_config, update
+from personal import ONE_STEP, chain, client_context, deep_problem, server_context, tiny_config, update
 from torch import nn
 
 from sparsekit.errors import InvalidValueError
@@ -16,7 +16,6 @@ from sparsekit_fl.methods.client import Task
 from sparsekit_fl.methods.depthfl import affordable_depth, depth_entries, depth_flops, distillation_loss, with_exits
 from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.models import Cnn, NextWordLstm, Vgg
-from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.spec import RunSpec
 
 CASES = {
@@ -69,15 +68,8 @@ def test_places_that_cannot_have_an_exit_are_refused(model, inputs, places):
         with_exits(lambda: model, (inputs,))
 
 
-def _long():
-    """Seven layers of equal size, so that five outputs come after parts of the work that can be counted by hand."""
-    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(6)), nn.Linear(6, 3))
-    model.exits_before = ("1", "2", "4", "5")
-    return model
-
-
 def test_depth_follows_capability():
-    spec = RunSpec.build(depthfl(), Problem(model=_long, example_inputs=(torch.zeros(2, 6),)), tiny_config())
+    spec = RunSpec.build(depthfl(), chain(*[6] * 7, 3, exits=("2", "4", "8", "10")), tiny_config())
     entries = depth_entries(spec.layers)
     assert len(entries) == 5
     assert all(smaller < larger for smaller, larger in itertools.pairwise(entries))
