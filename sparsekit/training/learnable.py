@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sparsekit._torch import in_transform, is_exporting, is_followed, outside_compiler
 from sparsekit.allocation.shares import check_ratio, ratio_counts
-from sparsekit.criteria.batches import Batch, Loss, example_count
+from sparsekit.criteria.batches import Batch, Loss, example_count, read_batches
 from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import StateDict
@@ -283,7 +283,8 @@ class LearnableMask(MovingMask):
             raise InvalidValueError("importance must be finite")
         steps: ImportanceSteps | NarrowingSteps | None = None
         if mask is None and isinstance(rule, LearnedNarrowing):
-            share, refits = 1.0 if ratio is None else ratio, start.read_refits(batches, self.model)
+            share = 1.0 if ratio is None else ratio
+            refits = [] if batches is None else list(read_batches(batches, self.model, "Refits", limit=start.REFITS))
             steps = NarrowingSteps(rule, self.graph, ratio=share, budget=self.budget, costs=self._costs, batches=refits)
         elif mask is None and isinstance(rule, GradientImportance):
             steps = ImportanceSteps(rule, self.graph.units)

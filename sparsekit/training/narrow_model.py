@@ -105,10 +105,6 @@ class NarrowModel:
         self._counts = self.mask.counts()  # for which the sizes of layers are set
         self.load(model.state_dict(), None)
 
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the narrow leaves in the order of the model's state, tied ones once."""
-        return [entry.parameter for entry in self._entries if entry.parameter is not None]
-
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return state-dict key → narrow leaf; a tied one once, under a key that units touch if there is one."""
         return {entry.key: entry.parameter for entry in self._entries if entry.parameter is not None}
@@ -121,8 +117,8 @@ class NarrowModel:
         """Return axis → int64 (narrow size,): dense positions of a narrow entry, ascending, along the axes with units."""
         return self._axes.get(key, {})
 
-    def _cut(self, entry: _Entry) -> Axes:
-        return cut_axes(self.graph.shapes[entry.key], self.positions(entry.key))
+    def _cut(self, key: str) -> Axes:
+        return cut_axes(self.graph.shapes[key], self.positions(key))
 
     def load(self, state: StateDict, mask: UnitMask | None) -> None:
         """Start from a dense state, never written to, under a mask, or with all units. Optimizers need fresh state afterwards.
@@ -146,7 +142,7 @@ class NarrowModel:
 
     def _gather(self, entry: _Entry, dense: Tensor) -> None:
         """Replace a narrow entry by the kept part of a dense one."""
-        narrow = gather(dense, self._cut(entry))
+        narrow = gather(dense, self._cut(entry.key))
         entry.replace(narrow.clone() if narrow is dense else narrow)
 
     def _fit_module(self) -> None:
@@ -195,7 +191,7 @@ class NarrowModel:
                 if entry.key not in self._owned:
                     self._dense[entry.key] = self._dense[entry.key].clone()
                     self._owned.add(entry.key)
-                scatter_(entry.tensor, self._dense[entry.key], self._cut(entry))
+                scatter_(entry.tensor, self._dense[entry.key], self._cut(entry.key))
                 changed.append((entry, stay))
         self._save_constants()
         self.mask, self._axes = mask, after
@@ -227,7 +223,7 @@ class NarrowModel:
         """Return the dense state as a new dict: kept entries as trained, dropped ones as they were when last kept."""
 
         def whole(entry: _Entry) -> Tensor:
-            cut = self._cut(entry)
+            cut = self._cut(entry.key)
             return scatter_(entry.tensor, self._dense[entry.key].clone(), cut) if cut else entry.tensor.clone()
 
         return self._read(whole)
@@ -240,9 +236,9 @@ class NarrowModel:
         return guard_pretrained(small, cut=not all(bool(keep.all()) for keep in self.mask.values()))
 
     def gather(self, state: StateDict, keys: Iterable[str]) -> list[Tensor]:
-        """Return the kept part of some entries of a dense state, in the shapes of the narrow leaves."""
-        found = [entry for key in keys for entry in self._entries if entry.key == key]
-        return [gather(state[entry.key].detach().to(entry.tensor), self._cut(entry)) for entry in found]
+        """Return the kept part of some entries of a dense state, in the shapes and dtypes of their narrow leaves."""
+        leaves = self.named_parameters()
+        return [gather(state[key].detach().to(leaves[key]), self._cut(key)) for key in keys]
 
     def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
         self._dense = {name: function(tensor) for name, tensor in self._dense.items()}

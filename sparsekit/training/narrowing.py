@@ -249,7 +249,7 @@ class NarrowingSteps:
 
     def run(self, vectors: UnitVectors, call: Callable[[], Any], examples: int) -> Any:
         """Run a forward pass of the narrow model; the next step learns from its backward pass."""
-        if all(leaf.grad is None for leaf in vectors.narrow_model.parameters()):
+        if all(leaf.grad is None for leaf in vectors.narrow_model.module.parameters()):
             self.examples = 0  # backward passes before were of a step that was not taken
         return self._measure(vectors).run(call, examples, fresh=not self.examples) if self.cuts_left else call()
 

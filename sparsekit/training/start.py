@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsekit.allocation.shares import by_ratio, check_ratio
-from sparsekit.criteria.batches import Batch, read_batches
 from sparsekit.criteria.weights import unit_sums, used_weights
 from sparsekit.errors import InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
@@ -28,7 +27,8 @@ from sparsekit.training.narrowing import LearnedNarrowing
 
 Learning: TypeAlias = GradientImportance | LearnedNarrowing
 """How importance is learned."""
-_REFITS = 48  # batches, at most
+REFITS = 48
+"""Number of batches that a cut of learned narrowing is refitted on, at most."""
 
 
 def check_arguments(model: nn.Module, ratio: float, budget: object, learning: object) -> float:
@@ -105,10 +105,6 @@ def importance_of(pruned: PrunePlan, scale: Callable[[Tensor], Tensor]) -> Tenso
             own = torch.where(keep, own + missing + 1e-4 * own.abs().max() + 1e-12, own)
         found.append(own)
     return torch.cat(found)
-
-
-def read_refits(batches: Iterable[Batch] | None, model: nn.Module) -> list[Batch]:
-    return [] if batches is None else list(read_batches(batches, model, "Refits", limit=_REFITS))
 
 
 def used_magnitudes(model: nn.Module, graph: UnitGraph, example_inputs: Any) -> Tensor | None:

@@ -122,16 +122,16 @@ def test_any_chain_of_masks_equals_a_fresh_compaction_and_loses_nothing(name, ra
 def test_loading_another_state_reuses_the_module_and_never_writes_to_the_state() -> None:
     model, x, graph = traced("vgg-small")
     narrow_model = NarrowModel(model, graph)
-    module, leaves = narrow_model.module, narrow_model.parameters()
+    module, leaves = narrow_model.module, list(narrow_model.module.parameters())
     state = {name: value.detach().clone() * 2 for name, value in model.state_dict().items()}
     kept = {name: value.clone() for name, value in state.items()}
     narrow_model.load(state, random_mask(graph, 0.5, 3))
-    optimizer = torch.optim.SGD(narrow_model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(narrow_model.module.parameters(), lr=0.1)
     for seed in (4, 5):
         train_step(narrow_model.module, optimizer, x, None)
         narrow_model.set_mask(random_mask(graph, 0.5, seed), [optimizer])
     assert narrow_model.module is module
-    assert all(a is b for a, b in zip(leaves, narrow_model.parameters(), strict=True))
+    assert all(a is b for a, b in zip(leaves, narrow_model.module.parameters(), strict=True))
     assert all(torch.equal(state[name], value) for name, value in kept.items())
 
 
