@@ -10,22 +10,9 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-__all__ = [
-    "CompactFileError",
-    "DataError",
-    "ForeignMaskError",
-    "InvalidValueError",
-    "MissingDependencyError",
-    "MissingImportanceError",
-    "NoUnitsError",
-    "SparsekitError",
-    "TraceError",
-    "UnknownNameError",
-    "UnsupportedModelError",
-    "install_hint",
-    "nearest",
-    "require",
-]
+__all__ = ["CompactFileError", "DataError", "ForeignMaskError", "InvalidValueError", "MissingDependencyError"]
+__all__ += ["MissingImportanceError", "NoUnitsError", "SparsekitError", "TraceError", "UnknownNameError"]
+__all__ += ["UnsupportedModelError", "install_hint", "nearest", "require"]
 
 _EXTRAS: Mapping[str, tuple[str, ...]] = {
     "data": ("huggingface_hub",),

@@ -10,13 +10,8 @@ def lazy_names(
 ) -> tuple[list[str], Callable[[str], Any]]:
     """Make `__all__` and `__getattr__` of a package. Type checkers need the same imports below `if TYPE_CHECKING:`.
 
-    Args:
-        package: Name of the package.
-        homes: Module → the public names in it, separated by spaces; for the package itself, the names of its modules.
-        further: The same for names that can be imported, but are not in `__all__`.
-
-    Returns:
-        The public names, sorted, and the function that imports a name.
+    `homes`: module → the public names in it, separated by spaces; for the package itself, the names of its modules. `further`:
+    the same for names that can be imported, but are not in `__all__`.
     """
     homes, further = (
         {name: module for module, names in each.items() for name in names.split()} for each in (homes, further or {})

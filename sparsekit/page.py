@@ -47,9 +47,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, texts: Sequence
 def bars(head: Sequence[str], rows: Sequence[tuple[Sequence[str], float, float]]) -> str:
     """Return a table whose rows end with a bar of a number before, and in it a darker bar of the number after.
 
-    Args:
-        head: Titles of the columns; the last one is the title of the bars.
-        rows: Cells, the number before, and the number after, which is at most as large.
+    `head` includes a title of the bars; `rows`: cells, the number before, and the number after, which is at most as large.
     """
     most = max((before for _, before, _ in rows), default=0.0) or 1.0
     drawn = []
@@ -84,13 +82,8 @@ def chart(
 ) -> str:
     """Return lines over a common pair of axes.
 
-    Args:
-        series: Name → points (x, y, deviation of y), in the order of x.
-        x: Title of the horizontal axis.
-        y: Title of the chart.
-        x_text: Writes a number of the horizontal axis.
-        y_text: Writes a number of the vertical axis.
-        legend: Whether to name the series; without, their lines are thin.
+    `series`: name → points (x, y, deviation of y), in the order of x; `x` and `y`: titles of the horizontal axis and of the
+    chart; `x_text` and `y_text` write a number of an axis; `legend`: whether to name the series; without, lines are thin.
     """
     points = [point for line in series.values() for point in line]
     if not points:

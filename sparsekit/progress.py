@@ -12,13 +12,9 @@ _drawing: list[str] = []
 
 
 def track(items: Iterable[_Item], description: str, *, show: bool | None, total: int | None = None) -> Iterator[_Item]:
-    """Yield the items, and draw a bar on stderr meanwhile.
+    """Yield the items, and draw a bar on stderr meanwhile, with a description in front.
 
-    Args:
-        items: Anything that can be iterated over once.
-        description: Text in front of the bar.
-        show: Whether to draw; None draws if stderr is a terminal. A bar inside another one is never drawn.
-        total: Number of items, if they have no length.
+    `show` None draws if stderr is a terminal; a bar inside another one is never drawn. `total`: for items without a length.
     """
     with _drawn(description, show, items, total) as advance:
         for item in items:

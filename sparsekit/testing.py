@@ -16,20 +16,17 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from sparsekit._torch import tree_map_only
-from sparsekit.allocation.problem import Allocation, allocate
-from sparsekit.allocation.shares import make_mask, mask_from_scores, ratio_counts
-from sparsekit.bandit.base import Bandit, Interval, Pull
-from sparsekit.criteria.base import Criterion, ScoringContext, score_units
+from sparsekit.allocation import Allocation, allocate, make_mask, mask_from_scores, ratio_counts
+from sparsekit.bandit import Bandit, Interval, Pull
+from sparsekit.criteria import Criterion, Random, ScoringContext
+from sparsekit.criteria.base import score_units
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import UnitGroup, UnitSlice
-from sparsekit.graph.mask import UnitMask
+from sparsekit.graph import UnitGraph, UnitGroup, UnitMask, UnitSlice
 from sparsekit.layers import LayerRule, Rules, resize
-from sparsekit.measure.budget import Budget
-from sparsekit.measure.cost import cost_model
-from sparsekit.surgery.compaction import compact, compact_state, expand
+from sparsekit.measure import Budget, cost_model
+from sparsekit.surgery import compact, expand, load_compact, save_compact
+from sparsekit.surgery.compaction import compact_state
 from sparsekit.surgery.rebuild import named_entries
-from sparsekit.surgery.saving import load_compact, save_compact
 from sparsekit.tracing.inputs import find_tensors
 from sparsekit.tracing.trace import trace_units
 
@@ -251,30 +248,14 @@ def _sizes(model: nn.Module) -> list[dict[str, object]]:
 
 
 def _mask(graph: UnitGraph, ratio: float, seed: int) -> UnitMask:
-    generator = torch.Generator().manual_seed(seed)
-    places = {name: torch.randperm(group.size, generator=generator) for name, group in graph.groups.items()}
-    return UnitMask({name: order < max(1, round(ratio * order.numel())) for name, order in places.items()})
+    return make_mask(Random(), graph, ratio, ScoringContext(generator=torch.Generator().manual_seed(seed)))
 
 
 class RuleContract:
     """Laws of every `LayerRule`.
 
-    Supply the fixtures `rule`; `network`, with the layer between units that it reads and units that others read; and `inputs`:
-
-    ```
-    class TestMyRule(RuleContract):
-        @pytest.fixture
-        def rule(self):
-            return MyRule()
-
-        @pytest.fixture
-        def network(self):
-            return nn.Sequential(nn.Linear(3, 8), MyLayer(8, 6), nn.Linear(6, 2))
-
-        @pytest.fixture
-        def inputs(self):
-            return (torch.randn(4, 3),)
-    ```
+    Supply the fixtures `rule`; `network`, with the layer between units that it reads and units that others read, such as
+    `nn.Sequential(nn.Linear(3, 8), MyLayer(8, 6), nn.Linear(6, 2))`; and `inputs`, such as `(torch.randn(4, 3),)`.
     """
 
     @pytest.fixture

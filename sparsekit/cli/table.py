@@ -47,11 +47,7 @@ COMMANDS: Mapping[str, Listed] = {
 }
 
 MODELS: Mapping[str, str] = {
-    "cnn": "sparsekit_fl.problem.models:cnn_spec.demo",
-    "lstm": "sparsekit_fl.problem.models:lstm_spec.demo",
-    "vgg11": "sparsekit_fl.problem.models:vgg11_spec.demo",
-    "vgg13": "sparsekit_fl.problem.models:vgg13_spec.demo",
-    "vgg16": "sparsekit_fl.problem.models:vgg16_spec.demo",
+    name: f"sparsekit_fl.problem.models:{name}_spec.demo" for name in ("cnn", "lstm", "vgg11", "vgg13", "vgg16")
 }
 
 DATA: Mapping[str, str] = {

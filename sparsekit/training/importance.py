@@ -13,10 +13,8 @@ from torch import Tensor, nn
 
 from sparsekit.criteria.weights import unit_magnitudes
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import group_order
-from sparsekit.graph.index import StateDict, wide
-from sparsekit.graph.mask import UnitMask
+from sparsekit.graph import StateDict, UnitGraph, UnitMask, group_order
+from sparsekit.graph.index import wide
 from sparsekit.surgery.optimizer_state import HasState
 from sparsekit.tracing.inputs import find_tensors
 from sparsekit.training.narrow_model import NarrowModel
@@ -28,10 +26,7 @@ Gradients: TypeAlias = Mapping[Tensor, Tensor] | None
 def importance_targets(magnitudes: Tensor, sizes: Sequence[int], *, absolute: bool = False) -> Tensor:
     """Return the importance towards which units are pulled: float (J,) in [0, 1], float32 at least.
 
-    Args:
-        magnitudes: float (J,), Σ |θ| of each unit, groups one after the other.
-        sizes: Units of each group.
-        absolute: Take the sigmoid of the sums themselves, not of the sums standardized in each group.
+    It is the sigmoid of the magnitudes Σ |θ|, float (J,), themselves or standardized in each group; `sizes` of the groups.
     """
     values = wide(magnitudes)
     if not absolute:

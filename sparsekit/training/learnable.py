@@ -11,15 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import in_transform, is_exporting, is_followed, outside_compiler
-from sparsekit.allocation.shares import check_ratio, ratio_counts
+from sparsekit.allocation import check_ratio, ratio_counts
 from sparsekit.criteria.batches import Batch, Loss, example_count, read_batches
 from sparsekit.errors import ForeignMaskError, InvalidValueError
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import StateDict
-from sparsekit.graph.mask import UnitMask
+from sparsekit.graph import StateDict, UnitGraph, UnitMask
 from sparsekit.layers import Rules
-from sparsekit.measure.budget import Budget
-from sparsekit.measure.cost import CostModel, cost_model
+from sparsekit.measure import Budget, CostModel, cost_model
 from sparsekit.pruning.result import Pruned, PrunePlan
 from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.training import start

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import buffers_of
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import Axes, StateDict, cut_axes, gather, narrow_shape, scatter, scatter_
-from sparsekit.graph.mask import UnitMask
+from sparsekit.graph import Axes, StateDict, UnitGraph, UnitMask, cut_axes, gather, narrow_shape, scatter_
+from sparsekit.graph.index import scatter
 from sparsekit.layers import Rules, find_rule, resize
 from sparsekit.runtime.safe_convolution import guard_convolutions
 from sparsekit.surgery.compaction import guard_pretrained

@@ -12,19 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsekit.allocation.by_cost import by_cost
+from sparsekit.allocation import Problem, allocate, by_cost, ratio_counts
 from sparsekit.allocation.limits import free_counts
-from sparsekit.allocation.problem import Problem, allocate
-from sparsekit.allocation.shares import ratio_counts
 from sparsekit.criteria.batches import Batch, example_count
 from sparsekit.criteria.gate_gradients import inputs_of, unit_readers
 from sparsekit.errors import InvalidValueError
+from sparsekit.graph import UnitGraph, UnitMask
 from sparsekit.graph.edit import compact_graph
-from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import wide
-from sparsekit.graph.mask import UnitMask
-from sparsekit.measure.budget import Budget, format_cost
-from sparsekit.measure.cost import CostModel
+from sparsekit.measure import Budget, CostModel, format_cost
 from sparsekit.pruning.reconstruction import reconstruct
 from sparsekit.runtime.narrow_attention import NarrowMultiheadAttention
 from sparsekit.training.importance import Gradients, UnitVectors, split_units
