@@ -51,14 +51,11 @@ class Checkpoint:
             raise InvalidValueError(f"this checkpoint was made with {made}, and the mask has a budget of {present.budget}")
         missing = [prefix + name for name in present.dense if name not in given]
         unexpected = [prefix + name for name in given if name not in wanted]
-        errors = [
-            f"{prefix + name}: expected {told}"
-            for name, value in wanted.items()
-            if (told := _mismatch(given.get(name, value), value, name)) is not None
-        ]
+        read = {name: given.get(name, value) for name, value in wanted.items()}
+        told = {name: _mismatch(value, wanted[name], name) for name, value in read.items()}
+        errors = [f"{prefix + name}: expected {expected}" for name, expected in told.items() if expected is not None]
         if errors:
             return present, missing, unexpected, errors
-        read = {name: given.get(name, value) for name, value in wanted.items()}
         importance = {name: read[f"{_OWN}importance.{name}"] for name in present.importance}
         for name, values in importance.items():
             if not bool(torch.isfinite(values).all()):

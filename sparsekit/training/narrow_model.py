@@ -172,8 +172,7 @@ class NarrowModel:
 
         Args:
             mask: The units that are kept from now on.
-            optimizers: Every optimizer that holds narrow leaves. Units that stay keep their state, entering ones start with
-                fresh state; see `LearnableMask.add_optimizer`.
+            optimizers: Every optimizer that holds narrow leaves; their state follows, see `LearnableMask.add_optimizer`.
 
         Raises:
             ForeignMaskError: the mask belongs to another graph.
@@ -209,9 +208,8 @@ class NarrowModel:
         self._fit_module()
 
     def _read(self, read: Callable[[_Entry], Tensor]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for entry in self._entries:
-            found.update(dict.fromkeys(entry.names, read(entry)))
+        pairs = ((entry.names, read(entry)) for entry in self._entries)
+        found = {name: tensor for names, tensor in pairs for name in names}
         return {name: found[name] for name in self.graph.shapes if name in found}
 
     def narrow_state(self) -> dict[str, Tensor]:
