@@ -86,6 +86,17 @@ def test_shares_by_hand_go_by_name_before_expression() -> None:
     assert allocate(rule, graph, scores, costs) == {"0": 3, "2": 12, "4": 8, "7": 20}
     assert allocate(rule, graph, scores, costs, multiple_of=4) == {"0": 4, "2": 12, "4": 8, "7": 20}
     assert ratio_counts(graph, {"0": 0.25}, default=0.5) == {"0": 3, "2": 12, "4": 8, "7": 20}
+    assert ratio_counts(graph, {"[024]": 0.25, r"\d": 0.5}) == {"0": 3, "2": 6, "4": 4, "7": 20}, "earlier expressions first"
+
+
+@pytest.mark.parametrize("rule", ALL[:3])
+def test_no_unit_that_went_fits_back(rule: Allocation) -> None:
+    graph, costs, scores = _traced()
+    for share in (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
+        limit = share * costs.dense_costs()["flops"]
+        counts = allocate(rule, graph, scores, costs, budget=sk.Budget(flops=limit))
+        for name, count in counts.items():
+            assert count == graph.groups[name].size or costs.costs({**counts, name: count + 1})["flops"] > limit
 
 
 def test_of_two_units_of_equal_importance_the_dearer_one_goes() -> None:

@@ -82,6 +82,7 @@ def test_what_is_kept_stays_whole_limits_and_multiples_hold_and_the_report_says_
     assert 16 <= after["6"] <= 24
     assert all(count % 4 == 0 for count in after.values())
     assert report.requested == {"flops": "50%"}
+    assert "(50%)" in report.tables()["Costs"][1][0][4]
     assert report.minimum["flops"] < report.after["flops"] <= report.limits["flops"] == report.before["flops"] / 2
     assert list(after) == list(pruned.graph.groups)
     assert "flops: " in str(report)

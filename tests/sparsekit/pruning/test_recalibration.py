@@ -221,6 +221,16 @@ def test_blocks_in_sequence_come_nearer_on_unseen_data_than_layers_by_themselves
     assert torch.equal(model(unseen), small(unseen))
 
 
+def test_the_candidate_that_is_chosen_is_refitted_in_sequence() -> None:
+    torch.manual_seed(0)
+    model, batches = _blocks("plain"), [torch.randn(32, 16) for _ in range(6)]
+    ways = ["uniform", "by_cost"]
+    pruned = sk.prune(model, batches[0], budget="flops=50%", criterion="magnitude", allocation=ways, batches=batches)
+    small = sk.compact(model, pruned.graph, pruned.mask)
+    sk.reconstruct(model, small, pruned.graph, pruned.mask, batches[:4])
+    torch.testing.assert_close(pruned.model.state_dict(), small.state_dict(), rtol=0, atol=0)
+
+
 def test_a_model_is_cut_in_place_where_its_blocks_hold_all_units_and_their_states_fit_or_not_at_all() -> None:
     torch.manual_seed(0)
     model, x = _blocks("plain"), torch.randn(32, 16)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from small import make_batches, make_model
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from zoo_base import Lambda
 
 import sparsekit as sk
 from sparsekit.criteria import Magnitude, ScoringContext
@@ -174,6 +175,12 @@ def test_a_fifth_of_the_examples_and_64_or_half_judge_however_they_are_batched(e
     assert judges <= examples / 2
     together = [torch.cat([batch[part] for batch in [*found.fit, *found.judge]]) for part in (0, 1)]
     assert all(torch.equal(own, torch.cat(given)) for own, given in zip(together, zip(*batches)))
+
+
+def test_a_loss_that_the_model_computes_from_inputs_alone_judges() -> None:
+    model = Lambda(lambda m, x: {"loss": m.head(x).square().mean(), "logits": m.head(x)}, head=(6, 3))
+    for run, judged in ((model, True), (model.head, False)):
+        assert (Calibration.read(run, [x for x, _ in BATCHES], None).wanted is None) is judged
 
 
 def test_tokens_count_where_inputs_are_token_ids() -> None:
