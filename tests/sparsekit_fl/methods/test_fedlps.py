@@ -43,6 +43,15 @@ def test_proposals_never_exceed_the_capability_of_the_round_and_what_ran_is_cred
     assert [pull.value for pull, _ in method._bandit(ctx, 7).bandit.told] == executed
 
 
+def test_a_ratio_that_failed_counts_as_a_trial_and_is_not_proposed_again():
+    method, memory = fedlps(ratios="bandit"), defaultdict(dict)
+    ctx = server(1, 1.0, memory)
+    ctx.failed[7] = method.assign(ctx, 7).ratio
+    method.aggregate(ctx, [replace(answer(0.5, 0.5), client_id=8)])
+    assert memory[7]["bandit"]["log"][-1] == {"forget": 0}
+    assert memory[7]["pull"] is None
+
+
 def test_a_proposal_that_was_never_answered_is_made_again():
     memory: dict = defaultdict(dict)
     method = fedlps(ratios="bandit")

@@ -244,3 +244,11 @@ def test_the_share_that_may_be_dropped_halves_over_the_run(monkeypatch):
     monkeypatch.setattr(module, "search_weights", heard)
     tiny_run("prunefl every=2 initial=0", rounds=6)
     assert shares == pytest.approx([0.3 * 0.5 ** (round / 6) for round in (2, 4, 6)])
+
+
+def test_the_lasso_of_hermes_shrinks_units_while_a_client_trains():
+    norms = []
+    for lasso in (0.0, 0.5):
+        spec, _, ctx = client_context(hermes(lasso=lasso))
+        norms.append(float(spec.method.train(ctx, Task(state=spec.initial)).state["first.weight"].norm()))
+    assert norms[1] < 0.9 * norms[0]

@@ -309,3 +309,9 @@ def test_e_ucb_draws_from_an_arm_of_largest_index_and_its_arms_cover_the_ratios(
     assert all(below.high == above.low for below, above in pairwise(arms))
     assert all(arm.high - arm.low >= 0.05 * 0.9 - 1e-12 for arm in arms)
     assert len(bandit.told) == len(steps)
+
+
+@pytest.mark.parametrize(("make", "expected"), [(efd, 1.0), (fjord, 1.0), (heterofl, 2.0), (fedrolex, 2.0)])
+def test_efd_and_fjord_weigh_clients_by_examples_heterofl_and_fedrolex_alike(make, expected):
+    updates = [update(0, [4.0, 0.0, 0.0], examples=1), update(1, [0.0, 0.0, 0.0], examples=3)]
+    assert make().aggregate(server_context(), updates)["w"][0, 0] - 1.0 == expected
