@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, TypeAlias
@@ -172,19 +172,14 @@ def _calls_of_modules(model: nn.Module, recorder: Recorder, keys: Mapping[int, s
 
         return counted
 
-    modules = model.modules()
-    wrapped = [m for m in modules if isinstance(m, _RECURRENT) or isinstance(find_rule(m), ExpertsRule)]
-    own = [vars(module).get("forward") for module in wrapped]
-    try:
-        for module in wrapped:
-            module.forward = counting(module)
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, _RECURRENT) or isinstance(find_rule(module), ExpertsRule):
+                own = {"forward": vars(module)["forward"]} if "forward" in vars(module) else {}
+                stack.callback(vars(module).update, own)
+                stack.callback(vars(module).pop, "forward")
+                module.forward = counting(module)
         yield
-    finally:
-        for module, forward in zip(wrapped, own, strict=True):
-            if forward is not None:
-                module.forward = forward
-            else:
-                vars(module).pop("forward", None)
 
 
 def entry_keys(model: nn.Module) -> dict[int, str]:
