@@ -1,90 +1,167 @@
 """Verifier: checks every group numerically. The model under gates must equal the model without the units."""
 
-import functools
+import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from torch import nn
 
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.runtime.kept_norms import kept_norms
 from sparsekit.surgery.rebuild import named_entries
 from sparsekit.tracing.judge import Judgment
-from sparsekit.tracing.search import Failure, Search, blamed, cause
 from sparsekit.tracing.session import Session, described, keep_buffers
 from sparsekit.tracing.trials import FEW, MANY, Masks, Trial, width_trials
 
+_TRIALS = 64  # after which a search that has found something ends; never by the clock
 _MANY_NUMBERS = 2_000_000  # larger models are compared under fewer masks; never by the clock
+
+Tied: TypeAlias = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a comparison failed."""
+
+    reason: str
+    module: str | None = None  # the one that raised an exception in the compacted model; None if it ran
+    jointly: bool = False  # several sets of groups fail together, and none of them by itself
+
+
+def _cause(tied: Tied, failure: Failure) -> tuple[str, str]:
+    """Return names and reason without their numbers, which differ from block to block."""
+    names, reason = (re.sub(r"\d+", "#", text) for text in (" ".join(tied), failure.reason))
+    return names, reason
+
+
+def _touches(graph: UnitGraph, tied: Tied, module: str) -> bool:
+    paths = [piece.name for name in tied for piece in graph.groups[name].slices]
+    paths += [f"{size.module}." for size in graph.sizes if size.group in tied]
+    return any(path.startswith(f"{module}.") for path in paths)
+
+
+def _blamed(error: BaseException, model: nn.Module) -> str:
+    """Return the name of the innermost module of `model` that ran when an exception was raised."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        found = names.get(id(trace.tb_frame.f_locals.get("self")), found)
+        trace = trace.tb_next
+    return found
 
 
 class Verifier:
-    """Compares gated and compacted copies of the model of a session."""
+    """Compares gated and compacted copies of the model of a session, and finds the groups at fault by halving.
+
+    Halving begins where an exception points to. Once a set is found, sets of the same name in other blocks are tried one by
+    one: most fail for the same reason.
+    """
 
     def __init__(self, session: Session) -> None:
         numbers = sum(t.numel() for t in named_entries(session.model).values())
         self._schedule = MANY if numbers < _MANY_NUMBERS else FEW
         self._masks = Masks(session.generator)
         self._session = session
-        self._search = Search()
+        self._known: set[tuple[str, str]] = set()  # names and reasons of failures, without their numbers
+        self._tried = 0
 
     def failures(self, graph: UnitGraph, compared: Sequence[Collection[str]] = ()) -> dict[str, str]:
-        """Find the groups whose removal is not exact.
-
-        Args:
-            graph: The groups.
-            compared: As for `width_trials`.
-
-        Returns:
-            Group name → reason; empty if all is well.
-        """
+        """Return group name → why its removal is not exact; empty if all is well. `compared` is as for `width_trials`."""
         if self._session.refusal is not None:
             return dict.fromkeys(graph.groups, self._session.refusal)
         # What fails is often all of one kind, and is found sooner if it is together.
         units = sorted(graph.tied_sets, key=lambda names: graph.groups[names[0]].kind)
-        self._search.tried = 0
-        for trial in (*self._schedule, *width_trials(graph, compared, (False, True) if self._session.training else (False,))):
+        self._tried = 0
+        modes = (False, True) if self._session.training else (False,)
+        for trial in (*self._schedule, *width_trials(graph, compared, modes)):
             self._session.state.redraw(self._session.generator, positive=trial.positive)
-            sets = [tied for tied in units if trial.cuts(tied)]
-            bad: Mapping[str, Failure] = self._search.find(graph, sets, functools.partial(self._check, graph, trial))
+            bad: Mapping[str, Failure] = self._guilty(graph, trial, [tied for tied in units if trial.cuts(tied)], {})
             if bad and (bad := self._confirmed(graph, [names for names in units if bad.keys() & set(names)], bad, trial)):
                 return {name: failure.reason for name, failure in bad.items()}
         return {}
 
+    def _guilty(self, graph: UnitGraph, trial: Trial, units: Sequence[Tied], bad: dict[str, Failure]) -> dict[str, Failure]:
+        """Add group name → why it fails to `bad`; after many trials, only what is proven."""
+        if not units or (bad and self._tried >= _TRIALS):
+            return bad
+        failure = self._check(graph, trial, units)
+        if failure is None:
+            return bad
+        if len(units) == 1:
+            self._known.add(_cause(units[0], failure))
+            bad |= dict.fromkeys(units[0], failure)
+            return bad
+        before = len(bad)
+        for part in self._parts(graph, units, failure):
+            self._guilty(graph, trial, part, bad)
+        if len(bad) == before:
+            together = replace(failure, reason=f"only jointly: {failure.reason}", jointly=True)
+            bad |= dict.fromkeys((name for tied in self._least(graph, trial, units) for name in tied), together)
+        return bad
+
+    def _parts(self, graph: UnitGraph, units: Sequence[Tied], failure: Failure) -> list[Sequence[Tied]]:
+        alike = [tied for tied in units if _cause(tied, failure) in self._known]
+        if alike:
+            return [*([tied] for tied in alike), [tied for tied in units if tied not in alike]]
+        first, home = units[: len(units) // 2], failure.module
+        while home:
+            near = [tied for tied in units if _touches(graph, tied, home)]
+            if near:
+                first = near if len(near) < len(units) else first
+                break
+            home = home.rpartition(".")[0]
+        return [first, [tied for tied in units if tied not in first]]
+
+    def _least(self, graph: UnitGraph, trial: Trial, units: Sequence[Tied]) -> Sequence[Tied]:
+        """Return what is left of some sets that fail together, of which neither half does, without sets that do not matter."""
+        size = len(units) // 4 or len(units) // 3
+        while size and self._tried < _TRIALS:
+            for start in range(0, len(units), size):
+                rest = [tied for tied in units if tied not in units[start : start + size]]
+                if self._check(graph, trial, rest) is not None:
+                    units = rest
+                    break
+            else:
+                size //= 2
+        return units
+
     def _confirmed(
-        self, graph: UnitGraph, units: Sequence[tuple[str, ...]], bad: Mapping[str, Failure], suspect: Trial
+        self, graph: UnitGraph, units: Sequence[Tied], bad: Mapping[str, Failure], suspect: Trial
     ) -> Mapping[str, Failure]:
         """Return which groups are wrong with their units in order: some models depend on the order of units only. An exception
         has nothing to do with the order. Of groups that fail for one cause, one is tried.
         """
         if raised := {name: failure for name, failure in bad.items() if failure.module is not None}:
             return raised
-        causes: dict[object, list[tuple[str, ...]]] = {}
+        causes: dict[object, list[Tied]] = {}
         for tied in units:
             failure = next(bad[name] for name in tied if name in bad)
-            causes.setdefault(tied if failure.jointly else cause(tied, failure), []).append(tied)
+            causes.setdefault(tied if failure.jointly else _cause(tied, failure), []).append(tied)
         if len(causes) < len(units):
             found = self._confirmed(graph, [sets[0] for sets in causes.values()], bad, suspect)
             return {name: bad[name] for sets in causes.values() if set(sets[0]) & found.keys() for t in sets for name in t}
         largest = max(graph.groups[name].size for names in units for name in names)
         bits = [Trial(0, bit=bit) for bit in range((largest - 1).bit_length())]
         for trial in (suspect, *self._schedule, *bits):
-            if bad := self._search.find(graph, units, functools.partial(self._check, graph, trial._replace(mixed=False))):
+            if bad := self._guilty(graph, trial._replace(mixed=False), units, {}):
                 return bad
         return {}
 
-    def _check(self, graph: UnitGraph, trial: Trial, names: Sequence[str]) -> Failure | None:
-        """Return why a mask over some groups is not exact, or None if it is."""
-        reason, exact = self._compare(graph, trial, names)
-        sets = [tied for tied in graph.tied_sets if set(tied) <= set(names)]
+    def _check(self, graph: UnitGraph, trial: Trial, sets: Sequence[Tied]) -> Failure | None:
+        """Return why a mask over some sets of groups is not exact, or None if it is."""
+        self._tried += 1
+        reason, exact = self._compare(graph, trial, [name for tied in sets for name in tied])
         if reason is not None or exact or len(sets) == 1:
             return reason
         # What other groups change may hide an error: each group is judged by what it changes itself.
-        alone = (self._compare(graph, trial, tied)[0] for tied in sets)
+        alone = (self._compare(graph, trial, tied)[0] for tied in graph.tied_sets if tied in sets)
         return next((why for why in alone if why is not None), None)
 
     def _compare(self, graph: UnitGraph, trial: Trial, names: Sequence[str]) -> tuple[Failure | None, bool]:
         """Return why the gated and the narrow model differ under a mask over some groups, or None if they do not.
 
-        Returns:
-            The reason, and whether the two are equal up to rounding, whatever the mask has changed.
+        The second value tells whether the two are equal up to rounding, whatever the mask has changed.
         """
         trial = trial._replace(training=trial.training and bool(self._session.training))
         judged = self._judged(graph, trial, names)
@@ -116,7 +193,7 @@ class Verifier:
             try:
                 found = session.run(small, training=trial.training)
             except Exception as error:  # noqa: BLE001
-                return Failure(f"the compacted model fails: {described(error)}", blamed(error, small))
+                return Failure(f"the compacted model fails: {described(error)}", _blamed(error, small))
             try:
                 with kept_norms(session.dense, graph, keep):
                     expected = session.run(session.dense, training=trial.training)
