@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from sparsekit.errors import InvalidValueError, level_of_user
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask, WeightMask
-from sparsekit.measure.activations import Lengths, measure_shrinkage
 from sparsekit.measure.flops import UncountedFlopsWarning, entry_keys, record_pass, told_failure
-from sparsekit.measure.volumes import CostTracker, Extents, Prices, Volumes
+from sparsekit.measure.shrinkage import CostTracker, Extents, Lengths, Prices, Volumes, measure_shrinkage
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.blocks import is_large, is_meta
 from sparsekit.tracing.inputs import ModelInputs, find_tensors, map_tensors
