@@ -123,8 +123,7 @@ class BlockVerifier:
         self._numbers = _numbers(self.model)
         self._drawn = self.calls
         self._whole_tapes: dict[int, Tape] = {}
-        self._captured: dict[str, list[ModelInputs]] = {}
-        self._runs: dict[str, list[str]] = {}  # what runs in these modules
+        self._captured: dict[str, list[tuple[ModelInputs, str]]] = {}  # inputs of modules, and what runs on them
         self._results: dict[str, dict[int, str]] = {}  # kind of block → number of a group of it → why it is not exact
         self._narrow: dict[str, object] = {}  # path → module or entry of the model with all groups cut
         self._masks = Masks(torch.Generator().manual_seed(20130))
@@ -220,8 +219,7 @@ class BlockVerifier:
                     stack.callback(self._modules[name].register_forward_pre_hook(hook, with_kwargs=True).remove)
                 tape.run(inputs)
             for name, captured in noted.items():
-                self._captured.setdefault(name, []).append(captured)
-                self._runs.setdefault(name, []).append(tape.digest(name))
+                self._captured.setdefault(name, []).append((captured, tape.digest(name)))
 
     def _block(self, graph: UnitGraph, home: str, sets: list[tuple[str, ...]]) -> dict[str, str]:
         """Group name → why it is not exact within one module. Of modules that are alike, one is compared."""
@@ -258,13 +256,12 @@ class BlockVerifier:
             [replace(size, group=str(number[size.group])) for size in part.sizes],
             [(n.module, n.call, n.function, n.dim, [(number[k], *map(Tensor.tolist, v)) for k, v in n.units.items()])
              for n in part.norms],
-            [[tensor.shape for tensor in find_tensors((call.args, call.kwargs))] for call in self._captured[home]],
-            self._runs[home],
+            [([t.shape for t in find_tensors((call.args, call.kwargs))], ran) for call, ran in self._captured[home]],
         ]  # fmt: skip
         return hashlib.sha256(repr(said).encode()).hexdigest()
 
     def _compared(self, graph: UnitGraph, home: str, names: list[str]) -> dict[str, str]:
-        block, calls = self._modules[home], self._captured[home]
+        block, calls = self._modules[home], [call for call, _ in self._captured[home]]
         doubled = any(twice for _, twice in self.training)
         training = [(number, doubled) for number in range(len(calls))] if self.training else []
         try:

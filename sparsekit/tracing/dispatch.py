@@ -26,7 +26,7 @@ class Dispatcher(DispatchMode):
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self.tracer = tracer
-        self.work, self.most_work = 0, _MOST_WORK
+        self._work = 0
         self._viewed: set[int] = set()  # storages that have been looked at through a view
 
     def __torch_dispatch__(
@@ -147,15 +147,12 @@ class Dispatcher(DispatchMode):
 
     def _exhausted(self, entering: Sequence[TensorLabels]) -> bool:
         """Count the work and give up on all units when there is too much of it, so that no model makes a trace hang."""
-        self.work += _WORK_OF_A_CALL + sum(axis.size for labels in entering for axis in labels.axes if axis is not None)
-        if self.work <= self.most_work:
-            return False
-        everything = np.arange(self.tracer.nodes, dtype=np.int64)
-        self.tracer.fix(
-            everything, f"following units through {self.work:,} positions was given up here; the model has too many steps"
-        )
-        self.tracer.watching = False
-        return True
+        self._work += _WORK_OF_A_CALL + sum(axis.size for labels in entering for axis in labels.axes if axis is not None)
+        if self._work > _MOST_WORK:
+            reason = f"following units through {self._work:,} positions was given up here; the model has too many steps"
+            self.tracer.fix(np.arange(self.tracer.nodes, dtype=np.int64), reason)
+            self.tracer.watching = False
+        return self._work > _MOST_WORK
 
     def _mutate(self, call: Call, after: TensorLabels | None) -> None:
         names, changed = arguments_of(call.func)

@@ -71,36 +71,25 @@ class PerturbedState:
 
         Gated copies of all entries would be most of the cost of verifying a large model. `keep`: group name → bool.
         """
-        gates: dict[int, tuple[Tensor, dict[int, Tensor]]] = {}  # by value, since tied entries have several names
-        for name, axes in dropped_positions(graph, keep).items():
-            value = self.values[name]
-            gates.setdefault(id(value), (value, {}))[1].update(axes)
+        gates: dict[int, dict[int, Tensor]] = {}  # by value, since tied entries have several names
+        values = {id(value): value for value in self.values.values()}
+        for name, stays in keep.items():
+            for piece in graph.groups[name].slices if not bool(stays.all()) else ():
+                if piece.gated:
+                    value = self.values[piece.name]
+                    whole = torch.ones(value.shape[piece.dim], dtype=value.dtype)
+                    gates.setdefault(id(value), {}).setdefault(piece.dim, whole)[piece.index[~stays].reshape(-1)] = 0.0
         self.restore(but=gates.keys())
-        for key, (value, axes) in gates.items():
-            source = self._origin[key]
-            for dim, positions in axes.items():
-                gate = torch.ones(value.shape[dim], dtype=value.dtype)
-                gate[positions] = 0.0
-                torch.mul(source, along(gate, dim, value.dim()).to(value.device), out=value)
-                source = value
+        for key, axes in gates.items():
+            value, source = values[key], self._origin[key]
+            for dim, gate in axes.items():
+                source = torch.mul(source, along(gate, dim, value.dim()).to(value.device), out=value)
             self._zeroed[key] = value
 
     def restore(self, but: Collection[int] = ()) -> None:
         """Restore zeroed values, except for some, given by their ids."""
         for key in self._zeroed.keys() - but:
             self._zeroed.pop(key).copy_(self._origin[key])
-
-
-def dropped_positions(graph: UnitGraph, keep: Mapping[str, Tensor]) -> dict[str, dict[int, Tensor]]:
-    """Return state-dict key → axis → positions that gates of 0 zero, where a group loses units. `keep`: group name → bool
-    (units,).
-    """
-    found: dict[str, dict[int, list[Tensor]]] = {}
-    for name, stays in keep.items():
-        for piece in graph.groups[name].slices if not bool(stays.all()) else ():
-            if piece.gated:
-                found.setdefault(piece.name, {}).setdefault(piece.dim, []).append(piece.index[~stays].reshape(-1))
-    return {name: {dim: torch.cat(pieces) for dim, pieces in axes.items()} for name, axes in found.items()}
 
 
 def _perturbed(name: str, own: Tensor, dtype: torch.dtype | None, generator: torch.Generator) -> Tensor:

@@ -1,5 +1,6 @@
 """Session: the dense copy of a model that a verification gates and cuts, and the passes that it records."""
 
+import copy
 import functools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -156,14 +157,13 @@ class Session:
 
 
 def keep_buffers(model: nn.Module) -> Callable[[], None]:
-    """Return a function that restores the present values of all buffers."""
-    homes = [(buffers_of(module), name) for module in model.modules() for name in buffers_of(module)]
-    kept = [(home, name, home[name]) for home, name in homes]
-    before = {id(buffer): buffer.clone() for _, _, buffer in kept if buffer is not None}
+    """Return a function that restores the present values of all buffers, as other tensors: a record may hold these."""
+    homes = [buffers_of(module) for module in model.modules()]
+    before = copy.deepcopy(homes)  # those of two modules stay one
 
     def put_back() -> None:
-        for home, name, buffer in kept:
-            home[name] = None if buffer is None else before[id(buffer)]  # a record may hold the other one
+        for home, buffers in zip(homes, before, strict=True):
+            home.update(buffers)
 
     return put_back
 

@@ -30,24 +30,12 @@ def _same(call: Call) -> Outputs:
 
 @handles("as_strided")
 def _restride(call: Call) -> Outputs:
-    """Follow any view of a contiguous tensor, such as the frames of `stft`. Of other tensors, allow other strides for axes of
-    one position alone, as the pooling of channels-last maps writes them in place.
-    """
-    given = call.arguments["self"]
-    if given is not call.out and given.is_contiguous() and max(given.numel(), call.out.numel()) <= MOST_POSITIONS:
-        return _moved(call, call.joint_labels("self"), "read in strides of its own by 'as_strided'")
-    tensor, labels = call.out, call.labels("self")
-    wide = [dim for dim, size in enumerate(tensor.shape) if size > 1]
-    strides = [math.prod(tensor.shape[dim + 1 :]) for dim in wide]
-    if (
-        call.arg("storage_offset", 0) != 0
-        or strides != [tensor.stride(dim) for dim in wide]
-        or len(labels.axes) != tensor.dim()
-        or any(axis is not None and axis.size != tensor.shape[dim] for dim, axis in enumerate(labels.axes))
-    ):
-        call.fix_inputs("read in strides of its own by 'as_strided'")
-        return None
-    return labels
+    """Follow any view of a contiguous tensor, such as the frames of `stft`."""
+    given, reason = call.arguments["self"], "read in strides of its own by 'as_strided'"
+    if given.is_contiguous() and max(given.numel(), call.out.numel()) <= MOST_POSITIONS:
+        return _moved(call, call.joint_labels("self"), reason)
+    call.fix_inputs(reason)
+    return None
 
 
 def _run(call: Call, numbers: Tensor) -> Any:

@@ -58,12 +58,6 @@ def _attention(call: Call) -> Outputs:
     return [labels] + [None] * (len(call.outputs) - 1)
 
 
-@handles("_fused_sdp_choice")
-def _nothing(call: Call) -> Outputs:
-    del call  # it asks which implementation to take
-    return []
-
-
 def _outer(call: Call, owner: TensorLabels, dim: int) -> Labels | None:
     """Return an axis of a factor that stays in the product; a state entry makes units there."""
     call.tracer.make(owner, dim)
