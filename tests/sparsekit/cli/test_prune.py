@@ -18,6 +18,7 @@ from torch import nn
 import sparsekit as sk
 from sparsekit import registry
 from sparsekit.cli import main as cli
+from sparsekit.cli.data_source import metric_of
 from sparsekit.cli.model_source import load_checkpoint, load_model
 from sparsekit.cli.table import COMMANDS
 from sparsekit.graph.refusals import folded
@@ -192,3 +193,14 @@ def test_commands_of_other_packages_are_found_and_a_broken_one_spoils_only_itsel
     assert capsys.readouterr().out == "hello world\n"
     assert cli.execute(["broken", "--whatever", "1"]) == 2
     assert "nowhere_at_all" in capsys.readouterr().err
+
+
+def test_a_score_on_validation_data_is_larger_for_the_better_model() -> None:
+    x = torch.randn(8, 3)
+    exact, off = torch.nn.Identity(), torch.nn.Hardtanh(-0.1, 0.1)
+    loss = metric_of([(x[:6], x[:6]), (x[6:], x[6:])], torch.nn.functional.mse_loss)
+    assert loss(off) == pytest.approx(-float((off(x) - x).square().mean()))
+    assert loss(off) < loss(exact) == 0.0
+    hits = metric_of([(x, x.argmax(1))], torch.nn.functional.cross_entropy)
+    assert (hits(exact), hits(torch.nn.Threshold(9.0, 0.0))) == (1.0, float((x.argmax(1) == 0).float().mean()))
+    assert (loss.__name__, hits.__name__) == ("minus_loss", "accuracy")

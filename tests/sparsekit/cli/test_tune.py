@@ -51,6 +51,8 @@ def test_a_search_ends_with_the_best_value_and_the_command_to_run(capsys: pytest
     lines = captured.err.splitlines()
     assert [line.split(":")[0] for line in lines] == ["trial 0", "trial 1", "trial 2", "trial 3"]
     assert lines[0].endswith("  best")
+    assert execute([*BASIC, "--trials", "4", "--deterministic", "-q"]) == 0
+    assert "recommended" not in capsys.readouterr().out  # a trial that is the best one is not named twice
 
 
 def test_without_optuna_the_error_says_what_to_install(
