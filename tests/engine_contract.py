@@ -7,10 +7,12 @@ import torch
 from own_models import OwnModels
 from personal import tiny_run, watched
 
+from sparsekit.errors import DataError
 from sparsekit_fl.errors import ClientError
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.methods.client import Model, sgd
 from sparsekit_fl.methods.whole_models import Local
+from sparsekit_fl.models import load_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,10 @@ class EngineContract:
         assert replace(ours.cost, wall_seconds=0.0) == replace(default.cost, wall_seconds=0.0)
         if isinstance(method, OwnModels):  # personal models are written where they differ from the global one
             trained = {f"client-{client_id}" for record in ours.rounds for client_id in record.cohort}
-            trained = set() if getattr(engine, "keeps_models", False) else trained
+            if getattr(engine, "keeps_models", False):
+                trained = set()
+                with pytest.raises(DataError, match="stayed on its device"):
+                    load_model(tmp_path, 0)
             assert {path.stem for path in (tmp_path / "models").glob("client-*.safetensors")} == trained
 
     def test_replies_come_in_the_order_of_the_cohort_and_memories_live_on(self, engine):
@@ -62,6 +67,8 @@ class EngineContract:
         assert client_id == victim
         told = ("'failing", "in train()", "round 1", f"client {victim}", f"ArithmeticError: no luck with {victim}")
         assert all(part in reason for part in told)
+        # It got the model before it failed.
+        assert result.rounds[0].cost.downlink_bytes == tiny_run(Method()).rounds[0].cost.downlink_bytes
         assert set(result.rounds[0].ratios) == set(result.rounds[0].cohort) - {victim}
         assert [client.id for client in result.final.per_client] == [0, *range(2, 8)]
         assert any("client 1 was not scored" in note and "no score for 1" in note for note in result.rounds[-1].notes)

@@ -207,7 +207,9 @@ def test_a_callback_stops_a_run_which_ends_as_one_of_fewer_rounds(round, tmp_pat
     assert written["stopped"] == "enough"
     lines = (tmp_path / "rounds.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == written["rounds"], "both files say the same of every round"
-    # It has not run its course, so it may be resumed.
+    # It has not run its course, so it may be resumed, also when that run was killed before it wrote its result.
+    with pytest.raises(fl.errors.RunInterrupted):
+        tiny_run(out=tmp_path, resume=True, callbacks=[StopAfter(4)])
     assert tiny_run(out=tmp_path, resume=True).final == tiny_run().final
 
 

@@ -253,13 +253,9 @@ def build(tracer: Tracer, shapes: Mapping[str, torch.Size], facts: Iterable[Fact
         if more := split_ties(of(Count, facts), root):
             facts += more
             continue
-        nodes, causes, ties = _Nodes(tracer.entries, tracer.nodes, facts, root), _Causes(root, facts), of(Tie, facts)
+        nodes, causes = _Nodes(tracer.entries, tracer.nodes, facts, root), _Causes(root, facts)
         _keep_unread(nodes, causes, facts)
         gates = _choose_gates(nodes, causes, tracer, of(Read, facts))
-        for tie in ties:
-            if any(causes.whole[root[run]].any() for run in tie.runs):
-                for run in tie.runs:
-                    causes.mark(run, _TIED)
         if found := share_widths(of(Borrow, facts), root, causes.whole):
             facts += found
             continue
@@ -278,7 +274,7 @@ def build(tracer: Tracer, shapes: Mapping[str, torch.Size], facts: Iterable[Fact
             groups[name] = UnitGroup(name, len(group), kind, tuple(slices), max([1, *least]), tuple(constants))
             members[name] = roots
             group_of |= dict.fromkeys(roots.tolist(), name)
-        equal, broken = _tied_groups(ties, root, group_of, groups)
+        equal, broken = _tied_groups(of(Tie, facts), root, group_of, groups)
         norms, changing = _find_norms(of(Average, facts), root, members)
         if not broken and not changing:
             break
@@ -310,7 +306,7 @@ def _tied_groups(
         if len(flat) == len(names) and len({groups[name].size for name in flat}) == 1:
             if len(set(flat)) > 1:
                 sets.append(tuple(dict.fromkeys(flat)))
-        elif any(None not in found for found in names):
+        elif any(found != {None} for found in names):
             broken += [Keep(run, _TIED) for run in tie.runs]
     return sets, broken
 

@@ -8,7 +8,7 @@ from torch import nn
 from zoo import build
 
 import sparsekit as sk
-from sparsekit.labels.facts import OUTPUT, Keep, Make, Read, of
+from sparsekit.labels.facts import OUTPUT, Keep, Make, Read, Tie, of
 from sparsekit.tracing import trace
 from sparsekit.tracing.grouping.build import build as build_graph
 from sparsekit.tracing.inputs import ModelInputs
@@ -50,3 +50,16 @@ def test_the_same_facts_give_the_same_groups_each_time(name: str, monkeypatch: p
         assert repr(again.graph) == repr(found.graph)
         assert again.graph.unprunable == found.graph.unprunable
         assert len(again.facts) == len(found.facts) >= len(facts), "nothing follows from them that they do not say"
+
+
+@pytest.mark.parametrize("which", [slice(None), slice(1)], ids=["every layer", "one layer"])
+def test_where_layers_of_a_recurrent_module_keep_some_units_all_of_them_stay(
+    which: slice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, args, kwargs = build("lstm-stacked")
+    (tracer, shapes, facts, tried), found = _built(monkeypatch, model, ModelInputs(args, kwargs))[0]
+    tie = of(Tie, facts)[0]
+    kept = [Keep(run[:2], OUTPUT) for run in tie.runs[which]]
+    left = build_graph(copy(tracer), shapes, [*facts, *kept], tried).graph
+    gone = found.graph.groups.keys() - left.groups.keys()
+    assert gone == set(found.graph.tied_sets[0])
