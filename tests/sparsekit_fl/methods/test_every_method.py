@@ -2,6 +2,9 @@
 
 import itertools
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache, partial
 
@@ -207,3 +210,25 @@ def test_without_what_is_its_own_a_method_is_fedavg_bit_for_bit(method, monkeypa
         assert (ours.cost.uplink_bytes, ours.final.shared) == (plain.cost.uplink_bytes, plain.final.shared)
     if name == "refl":
         assert ours.cost.seconds == plain.cost.seconds
+
+
+EVERY_FILE = """
+import hashlib, pathlib, tempfile
+import sparsekit_fl as fl
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
+for name in fl.methods.registry:
+    with tempfile.TemporaryDirectory() as out:
+        fl.run(fl.methods.registry[name](), tiny_problem(), tiny_clients(), tiny_config(rounds=1), out=out)
+        files = sorted(path for path in pathlib.Path(out).glob("*/*") if path.is_file())
+        print(name, [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in files])
+"""
+
+
+@pytest.mark.slow
+def test_memories_and_models_have_the_same_bytes_in_whatever_order_python_walks_through_sets():
+    """Text has another hash in each process, so sets of names have another order."""
+    found = []
+    for seed in ("1", "2"):
+        env = os.environ | {"PYTHONHASHSEED": seed}
+        found.append(subprocess.run([sys.executable, "-c", EVERY_FILE], env=env, capture_output=True, text=True, check=True))
+    assert found[0].stdout.splitlines() == found[1].stdout.splitlines()
