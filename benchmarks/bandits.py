@@ -1,8 +1,7 @@
 """Regret and time of the bandits in `sparsekit.bandit`, next to PyXAB's algorithms and Optuna's samplers.
 
     python benchmarks/bandits.py measure SplitUCBV --seeds 40     adds to results/bandits.csv
-    python benchmarks/bandits.py measure VHCT --set held-out      the same for others; slow ones with fewer seeds
-    python benchmarks/bandits.py measure VHCT --set moved         where every seed has its maxima elsewhere
+    python benchmarks/bandits.py measure VHCT --set moved         the same for others; each seed has its maxima elsewhere
     python benchmarks/bandits.py table                            regret, mean and standard error, from that file
     python benchmarks/bandits.py time                             microseconds per ask + tell
 
@@ -127,13 +126,22 @@ DRIFTING = {
     "JumpingHill": Objective(1, lambda x, pull: -(abs(x[0] - (0.3 if pull < 300 else 0.75)) ** 0.8)),
 }
 MOVED = {f"{title}~": replace(objective, moved=True) for title, objective in (HELD_OUT | DRIFTING).items()}
-OBJECTIVES = PYXAB | HELD_OUT | DRIFTING | MOVED
-
+SHAPES: dict[str, Callable[[float], float]] = {  # chosen after the constants
+    "Plateau": lambda x: 0.0 if 0.45 <= x < 0.62 else -1.0 if x >= 0.62 else -0.05 - 0.3 * (0.45 - x) / 0.45,
+    "SkewedHill": lambda x: -(((0.3 - x) / 0.3) ** 1.2) if x < 0.3 else -(x - 0.3) / 0.7,
+    "UnequalCusps": lambda x: max(-(abs(x - 0.27) ** 0.5), -(abs(x - 0.76) ** 0.5) - 0.15),
+    "Waves": lambda x: -0.4 * (1.0 - cos(10.0 * pi * (x - 0.6))) - 0.4 * abs(x - 0.6),
+    "FallingSaw": lambda x: -0.5 * (5.0 * (0.83 - x) % 1.0) - 0.4 * abs(x - 0.83),
+    "Logarithm": lambda x: 0.6 * math.log((x + 0.03) / 1.03),
+    "Step": lambda x: 0.0 if x >= 0.55 else -0.75,
+}
+MOVED_SHAPES = {f"{title}~": replace(scaled(shape), moved=True) for title, shape in SHAPES.items()}
+OBJECTIVES = PYXAB | HELD_OUT | DRIFTING | MOVED | MOVED_SHAPES
 
 RESULTS = Path(__file__).parents[1] / "results" / "bandits.csv"
 HORIZONS = (100, 500, 1000)
 NOISE = 0.1
-SETS = {"pyxab": PYXAB, "held-out": HELD_OUT, "drifting": DRIFTING, "moved": MOVED}
+SETS = {"pyxab": PYXAB, "held-out": HELD_OUT, "drifting": DRIFTING, "moved": MOVED, "shapes": MOVED_SHAPES}
 UNIT = Interval(0.0, 1.0)
 
 Play = tuple[Callable[[], list[float]], Callable[[float], None], Callable[[], list[float]]]
@@ -157,8 +165,6 @@ def ours(name: str, options: dict[str, Any], axes: int, horizon: int, seed: int)
 
 def pyxab(name: str, axes: int, horizon: int, seed: int) -> Play:
     """An algorithm of PyXAB with its default parameters; parameters without a default come from its examples."""
-    import importlib
-
     module = {"T_HOO": "HOO"}.get(name, name)
     made = getattr(importlib.import_module(f"PyXAB.algos.{module}"), name)
     options: dict[str, Any] = {"domain": [[0.0, 1.0]] * axes}
@@ -217,10 +223,7 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "SplitUCBV-0.98": ("split-ucbv", {"discount": 0.98}),
     "P-UCBV": ("p-ucbv", {}),
 }
-# Those that search an interval alone.
-ONE_AXIS = {"P-UCBV"}
-OPTUNA = ("Optuna-TPE", "Optuna-GP")
-NAMES = (*OURS, *PYXAB_NAMES, *OPTUNA, "Random")
+NAMES = (*OURS, *PYXAB_NAMES, "Optuna-TPE", "Optuna-GP", "Random")
 
 
 def player(name: str, axes: int, horizon: int, seed: int) -> Play:
@@ -228,15 +231,14 @@ def player(name: str, axes: int, horizon: int, seed: int) -> Play:
         return ours(*OURS[name], axes, horizon, seed)
     if name in PYXAB_NAMES:
         return pyxab(name, axes, horizon, seed)
-    if name in OPTUNA:
+    if name.startswith("Optuna-"):
         return optuna(name, axes, seed)
     return at_random(axes, seed)
 
 
 def noise(objective: str, seed: int, count: int) -> list[float]:
     """float (count,); a longer one begins with the shorter."""
-    rng = np.random.default_rng([zlib.crc32(objective.encode()), seed])
-    return rng.normal(0.0, NOISE, count).tolist()
+    return np.random.default_rng([zlib.crc32(objective.encode()), seed]).normal(0.0, NOISE, count).tolist()
 
 
 def trace(name: str, title: str, seed: int, marks: tuple[int, ...]) -> list[tuple[float, float]]:
@@ -260,7 +262,7 @@ def summary(values: list[float]) -> list[float]:
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for name, title in product(options.names, SETS[options.set]):
-        if name in ONE_AXIS and OBJECTIVES[title].axes > 1:
+        if name == "P-UCBV" and OBJECTIVES[title].axes > 1:  # it searches an interval alone
             continue
         horizons = tuple(horizon for horizon in HORIZONS if horizon <= options.longest)
         plays = [(horizon,) for horizon in horizons] if name in WITH_HORIZON else [horizons]
@@ -280,8 +282,8 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def _load(file: Path) -> dict[str, dict[str, dict[str, Any]]]:
     results: dict[str, dict[str, dict[str, Any]]] = {}
     for row in read(file):
-        cell = results.setdefault(row["function"], {}).setdefault(str(row["horizon"]), {})
-        cell[row["bandit"]] = {what: row[what] for what in ("cumulative", "simple")}
+        cells = results.setdefault(row["function"], {}).setdefault(str(row["horizon"]), {})
+        cells[row["bandit"]] = row
     return results
 
 
@@ -316,8 +318,7 @@ def tables(options: argparse.Namespace) -> None:
     print("\nSplitUCBV over the best of PyXAB that was measured: cumulative regret (simple regret)\n")
     rows = ({"": title, **{f"T = {h}": (ratios[title, h] or ("", "–"))[1] for h in HORIZONS}} for title in SETS[options.set])
     show(rows, as_json=False)
-    values = [found[0] for found in ratios.values() if found]
-    if values:
+    if values := [found[0] for found in ratios.values() if found]:
         print(f"geometric mean {geometric_mean(values):.3f}, largest {max(values):.2f}")
 
 

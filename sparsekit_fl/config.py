@@ -112,7 +112,7 @@ class Checked:
     Rules between fields go into a `__post_init__` that calls this one first. The descriptions of options end the docstring.
 
     Raises:
-        InvalidValueError: a value outside of what its annotation allows.
+        InvalidValueError: a value that its annotation does not allow.
     """
 
     def __init_subclass__(cls) -> None:

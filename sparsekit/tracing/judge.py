@@ -10,7 +10,7 @@ from sparsekit.surgery.rebuild import named_entries
 from sparsekit.tracing.record import PassRecord
 from sparsekit.tracing.session import Session
 
-# Allowed errors: a share of what the mask has changed, and a share of the values for what rounding does.
+# Allowed errors, as shares of the change that the mask makes, and of the values, for rounding.
 _ALLOWED = {torch.float64: (1e-5, 1e-10), torch.bfloat16: (1e-1, 3e-2), torch.float16: (5e-2, 5e-3)}
 _LOOSE = (1e-3, 1e-5)
 _OUTLIER = 1e6  # larger values, as those of a mask that is added, say nothing of rounding
@@ -72,7 +72,7 @@ class Judgment:
         return self._against_whole(floor, inside, outside), False
 
     def _against_whole(self, floor: float, inside: Sequence[object], outside: Sequence[tuple[Tensor, Tensor]]) -> str | None:
-        """Return which value differs by more than a share of what the mask has changed in it."""
+        """Return which value differs by more than a share of the change that the mask makes in it."""
         expected, session = self.expected, self.session
         session.state.restore()
         try:

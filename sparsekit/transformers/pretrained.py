@@ -92,7 +92,7 @@ def fit_config(small: nn.Module, graph: UnitGraph, mask: UnitMask) -> dict[str, 
         mask: What was kept.
 
     Returns:
-        Name → new value of what was changed in the configuration; empty where nothing was cut.
+        Name → new value of each changed entry of the configuration; empty if nothing was cut.
 
     Raises:
         UnsupportedModelError: the model has no configuration, or no values of it describe these shapes; the message says

@@ -204,7 +204,8 @@ class DepthFL(Method):
         dynamic = partial(self._dynamic, client, task.state)
         result = sgd(client, task, forward=forward, only=names, adjusts=dynamic)
         log, state = result.log, result.state
-        for name in [name for name in trained_leaves(client.masked) if name in names]:  # in the order of the state
+        trained = [name for name in trained_leaves(client.masked) if name in names]  # in the order of the state
+        for name in trained:
             drifts = client.memory.setdefault("drift", {})
             drifts[name] = drifts.get(name, torch.zeros(())) - _ALPHA * (state[name].cpu() - task.state[name].cpu())
         flops = depth_flops(client.layers, client.costs)[depth - 1]

@@ -104,7 +104,7 @@ def plant(graph: UnitGraph, error: str, rng: Rng) -> tuple[str, UnitGraph] | Non
 
 
 def is_harmless(model: nn.Module, x: Tensor, wrong: UnitGraph) -> bool:
-    """Whether a wrong graph keeps the law of masks all the same, in both modes and under many masks: it is no error then."""
+    """Whether a changed graph still keeps the law of masks, in both modes and under many masks, and so is no error."""
     model, x = _perturbed(model), x.double() if x.is_floating_point() else x
     for seed, ratio in enumerate((0.5, 0.3, 0.8, 0.5, 0.2, 0.9, 0.4, 0.6)):
         for train in (False, True):
@@ -151,7 +151,7 @@ MODES = (("eval", "train"), ("eval",))
 
 
 def check_seeds(seeds: Iterable[int]) -> tuple[Counter[Any], list[Any]]:
-    """How many errors that matter were caught, for each kind, path, dtype and choice of modes; and those that were not."""
+    """Count the caught errors that matter, by kind, path, dtype and choice of modes; and list those that were missed."""
     caught: Counter[Any] = Counter()
     missed = []
     for seed in seeds:
