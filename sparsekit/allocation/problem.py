@@ -123,6 +123,8 @@ def allocate(
     check_multiples(multiple_of)
     dense = costs.dense_costs()
     absolute = {} if budget is None else budget.limits(dense)
+    if "flops" in absolute and costs.free_weights:
+        raise BudgetError(f"FLOPs cannot be limited: {costs.note}, or limit params or latency_ms instead")
 
     def solve(multiple_of: Multiples) -> Counts:
         return _solve(allocation, Problem(graph, scores, costs, absolute, free_counts(graph, limits, multiple_of), budget))

@@ -254,3 +254,14 @@ class DataDriven:
             raise MissingImportanceError(f"{name} needs data; pass {name}(batches, loss), where a loader or a list will do")
         with scoring(model, gradients or ()), torch.inference_mode(mode=False), torch.set_grad_enabled(gradients is not None):
             yield read_batches(self.batches, model, f"{name} scores", limit=self.limit, progress=self.progress)
+
+    def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the loss of a batch, for gradients."""
+        loss = call_model(model, batch, self.loss)
+        if not loss.requires_grad:
+            raise InvalidValueError(
+                f"{type(self).__name__} needs gradients, and the forward pass of {type(model).__name__} runs without any"
+                " (torch.no_grad, torch.inference_mode or detach, inside of it or in the loss); use Wanda or Magnitude, which"
+                " need none, or take the decorator off"
+            )
+        return loss

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.criteria.base import ScoringContext
-from sparsekit.criteria.batches import DataDriven, call_model, check_finite, example_count, run_model
+from sparsekit.criteria.batches import DataDriven, check_finite, example_count, run_model
 from sparsekit.criteria.gate_gradients import gate_squares, inputs_of, sum_up, unit_readers
 from sparsekit.criteria.weights import along_axis, unit_entries
 from sparsekit.errors import InvalidValueError
@@ -43,7 +43,7 @@ class Taylor(DataDriven):
         examples = 0
         with self._passes(model, touched.values()) as passes:
             for batch in passes:
-                loss = call_model(model, batch, self.loss)
+                loss = self._loss(model, batch)
                 gradients = torch.autograd.grad(loss, list(touched.values()), allow_unused=True)
                 examples += example_count(batch)
                 for key, gradient in zip(touched, gradients):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import ConvNd
-from sparsekit.criteria.batches import Batch, DataDriven, call_model, example_count, run_model
+from sparsekit.criteria.batches import Batch, DataDriven, example_count, run_model
 from sparsekit.criteria.weights import along_axis, unit_entries
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import UnitGraph, UnitGroup, UnitSlice
@@ -78,6 +78,9 @@ def inputs_of(layers: Iterable[nn.Module], *, differentiable: bool = False) -> I
             return None
         x = args[0]
         if differentiable:
+            if torch.is_inference_mode_enabled():  # nothing in here gets a gradient
+                return None
+            x = x.clone() if x.is_inference() else x
             # A view of its own, so that what other layers do to the same tensor is not in its gradient.
             x = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
         calls.setdefault(layer, []).append(x)
@@ -118,7 +121,7 @@ def gate_squares(criterion: DataDriven, model: nn.Module, graph: UnitGraph, *, p
             examples = example_count(batch)
             mixing = _mixing(model, batch, layers, keep_target=criterion.loss is None) if mixing is None else mixing
             with inputs_of(layers, differentiable=True) as calls:
-                loss = call_model(model, batch, criterion.loss)
+                loss = criterion._loss(model, batch)
                 found = _one_pass(loss, calls, readers, gated, examples, positions, mixing)
             seen += examples
             for name, squares in found.items():
@@ -126,8 +129,9 @@ def gate_squares(criterion: DataDriven, model: nn.Module, graph: UnitGraph, *, p
     for name in graph.groups:
         if name not in sums:
             raise InvalidValueError(
-                f"the loss does not depend on the units of group {name!r}; leave the group out with"
-                " sparsekit.graph.edit.without, or use a loss over all outputs"
+                f"the loss does not depend on the units of group {name!r}, or this part of the forward pass runs without"
+                " gradients (torch.no_grad, detach); leave the group out with sparsekit.graph.edit.without, use a loss over all"
+                " outputs, or use Wanda or Magnitude, which need no gradients"
             )
     if graph.groups and not any(bool(sums[name].any()) for name in graph.groups):
         raise InvalidValueError(
@@ -156,7 +160,7 @@ def _one_pass(
     wanted = {id(entry): entry for name, pairs in gated.items() if name not in direct for entry, _ in pairs}
     calls = [(module, x) for module, every in inputs.items() for x in every]
     targets = [*(x for _, x in calls), *wanted.values()]
-    if not targets or not loss.requires_grad:
+    if not targets:
         return {}
     gradients = torch.autograd.grad(loss, targets, allow_unused=True)
     axes = {module: axis for found in direct.values() for module, _, axis in found}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sparsekit._torch import ConvNd
 from sparsekit.criteria.base import ScoringContext
-from sparsekit.criteria.batches import Batch, DataDriven, Loss, call_model, check_finite
+from sparsekit.criteria.batches import Batch, DataDriven, Loss, check_finite
 from sparsekit.errors import InvalidValueError, MissingImportanceError, require
 from sparsekit.graph import UnitGraph, UnitGroup, UnitSlice
 
@@ -96,7 +96,7 @@ class TorchPruning(DataDriven):
                     return {name: self._one(group, model) for name, group in graph.groups.items()}
                 with self._passes(model, [p for p in before if p.is_floating_point()]) as passes:
                     for batch in passes:
-                        call_model(model, batch, self.loss).backward()
+                        self._loss(model, batch).backward()
             return {name: self._one(group, model) for name, group in graph.groups.items()}
         finally:
             for parameter, gradient in before.items():

@@ -72,6 +72,7 @@ class Budget:
 
         Raises:
             InvalidValueError: `dense` lacks a metric.
+            BudgetError: The dense model has nothing to limit, such as no FLOPs.
         """
         found: dict[str, float] = {}
         for name in self.metrics:
@@ -80,6 +81,11 @@ class Budget:
                 raise InvalidValueError(
                     f"{name!r} of the budget does not follow from the widths, as {', '.join(dense) or 'nothing'} does; prune()"
                     " meets latency_ms by measuring models"
+                )
+            if not dense[name]:
+                raise BudgetError(
+                    f"{name} cannot be limited: the dense model has none on the example inputs; choose another metric, or"
+                    " inputs on which its layers run"
                 )
             found[name] = float(_share(value) * Fraction(dense[name])) if isinstance(value, str) else float(value)
         return found

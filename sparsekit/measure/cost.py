@@ -92,6 +92,12 @@ class CostModel:
             " torch.utils.flop_counter.register_flop_formula gives it one"
         )
 
+    @property
+    def free_weights(self) -> frozenset[str]:
+        """Keys of prunable weights that only operators of unknown FLOPs read: pruning them seems to save nothing."""
+        read = {key for keys in self.uncounted.values() for key in keys}
+        return frozenset(read - {term.weight for term in self.terms})
+
     def sizes(self, mask: UnitMask | None = None, *, sides: Collection[str] = ("out", "in")) -> dict[str, int]:
         """Return state-dict key → entries that stay if the axes of these sides (`UnitSlice.side`) are cut."""
         counts, sizes = self._counts(mask), {}

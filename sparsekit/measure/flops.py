@@ -26,7 +26,10 @@ _RIGHT_FACTOR = {
 }
 """Operator that multiplies two arguments, one right after the other → the place of the second."""
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+_CONVOLUTIONS = ("convolution", "_convolution")
+_DISTANCES = ("_cdist_forward", "_euclidean_dist")
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"  # a kernel that torch's own table of FLOPs lacks
+_COUNTED = frozenset((*_RIGHT_FACTOR, *_CONVOLUTIONS, *_DISTANCES, "conv_tbc", "_trilinear", _CPU_ATTENTION))
 
 
 @dataclass(frozen=True)
@@ -59,24 +62,31 @@ class Recorder(DispatchMode):
         return Fraction(call.flops) if call.key is None else Fraction(call.flops, 2 * self.numbers[call.key])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
         if self.inside:
-            return result
+            return func(*args, **kwargs)
+        packet = operator_packet(func)
+        name = str(packet).removeprefix("aten.")
+        if name not in _COUNTED and packet not in flop_registry:
+            with self:  # in inference mode, composite operators arrive whole
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+        result = func(*args, **kwargs)
         if func is _aten._to_copy.default and storage_id(args[0]) in self.keys and result.numel() == args[0].numel():
             self.keys[storage_id(result)] = self.keys[storage_id(args[0])]  # autocast reads a weight in another type
             self._casts.append(result)
-        name = str(operator_packet(func)).removeprefix("aten.")
         found = _factors(name, args, result)
         if found is not None:
             self._note(*found)
-        elif operator_packet(func) in flop_registry:
-            flops = int(flop_registry[operator_packet(func)](*args, **(kwargs or {}), out_val=result))
+        elif packet in flop_registry:
+            flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
             self.calls.append(Product(next(iter(self._read(args, kwargs)), None), flops, ()))
         elif name == _CPU_ATTENTION:
             query, key, value = (x.shape for x in args[:3])
             self.calls.append(Product(None, sdpa_flop_count(query, key, value), ()))
         elif find_handler(func, name) is None:
-            self.unknown |= dict.fromkeys((str(operator_packet(func)), key) for key in self._read(args, kwargs))
+            self.unknown |= dict.fromkeys((str(packet), key) for key in self._read(args, kwargs))
         return result
 
     def _read(self, *arguments: Any) -> list[str]:
@@ -96,7 +106,7 @@ _Factors: TypeAlias = tuple[Sequence[int], Sequence[tuple[Tensor, Sequence[int]]
 
 
 def _factors(name: str, args: Any, result: Any) -> _Factors | None:
-    if name in ("convolution", "_convolution"):
+    if name in _CONVOLUTIONS:
         places = args[0] if args[6] else result  # a transposed one uses its weight at each position of its input
         positions = (places.shape[0], *places.shape[2:])
         return (*positions, *args[1].shape), [(args[1], positions)]
@@ -105,7 +115,7 @@ def _factors(name: str, args: Any, result: Any) -> _Factors | None:
     if name in _RIGHT_FACTOR:
         place = _RIGHT_FACTOR[name]
         return _product(args[place - 1], args[place])
-    if name in ("_cdist_forward", "_euclidean_dist"):
+    if name in _DISTANCES:
         return _product(args[0], args[1].mT)
     if name == "_trilinear":
         factors, kept = args[:3], args[3:6]

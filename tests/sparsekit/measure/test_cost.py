@@ -216,3 +216,54 @@ def test_a_runtime_that_cannot_run_the_model_leaves_a_note_and_one_that_is_unkno
     assert any(note.startswith("the models could not be timed by export: ") for note in report.notes)
     with pytest.raises(InvalidValueError, match="runtime must be one of eager, compile, export, onnx, got 'tensorrt'"):
         sk.prune(model, (x,), budget="flops=50%").measure_times(model, x, runtimes=("tensorrt",))
+
+
+def _attention(m: Any, x: Tensor) -> Tensor:
+    h = nn.functional.scaled_dot_product_attention(*m.qkv(x).chunk(3, -1))
+    return m.out(torch.einsum("nte,ts->nse", h, torch.ones(7, 7)))
+
+
+_PARTS: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
+    (_mlp, (5, 4)),
+    (_conv, (1, 2, 6, 6)),
+    (lambda: nn.LSTM(3, 5, batch_first=True), (2, 7, 3)),
+    (lambda: Lambda(_attention, qkv=(4, 24), out=(8, 4)), (2, 7, 4)),
+    (lambda: nn.MultiheadAttention(8, 2, batch_first=True), (2, 7, 8)),
+    (lambda: _product(lambda h, w: torch.matmul(h, w), 6, 3), (5, 4)),
+    (lambda: nn.Sequential(nn.ConvTranspose1d(3, 4, 2), nn.Conv1d(4, 2, 1)), (2, 3, 9)),
+]
+
+
+@pytest.mark.parametrize(("make", "shape"), _PARTS)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_flops_without_gradients_are_those_with_them(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], mode: Any, is_part: bool
+) -> None:
+    inner, x = make(), torch.randn(shape)
+    given = (x,) * (3 if isinstance(inner, nn.MultiheadAttention) else 1)
+
+    def run(m: Any, *given: Tensor) -> Tensor:
+        with mode():
+            found = m.inner(*given)
+        found = found[0] if isinstance(found, tuple) else found
+        return m.last(found.sum().reshape(1, 1).expand(1, 3)) if is_part else found
+
+    model = Lambda(run, inner=inner, last=nn.Linear(3, 2))
+    assert sk.count_cost(model, *given).flops == sk.count_cost(inner, *given).flops + (12 if is_part else 0)
+
+
+def test_flops_that_are_not_known_cannot_be_limited() -> None:
+    nothing = Lambda(lambda m, x: m.table(x), table=nn.Embedding(5, 4))
+    with pytest.raises(sk.BudgetError, match="flops cannot be limited: the dense model has none on the example inputs"):
+        sk.Budget(flops="50%").limits(sk.cost_model(nothing, torch.zeros(2, dtype=torch.long)).dense_costs())
+    model, x = _product(lambda h, w: _mix(h, w), 6, 3), torch.randn(5, 4)
+    columns = sk.UnitSlice("weight", 0, torch.arange(6)[:, None], "in", True)
+    rows = sk.UnitSlice("first.weight", 0, torch.arange(6)[:, None], "out", True)
+    shapes = {name: entry.shape for name, entry in model.state_dict().items()}
+    graph = sk.UnitGraph({"first": sk.UnitGroup("first", 6, "feature", (rows, columns))}, shapes)
+    with (
+        pytest.warns(UncountedFlopsWarning),
+        pytest.raises(sk.BudgetError, match=r"FLOPs cannot be limited.*'sparsekit_tests\.mix'"),
+    ):
+        sk.prune(model, (x,), graph=graph, budget="flops=50%")
