@@ -93,6 +93,11 @@ def compact_graph(graph: UnitGraph, mask: UnitMask) -> UnitGraph:
     )
 
 
+def within(mask: UnitMask, later: UnitMask) -> UnitMask:
+    """Return the units that two pruning steps keep: `later` is a mask of the model that `mask` leaves."""
+    return UnitMask({name: keep.masked_scatter(keep, later[name]) for name, keep in mask.items()})
+
+
 def _checked(graph: UnitGraph, groups: Collection[str]) -> frozenset[str]:
     if isinstance(groups, str):
         raise InvalidValueError(f"groups must be a collection of names, got the string {groups!r}; pass [{groups!r}]")

@@ -3,11 +3,12 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
+from math import inf
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sparsekit.allocation import allocate, global_ranking, mask_from_scores
 from sparsekit.allocation.limits import Counts
@@ -15,10 +16,18 @@ from sparsekit.criteria import Scored, ScoringContext, is_comparable
 from sparsekit.criteria.base import score_units
 from sparsekit.errors import InvalidValueError, level_of_user
 from sparsekit.graph import UnitGraph, UnitMask
+from sparsekit.graph.edit import within
 from sparsekit.measure.budget import Budget, BudgetError
 from sparsekit.measure.timing import device_of, evaluated, prepare, stopwatch, time_turns
 from sparsekit.progress import working
-from sparsekit.pruning.reconstruction import recalibrate_batchnorm, refit, refits_in_sequence, statistics_prior
+from sparsekit.pruning.reconstruction import (
+    batch_norms,
+    put_statistics,
+    recalibrate_batchnorm,
+    refit,
+    refits_in_sequence,
+    statistics_of,
+)
 from sparsekit.pruning.report import CandidateReport
 from sparsekit.pruning.settings import Candidate, Settings
 from sparsekit.surgery.compaction import compact
@@ -58,12 +67,15 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """A step of the schedule: the model to cut, its units, and the budget."""
+    """A step of the schedule: the model to cut, its units, the budget, and the units of the dense model that earlier steps
+    kept.
+    """
 
     settings: Settings
     model: nn.Module
     graph: UnitGraph
     target: Budget | None
+    before: UnitMask
 
     def decide(self, candidates: Sequence[Candidate]) -> Decision:
         """Choose the candidate with the lowest loss on examples that neither scored nor reconstructed it.
@@ -109,12 +121,37 @@ class Stage:
     def execute(self, cut: Cut) -> tuple[nn.Module, Mapping[str, Any]]:
         """Cut the model as decided and refit it; returns the narrow model, and measurements of the refit."""
         layers = self.settings.calibration is not None and self.settings.reconstruct in (True, "layers")
-        if cut.model is not None and cut.measured is not None:  # each layer of it was refitted by itself
-            if not (layers and refits_in_sequence(self.model, self.graph, cut.mask)):
-                return cut.model, cut.measured
-            cut = replace(cut, model=None)
-        small = self._small(cut)
-        return small, self._refit(small, cut.mask, sequential=True)
+        small, measured = cut.model, cut.measured
+        if small is None or measured is None or (layers and refits_in_sequence(self.model, self.graph, cut.mask)):
+            small = self._small(replace(cut, model=None if measured is not None else small))
+            measured = self._refit(small, cut.mask, sequential=True)
+        return self._without_harm(small, cut.mask, measured)
+
+    def _without_harm(self, small: nn.Module, mask: UnitMask, measured: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+        """Undo the refit of layers or the new statistics of batch norms if the loss on held-out examples is lower without."""
+        calibration, found = self.settings.calibration, dict(measured)
+        norms, refitted = batch_norms(small), "reconstruction_error" in measured
+        statistics = bool(norms) and self.settings.reconstruct in (True, "batchnorm")
+        if calibration is None or not calibration.judge or not (statistics or refitted) or _keeps_all(mask):
+            return small, found
+        bare = self._small(Cut(mask))
+        old, new = statistics_of(bare), statistics_of(small)
+        losses = {(refitted, statistics): calibration.measure(small), (False, False): calibration.measure(bare)}
+        if statistics and refitted:
+            put_statistics(small, old)
+            losses[True, False] = calibration.measure(small)
+            self._recalibrate(bare, mask)
+            losses[False, True] = calibration.measure(bare)
+        layers, renewed = min(losses, key=lambda way: (losses[way] if losses[way] == losses[way] else inf, -sum(way)))
+        best = small if layers == refitted else bare
+        if best is small or not renewed:
+            put_statistics(best, new if renewed else old)
+        undone = ["the refit of layers"] * (refitted and not layers) + ["new statistics of batch norms"] * (
+            statistics and not renewed
+        )
+        if undone:
+            found["left_out"] = f"{' and '.join(undone)}, since the loss on held-out examples is lower without"
+        return best, found
 
     def _score(self, candidate: Candidate) -> Scored:
         context = ScoringContext(
@@ -171,22 +208,26 @@ class Stage:
         """Refit the layers that read dropped units, then recalibrate batch norms; returns measurements."""
         measured: dict[str, Any] = {}
         calibration, wanted, progress = self.settings.calibration, self.settings.reconstruct, self.settings.progress
-        if calibration is None or all(bool(keep.all()) for keep in mask.values()):
+        if calibration is None or _keeps_all(mask):
             return measured
         if wanted in (True, "layers"):
             left = refit(self.model, small, self.graph, mask, calibration.fit, sequential=sequential, progress=progress)
             if left:
                 measured["reconstruction_error"] = sum(left.values()) / len(left)
         if wanted in (True, "batchnorm"):
-            indices = self.graph.kept_indices(mask)
-            prior = {name: value[indices[name][0]] if name in indices else value for name, value in self._prior.items()}
-            recalibrate_batchnorm(small, calibration.fit, prior=prior, progress=progress)
+            self._recalibrate(small, mask)
         return measured
 
-    @cached_property
-    def _prior(self) -> Mapping[str, Tensor]:
+    def _recalibrate(self, small: nn.Module, mask: UnitMask) -> None:
+        """Renew the statistics of batch norms. The prior of every step is that of the dense model."""
         assert self.settings.calibration is not None
-        return statistics_prior(self.model, self.settings.calibration.fit)
+        indices = self.settings.graph.kept_indices(within(self.before, mask))
+        prior = {name: value[indices[name][0]] if name in indices else value for name, value in self.settings.prior.items()}
+        recalibrate_batchnorm(small, self.settings.calibration.fit, prior=prior, progress=self.settings.progress)
+
+
+def _keeps_all(mask: UnitMask) -> bool:
+    return all(bool(keep.all()) for keep in mask.values())
 
 
 def meet_latency(

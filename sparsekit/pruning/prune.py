@@ -16,7 +16,7 @@ from sparsekit.allocation.limits import check_multiples, free_counts, least_coun
 from sparsekit.criteria.batches import Batch, Loss
 from sparsekit.errors import InvalidValueError, level_of_user
 from sparsekit.graph import UnitGraph, UnitMask
-from sparsekit.graph.edit import compact_graph
+from sparsekit.graph.edit import compact_graph, within
 from sparsekit.layers import LayerRule
 from sparsekit.measure import Budget, cost_model
 from sparsekit.measure.timing import device_of, evaluated, measured, median_ms, prepare
@@ -127,7 +127,8 @@ def prune(  # type: ignore[misc]  # of a dry run, the options are checked when i
         loss: `loss(outputs, target)`, the mean over the examples of a batch. None takes `outputs.loss`, as models of
             transformers return it.
         reconstruct: Correction after every cut, with batches: True refits the layers that follow pruned units, and recalibrates
-            batch norms; "layers" or "batchnorm" does one of the two; False does neither.
+            batch norms; "layers" or "batchnorm" does one of the two; False does neither. What raises the loss on the
+            examples that were set aside is undone.
         metric: Scores a model, such as accuracy on validation data; called in eval mode and without gradients. The report shows
             the scores of the dense model, after each cut and after each call of `finetune`.
         criterion: The importance of a unit: an object or name, or several of them to compare, such as the `scores` of an
@@ -235,10 +236,10 @@ def _run(settings: Settings, metric: Metric | None, finetune: AfterCut | None, *
         score("dense")
     for step in range(1, steps + 1):
         when = "" if steps == 1 else f"_step{step}"
-        stage = Stage(settings, small, units, settings.target(step))
+        stage = Stage(settings, small, units, settings.target(step), mask)
         decision = stage.decide(candidates)
         first, candidates = first or decision, (decision.candidate,)
-        mask = UnitMask({name: keep.masked_scatter(keep, decision.cut.mask[name]) for name, keep in mask.items()})
+        mask = within(mask, decision.cut.mask)
         history.append(settings.costs.costs(mask.counts()))
         if dry_run and step == steps:
             break

@@ -25,6 +25,8 @@ Reconstruct: TypeAlias = bool | Literal["layers", "batchnorm"]
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _FARTHEST = 10.0
 """Largest ratio of the variances of the dense model and of the batches."""
+_WITH_PRIOR = "_batches_with_prior"
+"""Attribute of a batch norm whose statistics contain a prior: `num_batches_tracked` at that time. Files and copies keep it."""
 
 
 def reconstruct(
@@ -220,6 +222,9 @@ def recalibrate_batchnorm(
             mean, variance = mean + prior[f"{key}running_mean"], variance * prior[f"{key}running_var"]
         for name, value in zip(_STATISTICS, (mean, variance, count)):
             norms[key].get_buffer(name).copy_(value)
+        vars(norms[key]).pop(_WITH_PRIOR, None)
+        if prior is not None:
+            setattr(norms[key], _WITH_PRIOR, int(count))
     return len(norms)
 
 
@@ -270,12 +275,32 @@ def batch_norms(model: nn.Module) -> dict[str, NormBase]:
     }
 
 
+def statistics_of(model: nn.Module) -> dict[str, tuple[list[Tensor], int | None]]:
+    """Return copies of the statistics of all batch norms, for `put_statistics`."""
+    return {
+        key: ([norm.get_buffer(name).clone() for name in _STATISTICS], getattr(norm, _WITH_PRIOR, None))
+        for key, norm in batch_norms(model).items()
+    }
+
+
+def put_statistics(model: nn.Module, statistics: Mapping[str, tuple[list[Tensor], int | None]]) -> None:
+    """Give all batch norms the statistics that `statistics_of` returned."""
+    for key, norm in batch_norms(model).items():
+        values, with_prior = statistics[key]
+        for name, value in zip(_STATISTICS, values):
+            norm.get_buffer(name).copy_(value)
+        vars(norm).pop(_WITH_PRIOR, None)
+        if with_prior is not None:
+            setattr(norm, _WITH_PRIOR, with_prior)
+
+
 def statistics_prior(model: nn.Module, batches: Iterable[Batch], *, share: float = 0.5) -> dict[str, Tensor]:
     """Return state-dict key → float (channels,): summand of a running mean, factor of a running variance, for a cut model.
 
     A few batches estimate statistics with noise, and they may differ from the data of the training. On EfficientNet-Lite0 and
     enlarged images of 64 pixels, statistics of the batches alone take 12 of 42 points from the dense model itself. The cut
-    model therefore gets its statistics on the batches plus a share, in [0, 1], of the dense model's difference to them.
+    model therefore gets its statistics on the batches plus a share, in [0, 1], of the dense model's difference to them. A model
+    that was pruned before has that share alone, and keeps it whole: otherwise every call of `prune` would halve it.
     """
     norms = batch_norms(model)
     measured = _measure_statistics(model, norms, batches)
@@ -285,6 +310,8 @@ def statistics_prior(model: nn.Module, batches: Iterable[Batch], *, share: float
         mean, variance, *_ = measured.get(prefix, (old_mean, old_variance))
         known = bool((old_mean != 0).any() or (old_variance != 1).any())  # else the layer is new
         ratio = (old_variance / variance.clamp_min(1e-12)).clamp(1 / _FARTHEST, _FARTHEST)
-        found[f"{prefix}running_mean"] = share * known * (old_mean - mean)
-        found[f"{prefix}running_var"] = 1 + share * known * (ratio - 1)
+        again = getattr(norm, _WITH_PRIOR, None) == int(norm.get_buffer("num_batches_tracked"))  # and not trained since
+        part = float(known) * (1.0 if again else share)
+        found[f"{prefix}running_mean"] = part * (old_mean - mean)
+        found[f"{prefix}running_var"] = 1 + part * (ratio - 1)
     return found

@@ -160,7 +160,7 @@ class PruneReport:
             for each in self.candidates
             if each.loss is not None
         ]
-        lines += [f"{name}: {value:.4g}" for name, value in self.measured.items()]
+        lines += [f"{name}: {value if isinstance(value, str) else f'{value:.4g}'}" for name, value in self.measured.items()]
         lines += [f"{group.name}: {group.before} → {group.after} {group.kind}s" for group in self.groups]
         return "\n".join([*lines, *self.notes])
 

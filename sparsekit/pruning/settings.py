@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -24,7 +24,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.layers import LayerRule
 from sparsekit.measure import Budget, CostModel
 from sparsekit.pruning.calibration import Calibration
-from sparsekit.pruning.reconstruction import Reconstruct, batch_norms
+from sparsekit.pruning.reconstruction import Reconstruct, batch_norms, statistics_prior
 from sparsekit.tracing.blocks import refuse_meta
 from sparsekit.tracing.inputs import ModelInputs, find_tensors, refuse_inference
 
@@ -81,6 +81,12 @@ class Settings:
     progress: bool | None
     dense_pass: Callable[[], object] | None
     notes: Sequence[str]
+
+    @cached_property
+    def prior(self) -> Mapping[str, Tensor]:
+        """What the dense model's statistics add to those of all cut models: `statistics_prior`."""
+        assert self.calibration is not None
+        return statistics_prior(self.dense, self.calibration.fit)
 
     def target(self, step: int) -> Budget | None:
         return None if self.budget is None else self.budget.part(self.schedule.progress(step), self.dense_costs)
