@@ -31,7 +31,8 @@ from common import in_turns, options_of, over
 from step import MODELS, build, cross_entropy, plain_step
 from torch import Tensor
 
-from sparsekit import LearnableMask, compact, make_mask, trace_units
+from sparsekit import LearnableMask, compact, trace_units
+from sparsekit.allocation import make_mask
 from sparsekit.criteria import Random, ScoringContext
 from sparsekit_fl.engines import describe_environment
 

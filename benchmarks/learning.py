@@ -145,7 +145,7 @@ def _iterative(run: Run) -> nn.Module:
 
     def between(small: nn.Module, step: int) -> nn.Module:
         run.pay(run.calibrating, 3, run.flops)  # scores and a refit, at the width before
-        run.flops = float(sk.count_cost(small, *run.task.example).flops)
+        run.flops = float(sk.count_cost(small, run.task.example).flops)
         return run.train(run.budget * (step / 6 if step < 3 else 1.0), small)
 
     options: dict[str, Any] = {"batches": run.calibration, "loss": F.cross_entropy, "criterion": "fisher", "multiple_of": 1}

@@ -98,11 +98,10 @@ def main() -> None:
     graph = step("trace", lambda: sk.trace_units(model, tokens[0]))
     decided = step(
         "score",
-        lambda: sk.prune(
-            model, (tokens[0],), budget="flops=50%", batches=batches, loss=loss, criterion=options.criterion, graph=graph,
-            dry_run=True,
+        lambda: sk.plan(
+            model, (tokens[0],), budget="flops=50%", batches=batches, loss=loss, criterion=options.criterion, graph=graph
         ),
-    )  # fmt: skip
+    )
     step("reconstruct", lambda: sk.reconstruct(model, model, graph, decided.mask, batches))
 
 

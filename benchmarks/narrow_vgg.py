@@ -17,7 +17,7 @@ __all__ = ["vgg11", "vgg13"]
 def _quarter(depth: int, classes: int) -> nn.Module:
     wide = Vgg(depth, classes)
     graph = sk.trace_units(wide, torch.zeros(2, 3, 32, 32))
-    narrow = sk.compact(wide, graph, sk.make_mask(sk.criteria.Ordered(), graph, 0.25, sk.criteria.ScoringContext()))
+    narrow = sk.compact(wide, graph, sk.allocation.make_mask(sk.criteria.Ordered(), graph, 0.25, sk.criteria.ScoringContext()))
     for module in narrow.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()

@@ -64,7 +64,7 @@ def main() -> None:
     report("dense", model, time.process_time())
     tokens = {"input_ids": calibration[0]["input_ids"]}
     head = 2 * model.config.hidden_size * model.config.vocab_size * LENGTH  # FLOPs of the output embedding, which stays
-    layers = sk.count_cost(model, **tokens).flops - head
+    layers = sk.count_cost(model, tokens).flops - head
     began = time.process_time()
     small = sk.prune(
         model,

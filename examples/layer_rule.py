@@ -110,7 +110,7 @@ def main() -> None:
     graph = sk.trace_units(model, x, rules=RULES)
     print(f"with the rules: groups {dict(graph.fingerprint())}")
     context = sk.ScoringContext(weights=model.state_dict())
-    mask = sk.make_mask(sk.criteria.Magnitude(), graph, 0.25, context)
+    mask = sk.allocation.make_mask(sk.criteria.Magnitude(), graph, 0.25, context)
     small = sk.compact(model, graph, mask, rules=RULES)
     print(f"compact: {small[2].in_features} features in and {small[2].out_features} out of the gated layer")
     with torch.no_grad():

@@ -37,8 +37,8 @@ def main() -> None:
     """Search, then measure the best pool and a few fixed ones for longer."""
     rng = np.random.default_rng(0)
     # By order of magnitude, and half a connection more at both ends, so that 1 and 256 are rounded to as often as others.
-    space = sk.Interval(0.5, 256.5, scale="log")
-    bandit = sk.PUCBV(space, horizon=PULLS, rng=np.random.default_rng(1))
+    space = sk.bandit.Interval(0.5, 256.5, scale="log")
+    bandit = sk.bandit.PUCBV(space, horizon=PULLS, rng=np.random.default_rng(1))
     for _ in range(PULLS):
         pull = bandit.ask()
         size = min(max(round(pull.value), 1), 256)

@@ -15,7 +15,7 @@ from sparsekit.bandit import Bandit, make_bandit
 PULLS = 600
 RUNS = 5
 BEST_BEFORE, BEST_AFTER = 400.0, 12.0  # seconds to keep an entry, before and after the change
-SPACE = sk.Interval(1.0, 3600.0, scale="log")
+SPACE = sk.bandit.Interval(1.0, 3600.0, scale="log")
 
 BANDITS: dict[str, Callable[[np.random.Generator], Bandit]] = {
     "split-ucbv, discount 0.98": lambda rng: make_bandit("split-ucbv", SPACE, rng=rng, discount=0.98),

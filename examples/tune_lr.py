@@ -56,8 +56,8 @@ def main() -> None:
     torch.set_num_threads(1)
     training, val, test = load_splits()
 
-    space = sk.Interval(1e-4, 10.0, scale="log")
-    bandit = sk.PUCBV(space, horizon=PULLS, rng=np.random.default_rng(0))
+    space = sk.bandit.Interval(1e-4, 10.0, scale="log")
+    bandit = sk.bandit.PUCBV(space, horizon=PULLS, rng=np.random.default_rng(0))
     for trial in range(PULLS):
         pull = bandit.ask()
         error = 1.0 - accuracy(train(pull.value, training, epochs=2, seed=trial), val)

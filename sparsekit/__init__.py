@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from sparsekit import allocation as allocation, bandit as bandit, criteria as criteria, errors as errors
     from sparsekit import finetuning as finetuning, graph as graph, layers as layers, measure as measure
     from sparsekit import surgery as surgery, tracing as tracing, training as training
-    from sparsekit.allocation import Allocation as Allocation, make_mask as make_mask, mask_from_scores as mask_from_scores
-    from sparsekit.bandit import PUCBV as PUCBV, Bandit as Bandit, Box as Box, Interval as Interval, Pull as Pull
-    from sparsekit.bandit import SplitUCBV as SplitUCBV
+    from sparsekit.allocation import Allocation as Allocation, mask_from_scores as mask_from_scores
     from sparsekit.criteria import Criterion as Criterion, ScoringContext as ScoringContext
     from sparsekit.finetuning import Distillation as Distillation, finetune as finetune, reconstruct as reconstruct
     from sparsekit.finetuning import recalibrate_batchnorm as recalibrate_batchnorm
@@ -28,9 +26,9 @@ if TYPE_CHECKING:
     from sparsekit.layers import LayerRule as LayerRule
     from sparsekit.measure import Budget as Budget, BudgetError as BudgetError, Cost as Cost
     from sparsekit.measure import cost_model as cost_model, count_cost as count_cost
-    from sparsekit.pruning.prune import prune as prune
+    from sparsekit.pruning.prune import plan as plan, prune as prune
     from sparsekit.pruning.report import PruneReport as PruneReport
-    from sparsekit.pruning.result import Pruned as Pruned, PrunePlan as PrunePlan
+    from sparsekit.pruning.result import Pruned as Pruned
     from sparsekit.surgery import compact as compact, expand as expand, export_onnx as export_onnx
     from sparsekit.surgery import load_compact as load_compact, load_mask as load_mask, save_compact as save_compact
     from sparsekit.tracing import trace_units as trace_units
@@ -40,14 +38,12 @@ if TYPE_CHECKING:
     from sparsekit.transformers.pretrained import load_pretrained as load_pretrained, save_pretrained as save_pretrained
 
 _HOMES = {
-    "sparsekit": "allocation criteria errors",
-    "sparsekit.allocation": "make_mask",
-    "sparsekit.bandit": "PUCBV Box Interval SplitUCBV",
+    "sparsekit": "allocation bandit criteria errors",
     "sparsekit.finetuning": "finetune recalibrate_batchnorm reconstruct Distillation",
     "sparsekit.graph": "UnitGraph UnitMask",
     "sparsekit.measure": "Budget count_cost",
-    "sparsekit.pruning.prune": "prune",
-    "sparsekit.pruning.result": "Pruned PrunePlan",
+    "sparsekit.pruning.prune": "plan prune",
+    "sparsekit.pruning.result": "Pruned",
     "sparsekit.surgery": "compact expand export_onnx load_compact save_compact",
     "sparsekit.tracing": "trace_units",
     "sparsekit.training": "LearnableMask LearnedNarrowing",
@@ -55,9 +51,8 @@ _HOMES = {
 }
 """What a script can rely on."""
 _FURTHER = {
-    "sparsekit": "bandit finetuning graph layers measure surgery tracing training",
+    "sparsekit": "finetuning graph layers measure surgery tracing training",
     "sparsekit.allocation": "Allocation mask_from_scores",
-    "sparsekit.bandit": "Bandit Pull",
     "sparsekit.criteria": "Criterion ScoringContext",
     "sparsekit.graph": "UnitGroup UnitSlice WeightMask",
     "sparsekit.layers": "LayerRule",

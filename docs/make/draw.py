@@ -229,7 +229,7 @@ def pucbv() -> None:
     """P-UCBV at work: rewards, and the upper bound of each arm, after some pulls of a real search."""
     import numpy as np
 
-    from sparsekit import PUCBV, Interval
+    from sparsekit.bandit import PUCBV, Interval
 
     def mean(value: float) -> float:
         return math.exp(-(((value - 0.65) / 0.16) ** 2)) - 0.5

@@ -17,14 +17,14 @@ from sparsekit_fl.methods.base import Method
 
 _WIDTH = 96
 TASKS: dict[str, str] = {
-    "Prune": "prune Budget Pruned PrunePlan finetune Distillation reconstruct recalibrate_batchnorm count_cost",
+    "Prune": "prune plan Budget Pruned finetune Distillation reconstruct recalibrate_batchnorm count_cost",
     "Train narrow": "LearnableMask LearnedNarrowing",
-    "Units and masks": "trace_units UnitGraph UnitMask make_mask compact expand",
+    "Units and masks": "trace_units UnitGraph UnitMask allocation.make_mask compact expand",
     "Criteria and allocations": "criteria.Magnitude criteria.Fisher criteria.Wanda criteria.Taylor"
     " criteria.Random allocation.by_cost allocation.by_loss allocation.uniform allocation.by_ratio"
     " allocation.Schedule",
     "Save and export": "save_compact load_compact export_onnx save_pretrained load_pretrained",
-    "Bandits": "SplitUCBV PUCBV Interval Box",
+    "Bandits": "bandit.SplitUCBV bandit.Interval bandit.Box bandit.BanditSampler bandit.PUCBV",
     "Errors": "errors fl.errors",
     "Run federated learning": "fl.run fl.Problem fl.Client fl.ClientData fl.RunConfig fl.TrainingConfig fl.methods fl.RunResult"
     " fl.load_result fl.load_model fl.TensorData fl.build_problem fl.preset_for fl.Capability fl.callbacks.EarlyStopping"
@@ -32,7 +32,7 @@ TASKS: dict[str, str] = {
     "Write a federated method": "fl.Method fl.Task fl.Update fl.mean fl.sgd fl.units fl.Result fl.ClientContext"
     " fl.ServerContext fl.Setup fl.Model fl.option",
     "Extend": "Criterion ScoringContext mask_from_scores Allocation allocation.Problem LayerRule layers.Tracer"
-    " layers.TensorLabels UnitGroup Bandit Pull GradientImportance fit_config surgery.export_program"
+    " layers.TensorLabels UnitGroup bandit.Bandit bandit.Pull GradientImportance fit_config surgery.export_program"
     " fl.Callback fl.DataSource fl.Engine fl.Request fl.Reply",
 }
 """Page → names, the most important ones first; `fl` is sparsekit_fl. A module of errors brings all that are in it."""

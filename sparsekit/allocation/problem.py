@@ -82,7 +82,8 @@ class Problem:
             else "every group is at its last unit there; the rest is spent on layers that cannot be pruned, such as the output"
             " layer, and on what was kept"
         )
-        raise BudgetError(f"the budget cannot be met: {told}; {because}. Ask for the minimum or more", least)
+        asked = "" if self.budget is None else self.budget.question(*above)
+        raise BudgetError(f"the budget cannot be met: {told}; {because}. Ask for the minimum or more.{asked}", least)
 
 
 Allocation: TypeAlias = Callable[[Problem], Counts]

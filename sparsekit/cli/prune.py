@@ -145,7 +145,7 @@ def _prune(
     from sparsekit.allocation import Schedule
     from sparsekit.finetuning import Distillation, finetune
     from sparsekit.measure.budget import Budget
-    from sparsekit.pruning.prune import prune
+    from sparsekit.pruning.prune import plan, prune
     from sparsekit.rng import torch_generator
     from sparsekit.tracing.trace import UnprunableWarning
 
@@ -188,22 +188,19 @@ def _prune(
             "batches": None if dataset is None else itertools.islice(train, calibration_batches),
             "loss": None if dataset is None else loss_of,
             "reconstruct": _RECONSTRUCT[reconstruct or "both"],
-            "metric": metric,
             "criterion": criterion if criterion is None or dataset is not None else _without_data(criterion),
             "allocation": allocation,
             "exclude": exclude or (),
             "multiple_of": multiple_of,
-            "schedule": cuts,
-            "finetune": train_small if epochs else None,
             "prune_hidden_size": prune_hidden_size,
             "generator": torch_generator(np.random.default_rng(seed)),
             "progress": progress,
         }
         if dry_run:
-            report = prune(dense, inputs, dry_run=True, **options).report
+            report = plan(dense, inputs, **options).report
         else:
             _open_folder(out, onnx=onnx)
-            done = prune(dense, inputs, **options)
+            done = prune(dense, inputs, metric=metric, schedule=cuts, finetune=train_small if epochs else None, **options)
             done = replace(done, report=replace(done.report, measured={**done.report.measured, **best_epochs}))
             if runtimes:
                 if progress:

@@ -95,6 +95,12 @@ class Budget:
         given, absolute = getattr(self, metric), format_cost(metric, limit)
         return f"{given} ({absolute})" if isinstance(given, str) else absolute
 
+    def question(self, *metrics: str) -> str:
+        """Return a question to add to a message if a limit, of one of these metrics, looks like a share without its sign."""
+        given = ((name, getattr(self, name)) for name in metrics)
+        found = [(name, value) for name, value in given if not isinstance(value, str) and 1 <= value <= 100]
+        return "".join(f' Did you mean {value:g} % of the dense model? Then pass {name}="{value:g}%".' for name, value in found)
+
     def part(self, progress: float, dense: Mapping[str, float]) -> Budget:
         """Return absolute limits on the way from the dense model, at `progress` 0, to this budget, at 1.
 

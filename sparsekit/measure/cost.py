@@ -227,33 +227,28 @@ def _bias_of(weight: str, state: Mapping[str, Tensor]) -> str | None:
 
 
 def count_cost(
-    model: nn.Module,
-    *example_inputs: Any,
-    graph: UnitGraph | None = None,
-    mask: UnitMask | WeightMask | None = None,
-    **example_kwargs: Any,
+    model: nn.Module, example_inputs: Any, *, graph: UnitGraph | None = None, mask: UnitMask | WeightMask | None = None
 ) -> Cost:
     """Return the FLOPs, parameters and bytes of one forward pass under a mask.
 
     Args:
         model: The dense model; not changed.
-        *example_inputs: One call's inputs.
+        example_inputs: Inputs of one call, as in `prune`: a tuple, a mapping of keyword inputs, or one tensor.
         graph: Its units; needed with a mask.
         mask: Units or entries to keep; None keeps all.
-        **example_kwargs: Keyword inputs.
 
     Returns:
         The cost of the pass, for all its examples together.
 
     Raises:
-        InvalidValueError: a mask without a graph.
+        InvalidValueError: a mask without a graph, or inputs of another kind.
         ForeignMaskError: the mask belongs to another graph.
     """
     if mask is not None:
         if graph is None:
             raise InvalidValueError("count_cost needs graph= to read a mask; pass the graph that the mask was made with")
         mask.check(graph)
-    return cost_model(model, ModelInputs(example_inputs, example_kwargs), graph).cost(mask)
+    return cost_model(model, example_inputs, graph).cost(mask)
 
 
 def cost_model(model: nn.Module, example_inputs: Any, graph: UnitGraph | None = None) -> CostModel:

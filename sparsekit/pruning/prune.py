@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeAlias, overload
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import nn
 
-from sparsekit.allocation import PreferredMultiple, Schedule
+from sparsekit.allocation import PreferredMultiple, Schedule, by_ratio
 from sparsekit.allocation.limits import check_multiples, free_counts, least_counts
 from sparsekit.criteria.batches import Batch, Loss
 from sparsekit.errors import InvalidValueError, level_of_user
@@ -27,8 +28,18 @@ from sparsekit.pruning.finetune import Metric
 from sparsekit.pruning.reconstruction import Reconstruct
 from sparsekit.pruning.report import PruneReport, describe, notes_on
 from sparsekit.pruning.result import Pruned, PrunePlan
-from sparsekit.pruning.selection import Selector, read_limits
-from sparsekit.pruning.settings import Allocations, Criteria, ExampleInputs, Settings, check_model, data_notes, make_candidates
+from sparsekit.pruning.selection import Ratios, Selector, read_limits, read_ratios
+from sparsekit.pruning.settings import (
+    Allocations,
+    Criteria,
+    ExampleInputs,
+    Settings,
+    check_model,
+    data_notes,
+    make_candidates,
+    refuse_contradictions,
+    refuse_unreachable,
+)
 from sparsekit.registry import calling
 from sparsekit.rng import torch_generator
 from sparsekit.tracing.trace import trace_units
@@ -38,37 +49,12 @@ AfterCut: TypeAlias = Callable[[nn.Module, int], object]
 with."""
 
 
-@overload
 def prune(
     model: nn.Module,
     example_inputs: ExampleInputs,
     *,
-    budget: Budget | Mapping[str, str | float] | str | None = ...,
-    batches: Iterable[Batch] | None = ...,
-    loss: Loss | None = ...,
-    reconstruct: Reconstruct = ...,
-    metric: Metric | None = ...,
-    criterion: Criteria | None = ...,
-    allocation: Allocations | None = ...,
-    exclude: Iterable[Selector] = ...,
-    limits: Mapping[Selector, tuple[float, float]] | None = ...,
-    multiple_of: int | Mapping[str, int] | PreferredMultiple | None = ...,
-    schedule: Schedule | str | None = ...,
-    finetune: AfterCut | None = ...,
-    graph: UnitGraph | None = ...,
-    prune_hidden_size: bool = ...,
-    rules: Mapping[type[nn.Module], LayerRule] | None = ...,
-    generator: torch.Generator | None = ...,
-    dry_run: Literal[False] = ...,
-    progress: bool | None = ...,
-) -> Pruned: ...
-@overload
-def prune(model: nn.Module, example_inputs: ExampleInputs, *, dry_run: Literal[True], **options: Any) -> PrunePlan: ...
-def prune(  # type: ignore[misc]  # of a dry run, the options are checked when it runs
-    model: nn.Module,
-    example_inputs: ExampleInputs,
-    *,
     budget: Budget | Mapping[str, str | float] | str | None = None,
+    ratio: Ratios | None = None,
     batches: Iterable[Batch] | None = None,
     loss: Loss | None = None,
     reconstruct: Reconstruct = True,
@@ -84,9 +70,8 @@ def prune(  # type: ignore[misc]  # of a dry run, the options are checked when i
     prune_hidden_size: bool = False,
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
     generator: torch.Generator | None = None,
-    dry_run: bool = False,
     progress: bool | None = None,
-) -> PrunePlan:
+) -> Pruned:
     """Prune a trained model to a budget, and return a smaller, plain module.
 
     Only the model, its inputs and the budget are required, but pass `batches` for every trained network. The right criterion
@@ -118,8 +103,10 @@ def prune(  # type: ignore[misc]  # of a dry run, the options are checked when i
             latency are measured on them. Pass a list of such tuples and mappings if the model has branches: each call is traced
             and verified, and the first one sets the costs.
         budget: Upper limits for the small model, such as `Budget(flops="50%")`, `{"params": 2e6, "latency_ms": 4}` or
-            `"flops=50%,params=2e6"`. A percentage is a share of the dense model. None for allocations that need no budget, such
-            as `by_ratio`.
+            `"flops=50%,params=2e6"`. A percentage is a share of the dense model. None with `ratio`, or with an allocation of
+            your own that needs no budget.
+        ratio: Share of the units that each layer keeps, in (0, 1], in place of a budget: 0.5, or layer, as in `exclude`, →
+            share. Of several that select a layer, the name of its group or else the first one counts.
         batches: Training data: a loader or a list of tensors, of tuples (input, …, target), or of mappings of keyword inputs.
             They are read once, at most 48 batches or 1 GiB. The last fifth of the examples, and at least 64 (or half, if there
             are fewer than 128), is set aside to compare candidates; the rest scores units and reconstructs. Without targets and
@@ -151,13 +138,10 @@ def prune(  # type: ignore[misc]  # of a dry run, the options are checked when i
         prune_hidden_size: Also prune units that a layer norm averages over, as in `trace_units`.
         rules: Rules for layer types of your own, as in `trace_units`.
         generator: Source of randomness for criteria that draw. None always draws the same numbers.
-        dry_run: Decide, and return a `PrunePlan` that says which units would stay. Nothing is cut after the last step. To cut a
-            model that fits into memory only once, name a criterion, then call `compact(model, plan.graph, plan.mask,
-            inplace=True)`.
         progress: Whether to draw progress on stderr. None draws if that is a terminal.
 
     Returns:
-        The small model, the mask, the units, the report, and the scores of all units; without the model if `dry_run`.
+        The small model, the mask, the units, the report, and the scores of all units.
 
     Raises:
         BudgetError: The budget cannot be met; the message names the minimum and the groups that prevent it. Or the allocation
@@ -178,6 +162,73 @@ def prune(  # type: ignore[misc]  # of a dry run, the options are checked when i
     for name, given in (("metric", metric), ("finetune", finetune)):
         if given is not None and not callable(given):
             raise InvalidValueError(f"{name} must be a function that is called with a model, got {given!r}")
+    settings = _read(
+        model, example_inputs, budget=budget, ratio=ratio, batches=batches, loss=loss, reconstruct=reconstruct,
+        criterion=criterion, allocation=allocation, exclude=exclude, limits=limits, multiple_of=multiple_of, schedule=schedule,
+        graph=graph, prune_hidden_size=prune_hidden_size, rules=rules, generator=generator, progress=progress,
+    )  # fmt: skip
+    with torch.inference_mode(mode=False):
+        return _run(settings, metric, finetune)
+
+
+def plan(
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    *,
+    budget: Budget | Mapping[str, str | float] | str | None = None,
+    ratio: Ratios | None = None,
+    batches: Iterable[Batch] | None = None,
+    loss: Loss | None = None,
+    reconstruct: Reconstruct = True,
+    criterion: Criteria | None = None,
+    allocation: Allocations | None = None,
+    exclude: Iterable[Selector] = (),
+    limits: Mapping[Selector, tuple[float, float]] | None = None,
+    multiple_of: int | Mapping[str, int] | PreferredMultiple | None = None,
+    graph: UnitGraph | None = None,
+    prune_hidden_size: bool = False,
+    rules: Mapping[type[nn.Module], LayerRule] | None = None,
+    generator: torch.Generator | None = None,
+    progress: bool | None = None,
+) -> PrunePlan:
+    """Decide which units stay, as `prune` does, and leave it to you to cut.
+
+    Use it to look at the widths first, or if the model fits into memory only once: name a criterion, so that no candidate is
+    built, and cut the model itself.
+
+    ```python
+    plan = sk.plan(model, (x,), budget="flops=50%", criterion="magnitude")
+    print(plan)
+    small = sk.compact(model, plan.graph, plan.mask, inplace=True)
+    ```
+
+    Args and errors are those of `prune`.
+
+    Returns:
+        The mask, the units, the report and the scores of `Pruned`.
+    """
+    settings = _read(
+        model, example_inputs, budget=budget, ratio=ratio, batches=batches, loss=loss, reconstruct=reconstruct,
+        criterion=criterion, allocation=allocation, exclude=exclude, limits=limits, multiple_of=multiple_of, schedule=None,
+        graph=graph, prune_hidden_size=prune_hidden_size, rules=rules, generator=generator, progress=progress,
+    )  # fmt: skip
+    with torch.inference_mode(mode=False):
+        full = UnitMask.full(settings.graph)
+        decision = Stage(settings, settings.dense, settings.graph, settings.budget).decide(settings.candidates)
+        mask = UnitMask({name: keep.masked_scatter(keep, decision.cut.mask[name]) for name, keep in full.items()})
+        report = _report(settings, decision, mask, decision.cut.latency_ms, [settings.costs.costs(mask.counts())], {})
+        return PrunePlan(mask=mask, graph=settings.graph, report=report, scores=decision.scores)
+
+
+def _read(
+    model: nn.Module, example_inputs: ExampleInputs, *, budget: Budget | Mapping[str, str | float] | str | None,
+    ratio: Ratios | None, batches: Iterable[Batch] | None, loss: Loss | None, reconstruct: Reconstruct,
+    criterion: Criteria | None, allocation: Allocations | None, exclude: Iterable[Selector],
+    limits: Mapping[Selector, tuple[float, float]] | None, multiple_of: int | Mapping[str, int] | PreferredMultiple | None,
+    schedule: Schedule | str | None, graph: UnitGraph | None, prune_hidden_size: bool,
+    rules: Mapping[type[nn.Module], LayerRule] | None, generator: torch.Generator | None, progress: bool | None,
+) -> Settings:  # fmt: skip
+    """Check the arguments of `prune`, trace the model and read the batches."""
     call = check_model(model, example_inputs)
     if loss is not None and batches is None:
         raise InvalidValueError("a loss needs batches; pass batches=, training data such as a loader")
@@ -191,34 +242,38 @@ def prune(  # type: ignore[misc]  # of a dry run, the options are checked when i
             f"limits must map layers to (smallest, largest) share, as in {{'conv1': (0.5, 1.0)}}, got {limits!r}"
         )
     wanted = None if budget is None else Budget.of(budget)
+    refuse_contradictions(wanted, ratio, allocation)
     if schedule.steps > 1 and wanted is None:
         raise InvalidValueError(f"a schedule of {schedule.steps} steps needs a budget to go to")
-    multiples = PreferredMultiple() if multiple_of is None else multiple_of
+    preferred = PreferredMultiple() if ratio is None else 1
+    multiples = preferred if multiple_of is None else multiple_of
     check_multiples(multiples)
     with torch.inference_mode(mode=False):  # which forbids the measurements below
         if graph is None:
             with working("Tracing and verifying units", show=progress):
                 graph = trace_units(model, example_inputs, rules=rules, prune_hidden_size=prune_hidden_size)
         shares = read_limits(model, graph, exclude, limits or {})
-        calibration = None if batches is None else Calibration.read(model, batches, loss)
-        candidates = make_candidates(criterion, allocation, calibration, progress=progress)
+        if ratio is not None:
+            allocation = partial(by_ratio, ratios=read_ratios(model, graph, ratio))
         costs = cost_model(model, call, graph)
         dense_costs, dense_pass = costs.dense_costs(), None
+        refuse_unreachable(graph, costs, wanted, shares, multiples)
+        calibration = None if batches is None else Calibration.read(model, batches, loss)
+        candidates = make_candidates(criterion, allocation, calibration, progress=progress)
         if wanted is not None and wanted.latency_ms is not None:
             with torch.no_grad(), evaluated(model):
                 dense_pass = prepare(model, wanted.runtime, call.args, call.kwargs)
                 dense_costs["latency_ms"] = median_ms(dense_pass, device_of(model, call.args, call.kwargs))
         notes = data_notes(model, candidates, calibration)
-        settings = Settings(
+        return Settings(
             dense=model, call=call, graph=graph, costs=costs, dense_costs=dense_costs, limits=shares, budget=wanted,
             schedule=schedule, multiple_of=multiples, candidates=candidates, calibration=calibration, reconstruct=reconstruct,
             rules=rules, generator=generator if generator is not None else torch_generator(np.random.default_rng(0)),
             progress=progress, dense_pass=dense_pass, notes=notes if costs.note is None else [*notes, costs.note],
         )  # fmt: skip
-        return _run(settings, metric, finetune, dry_run=dry_run)
 
 
-def _run(settings: Settings, metric: Metric | None, finetune: AfterCut | None, *, dry_run: bool) -> PrunePlan:
+def _run(settings: Settings, metric: Metric | None, finetune: AfterCut | None) -> Pruned:
     """Decide and execute each step of the schedule: the first with the best candidate, and the others with the same one."""
     small, units, mask = settings.dense, settings.graph, UnitMask.full(settings.graph)
     candidates = settings.candidates
@@ -232,8 +287,7 @@ def _run(settings: Settings, metric: Metric | None, finetune: AfterCut | None, *
                 found[f"{_identifier(metric)}_{when}"] = metric(small)
 
     steps = settings.schedule.steps
-    if not dry_run:
-        score("dense")
+    score("dense")
     for step in range(1, steps + 1):
         when = "" if steps == 1 else f"_step{step}"
         stage = Stage(settings, small, units, settings.target(step), mask)
@@ -241,8 +295,6 @@ def _run(settings: Settings, metric: Metric | None, finetune: AfterCut | None, *
         first, candidates = first or decision, (decision.candidate,)
         mask = within(mask, decision.cut.mask)
         history.append(settings.costs.costs(mask.counts()))
-        if dry_run and step == steps:
-            break
         small, more = stage.execute(decision.cut)
         del stage  # and with it the wider model
         found |= more
@@ -253,8 +305,7 @@ def _run(settings: Settings, metric: Metric | None, finetune: AfterCut | None, *
             score(f"finetuned{when}")
     assert first is not None
     report = _report(settings, first, mask, decision.cut.latency_ms, history, found)
-    made: dict[str, Any] = {"mask": mask, "graph": settings.graph, "report": report, "scores": first.scores}
-    return PrunePlan(**made) if dry_run else Pruned(**made, model=small, inputs=settings.call)
+    return Pruned(mask=mask, graph=settings.graph, report=report, scores=first.scores, model=small, inputs=settings.call)
 
 
 def _finetuned(finetune: AfterCut, small: nn.Module, step: int) -> nn.Module:
@@ -292,7 +343,9 @@ def _report(
     absolute = budget.limits(settings.dense_costs) if budget is not None else {}
     notes = [*settings.notes, *notes_on(decision.tried)]
     if budget is not None and all(settings.dense_costs[name] <= limit for name, limit in absolute.items()):
-        notes.append(f"The dense model is within the budget already ({budget}), so nothing was cut.")
+        notes.append(
+            f"The dense model is within the budget already ({budget}), so nothing was cut.{budget.question(*absolute)}"
+        )
         warnings.warn(notes[-1], stacklevel=level_of_user())
     return PruneReport(
         model=type(settings.dense).__name__,

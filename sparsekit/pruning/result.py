@@ -21,13 +21,7 @@ from sparsekit.tracing.inputs import ModelInputs
 
 @dataclass(eq=False, kw_only=True, repr=False)
 class PrunePlan:
-    """What `prune(dry_run=True)` decides: the units that would stay, and the cost of the model. `print` shows it.
-
-    ```python
-    plan = sk.prune(model, (x,), budget="flops=50%", dry_run=True)
-    print(plan)
-    small = sk.compact(model, plan.graph, plan.mask)
-    ```
+    """What `plan` decides: the units that would stay, and the cost of the model. `print` shows it.
 
     Args:
         mask: The units of the dense model that stay.
@@ -67,9 +61,14 @@ class PrunePlan:
 
 @dataclass(eq=False, kw_only=True, repr=False)
 class Pruned(PrunePlan):
-    """What `prune` returns: the smaller model, with the mask, the graph, the report and the scores of a `PrunePlan`.
+    """What `prune` returns: the smaller model, and all that `plan` decides.
 
     Args:
+        mask: The units of the dense model that stay.
+        graph: The units of the dense model.
+        report: The requested and the achieved costs, candidates and notes.
+        scores: Label of each criterion that was tried → scores of all units. `criterion=pruned.scores` prunes to another
+            budget without scoring again.
         model: The smaller model, a plain module.
         inputs: Example inputs of the dense model.
     """

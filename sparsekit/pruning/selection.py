@@ -7,6 +7,7 @@ from typing import TypeAlias, get_args
 from torch import nn
 
 from sparsekit.allocation.limits import Limits, check_limits
+from sparsekit.allocation.shares import check_ratio
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import Kind
@@ -14,7 +15,14 @@ from sparsekit.graph.groups import Kind
 Selector: TypeAlias = str | type[nn.Module] | nn.Module
 """The name of a group or module, a regular expression over these names, a kind of unit, a type of module, or a module."""
 
+Ratios: TypeAlias = float | Mapping[Selector, float]
+"""Share of the units that every layer keeps, or layer → share."""
+
 _KINDS = get_args(Kind)
+_NOTHING = (
+    "{!r} makes no units that could be removed, so its {} means nothing; `sparsekit units` lists the groups and why others are"
+    " fixed"
+)
 
 
 def _is_inside(name: str, roots: Iterable[str]) -> bool:
@@ -85,6 +93,19 @@ def _matching(pattern: str, names: set[str]) -> set[str]:
     return found
 
 
+def read_ratios(model: nn.Module, graph: UnitGraph, ratio: Ratios) -> float | dict[str, float]:
+    """Return a ratio as it is, or group name → ratio; the name of a group counts more than other selectors, then the first."""
+    if not isinstance(ratio, Mapping):
+        return check_ratio(ratio)
+    found: dict[str, float] = {}
+    for selector, share in sorted(ratio.items(), key=lambda item: item[0] not in graph.groups):
+        groups = select_groups(model, graph, selector)
+        if not groups:
+            raise InvalidValueError(_NOTHING.format(selector, "ratio"))
+        found = dict.fromkeys(groups, check_ratio(share)) | found
+    return found
+
+
 def read_limits(
     model: nn.Module, graph: UnitGraph, exclude: Iterable[Selector], limits: Mapping[Selector, tuple[float, float]]
 ) -> Limits:
@@ -96,10 +117,7 @@ def read_limits(
         check_limits({str(selector): pair})
         groups = select_groups(model, graph, selector)
         if not groups:
-            raise InvalidValueError(
-                f"{selector!r} makes no units that could be removed, so its limit means nothing; `sparsekit units` lists the"
-                " groups and why others are fixed"
-            )
+            raise InvalidValueError(_NOTHING.format(selector, "limit"))
         for name in groups:
             old = found.get(name, (0.0, 1.0))
             found[name] = max(old[0], pair[0]), min(old[1], pair[1])

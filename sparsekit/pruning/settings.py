@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import InstanceNorm, NormBase
-from sparsekit.allocation import Allocation, Schedule, global_ranking
+from sparsekit.allocation import Allocation, PreferredMultiple, Problem, Schedule, by_cost, by_loss, global_ranking, uniform
 from sparsekit.allocation import registry as allocations
-from sparsekit.allocation.limits import Limits, Multiples
+from sparsekit.allocation.limits import Limits, Multiples, free_counts
 from sparsekit.allocation.problem import name_of
 from sparsekit.criteria import Criterion, as_criterion, is_comparable, with_data
 from sparsekit.criteria.batches import DataDriven
@@ -25,6 +25,7 @@ from sparsekit.layers import LayerRule
 from sparsekit.measure import Budget, CostModel
 from sparsekit.pruning.calibration import Calibration
 from sparsekit.pruning.reconstruction import Reconstruct, batch_norms, statistics_prior
+from sparsekit.pruning.selection import Ratios
 from sparsekit.tracing.blocks import refuse_meta
 from sparsekit.tracing.inputs import ModelInputs, find_tensors, refuse_inference
 
@@ -39,6 +40,8 @@ Allocations: TypeAlias = Allocation | str | Sequence[Allocation | str]
 
 CANDIDATES = (("fisher", "by_cost"), ("position_fisher", "by_loss"), ("wanda", "by_cost"), ("wanda", "uniform"))
 """Criterion and allocation of the cuts that are compared by default; the first where nothing can be held out."""
+_WITHIN = (by_cost, by_loss, global_ranking, uniform)
+"""Allocations that need a budget."""
 _ENTRIES, _TIMES = 4096, 3.0
 """Weights of the smallest matrix that is looked at, and how many times as much as at random its rows must differ."""
 
@@ -120,13 +123,38 @@ def check_model(model: nn.Module, example_inputs: ExampleInputs) -> ModelInputs:
     return calls[0]
 
 
+def refuse_contradictions(budget: Budget | None, ratio: Ratios | None, allocation: Allocations | None) -> None:
+    """Refuse a budget, a ratio and an allocation that contradict each other, or none of them."""
+    if ratio is not None:
+        other = "budget" if budget is not None else "allocation" if allocation is not None else None
+        if other is not None:
+            raise InvalidValueError(f"give ratio={ratio!r} or {other}=, not both: each says how many units stay")
+    elif budget is None:
+        named = [allocations.find(each) if isinstance(each, str) else each for each in _listed(allocation)]
+        if all(each is None or getattr(each, "func", each) in _WITHIN for each in named):
+            raise InvalidValueError(
+                'prune needs a budget, as in budget="flops=50%", or ratio=0.5, the share of its units that every layer keeps'
+            )
+
+
+def refuse_unreachable(graph: UnitGraph, costs: CostModel, budget: Budget | None, limits: Limits, multiples: Multiples) -> None:
+    """Refuse a budget below the minimum of the model; milliseconds are met by measuring, or not."""
+    # Preferred multiples give way where a budget asks for less.
+    free = free_counts(graph, limits, 1 if isinstance(multiples, PreferredMultiple) else multiples)
+    if budget is not None:
+        absolute = budget.limits(costs.dense_costs() | {"latency_ms": 0.0})
+        absolute.pop("latency_ms", None)
+        Problem(graph, {}, costs, absolute, free, budget).check_reachable()
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
 def make_candidates(
     criterion: Criteria | None, allocation: Allocations | None, calibration: Calibration | None, *, progress: bool | None
 ) -> list[Candidate]:
     """Return the cuts to try: each named criterion with each named allocation, or the default ones."""
-
-    def listed(value: Any) -> list[Any]:
-        return list(value) if isinstance(value, list | tuple) else [value]
 
     def criterion_of(given: Criterion | str | None) -> Criterion:
         if calibration is None:
@@ -137,7 +165,7 @@ def make_candidates(
         made = {name: criterion_of(name) for name, _ in CANDIDATES}  # scored once, with whatever allocation
         pairs = [(made[name], way) for name, way in CANDIDATES]
     else:
-        named, ways = listed(list(criterion.values()) if isinstance(criterion, Mapping) else criterion), listed(allocation)
+        named, ways = _listed(list(criterion.values()) if isinstance(criterion, Mapping) else criterion), _listed(allocation)
         if not named or not ways:
             raise InvalidValueError("criterion and allocation need at least one candidate each; None takes the default")
         criteria = [criterion_of(each) for each in named]

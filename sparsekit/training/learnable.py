@@ -145,11 +145,11 @@ class LearnableMask(MovingMask):
             A mask with the outputs of `pruned.model`.
 
         Raises:
-            InvalidValueError: the plan of a dry run, or `LearnedNarrowing`, which begins with all units.
+            InvalidValueError: the result of `plan`, or `LearnedNarrowing`, which begins with all units.
             ForeignMaskError: `dense` is another model.
         """
         if not isinstance(pruned, Pruned):
-            raise InvalidValueError("prune(dry_run=True) makes no small model to begin with; prune without dry_run")
+            raise InvalidValueError("plan() makes no small model to begin with; call prune() with the same arguments")
         if isinstance(learning, LearnedNarrowing):
             raise InvalidValueError("LearnedNarrowing begins with all units; pass the dense model to LearnableMask instead")
         masked = cls(dense, graph=pruned.graph, learning=learning, rules=rules)
@@ -157,7 +157,7 @@ class LearnableMask(MovingMask):
         return masked
 
     def _begin(self, pruned: PrunePlan, dense: nn.Module) -> None:
-        """Load a pruned model; dropped units keep their dense weights. After a dry run, load the dense model alone."""
+        """Load a pruned model; dropped units keep their dense weights. After `plan`, load the dense model alone."""
         if (counts := pruned.mask.counts()) != self._counts():
             self._widths = counts
         scores = start.importance_of(pruned, self._targets if self.learning else lambda plain: plain)

@@ -15,7 +15,7 @@ from sparsekit.criteria.weights import unit_sums, used_weights
 from sparsekit.errors import InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.layers import Rules
-from sparsekit.pruning.prune import prune
+from sparsekit.pruning.prune import plan, prune
 from sparsekit.pruning.result import Pruned, PrunePlan
 from sparsekit.pruning.settings import CANDIDATES, UncalibratedWarning, signs_of_training
 from sparsekit.surgery.compaction import expand
@@ -81,8 +81,7 @@ def first_cut(model: nn.Module, example_inputs: Any, ratio: float, **options: An
     if options["budget"] is None:
         named = list(dict.fromkeys(criterion for criterion, _ in CANDIDATES))
         options |= {"criterion": named, "allocation": partial(by_ratio, ratios=ratio), "multiple_of": 1}
-    whole = options["batches"] is not None
-    return prune(model, example_inputs, **options) if whole else prune(model, example_inputs, dry_run=True, **options)
+    return (plan if options["batches"] is None else prune)(model, example_inputs, **options)
 
 
 def dense_state(dense: nn.Module, pruned: PrunePlan | None = None) -> dict[str, Tensor]:

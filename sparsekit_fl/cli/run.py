@@ -190,7 +190,7 @@ def _show_reference(result: RunResult, experiment: Experiment, options: RunOptio
     from sparsekit_fl.stored import number_text
 
     inputs, epochs = experiment.problem.example_inputs, result.config.training.local_epochs
-    one = 3 * count_cost(experiment.problem.model(), *inputs).flops // len(inputs[0])  # a backward costs two forwards
+    one = 3 * count_cost(experiment.problem.model(), inputs).flops // len(inputs[0])  # a backward costs two forwards
     sizes = {client.id: len(client.data.train) for client in experiment.clients}
     whole = one * sum(epochs * sizes.get(client_id, 0) for record in result.rounds for client_id in record.ratios)
     if result.method != "fedavg" and whole:

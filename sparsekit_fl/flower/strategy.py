@@ -87,7 +87,8 @@ class SubmodelStrategy(Strategy):
             content[KEY] = ConfigRecord({"ratio": ratio})
             (self._name,) = content.array_records
             if not self._learned:
-                mask = sk.make_mask(sk.criteria.Ordered(), self._graph, ratio, sk.ScoringContext(weights=self._state))
+                context = sk.ScoringContext(weights=self._state)
+                mask = sk.allocation.make_mask(sk.criteria.Ordered(), self._graph, ratio, context)
                 content[self._name] = arrays_of(Kept(self._graph, mask).gather_all(self._state))
                 content[KEY] = mask_record(mask, ratio=ratio)
             self._sent[node] = Request(round=server_round, client_id=node, state={}, mask=mask, ratio=ratio)
@@ -199,7 +200,7 @@ class BanditRatios:
     def __init__(
         self, rounds: float, *, metric: str = "train_acc", low: float = 1 / 16, high: float = 1.0, seed: int = 0
     ) -> None:
-        self._rounds, self._metric, self._space, self._seed = rounds, metric, sk.Interval(low, high), seed
+        self._rounds, self._metric, self._space, self._seed = rounds, metric, sk.bandit.Interval(low, high), seed
         self._memory: dict[int, Memory] = {}
 
     def __call__(self, node: int) -> float:
@@ -207,7 +208,7 @@ class BanditRatios:
         return self._bandit(node).ask()
 
     def _bandit(self, node: int) -> ClientBandit:
-        bandit = sk.PUCBV(self._space, horizon=self._rounds, rng=np.random.default_rng([self._seed, node]))
+        bandit = sk.bandit.PUCBV(self._space, horizon=self._rounds, rng=np.random.default_rng([self._seed, node]))
         return ClientBandit(bandit, self._memory.setdefault(node, {}))
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from functools import cache
 import pytest
 import torch
 
-from sparsekit import make_mask, trace_units
+from sparsekit import trace_units
+from sparsekit.allocation import make_mask
 from sparsekit.criteria import Ordered, ScoringContext
 from sparsekit.measure.cost import cost_model
 from sparsekit_fl.client.context import rowmask_flops

@@ -11,17 +11,17 @@ import sparsekit as sk
 model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
 x, y = torch.randn(16, 3, 8, 8), torch.randint(10, (16,))
 graph = sk.trace_units(model, x[:2])
-mask = sk.make_mask(sk.criteria.Magnitude(), graph, 0.5, sk.ScoringContext(weights=model.state_dict()))
+mask = sk.allocation.make_mask(sk.criteria.Magnitude(), graph, 0.5, sk.ScoringContext(weights=model.state_dict()))
 masked = sk.LearnableMask(model, (x[:2],), ratio=0.5)
 small = sk.compact(model, graph, mask)
 rng = np.random.default_rng(0)
-bandit = sk.PUCBV(sk.Interval(0.0, 1.0), horizon=20, rng=rng)
+bandit = sk.bandit.PUCBV(sk.bandit.Interval(0.0, 1.0), horizon=20, rng=rng)
 batches = [(x, y)]
 
 
 # --- examples ---
-# sparsekit.Bandit
-def search(bandit: sk.Bandit, loss, pulls: int) -> float:
+# sparsekit.bandit.Bandit
+def search(bandit: sk.bandit.Bandit, loss, pulls: int) -> float:
     for _ in range(pulls):
         pull = bandit.ask()
         bandit.tell(pull, -loss(pull.value))
@@ -30,16 +30,24 @@ def search(bandit: sk.Bandit, loss, pulls: int) -> float:
 
 search(bandit, lambda value: (value - 0.3) ** 2, 20)
 
-# sparsekit.Box
-space = sk.Box({"lr": sk.Interval(1e-4, 1.0, scale="log"), "momentum": sk.Interval(0.0, 0.99)})
-pull = sk.SplitUCBV(space, rng=rng).ask()
+# sparsekit.bandit.Box
+space = sk.bandit.Box({"lr": sk.bandit.Interval(1e-4, 1.0, scale="log"), "momentum": sk.bandit.Interval(0.0, 0.99)})
+pull = sk.bandit.SplitUCBV(space, rng=rng).ask()
 print(pull.value["lr"], pull.value["momentum"])
+
+# sparsekit.bandit.BanditSampler
+import optuna
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+study = optuna.create_study(sampler=sk.bandit.BanditSampler(seed=0))
+study.optimize(lambda trial: (trial.suggest_float("x", 0.0, 1.0) - 0.3) ** 2, n_trials=20)
+print(study.sampler.recommended(study).params)
 
 # sparsekit.Budget
 budget = sk.Budget(flops="50%", params=100_000)  # a string is a share of the dense model, a number is absolute
 
 # sparsekit.count_cost
-cost: sk.Cost = sk.count_cost(model, x[:1], graph=graph, mask=mask)
+cost: sk.Cost = sk.count_cost(model, (x[:1],), graph=graph, mask=mask)
 print(cost.flops, cost.parameters, cost.bytes)
 
 
@@ -56,10 +64,10 @@ class Norms:
 
 
 assert isinstance(Norms(), sk.Criterion)
-sk.make_mask(Norms(), graph, 0.5, sk.ScoringContext(weights=model.state_dict()))
+sk.allocation.make_mask(Norms(), graph, 0.5, sk.ScoringContext(weights=model.state_dict()))
 
-# sparsekit.Interval
-rates = sk.Interval(1e-4, 1.0, scale="log")
+# sparsekit.bandit.Interval
+rates = sk.bandit.Interval(1e-4, 1.0, scale="log")
 rates.from_unit(0.5)  # 0.01, half of the way on a log scale
 
 # sparsekit.LayerRule
@@ -76,17 +84,17 @@ for _ in range(3):
     optimizer.step()
 small = masked.compact()
 
-# sparsekit.PUCBV
-bandit = sk.PUCBV(sk.Interval(1e-4, 1.0, scale="log"), horizon=40, rng=np.random.default_rng(0))
+# sparsekit.bandit.PUCBV
+bandit = sk.bandit.PUCBV(sk.bandit.Interval(1e-4, 1.0, scale="log"), horizon=40, rng=np.random.default_rng(0))
 pull = bandit.ask()
 bandit.tell(pull, reward=-0.1)
 
-# sparsekit.Pull
+# sparsekit.bandit.Pull
 pull = bandit.ask()
-bandit.tell(sk.Pull(pull.id, 0.5), 0.9)  # 0.5 was tried instead
+bandit.tell(sk.bandit.Pull(pull.id, 0.5), 0.9)  # 0.5 was tried instead
 
-# sparsekit.SplitUCBV
-bandit = sk.SplitUCBV(sk.Interval(0.0, 1.0), rng=np.random.default_rng(0))  # no horizon, no scale of rewards
+# sparsekit.bandit.SplitUCBV
+bandit = sk.bandit.SplitUCBV(sk.bandit.Interval(0.0, 1.0), rng=np.random.default_rng(0))  # no horizon, no scale of rewards
 bandit.tell(bandit.ask(), 12.5)
 
 # sparsekit.UnitGraph
@@ -123,8 +131,8 @@ small = sk.load_compact("small.safetensors", lambda: model)
 # sparsekit.save_compact
 sk.save_compact(masked, "small.safetensors")
 
-# sparsekit.make_mask
-mask = sk.make_mask(sk.criteria.Magnitude(), graph, 0.5, sk.ScoringContext(weights=model.state_dict()))
+# sparsekit.allocation.make_mask
+mask = sk.allocation.make_mask(sk.criteria.Magnitude(), graph, 0.5, sk.ScoringContext(weights=model.state_dict()))
 
 # sparsekit.trace_units
 graph = sk.trace_units(model, x[:2])
@@ -153,13 +161,13 @@ schedule = sk.allocation.Schedule("linear", steps=5)
 loss = nn.functional.cross_entropy
 for kind in (sk.criteria.Wanda, sk.criteria.Fisher, sk.criteria.Taylor):
     criterion = kind(batches, loss)
-    sk.make_mask(criterion, graph, 0.5, sk.ScoringContext(weights=model.state_dict(), model=model))
+    sk.allocation.make_mask(criterion, graph, 0.5, sk.ScoringContext(weights=model.state_dict(), model=model))
 
 # sparsekit.criteria.Magnitude
-sk.make_mask(sk.criteria.Magnitude(), graph, 0.5, sk.ScoringContext(weights=model.state_dict()))
+sk.allocation.make_mask(sk.criteria.Magnitude(), graph, 0.5, sk.ScoringContext(weights=model.state_dict()))
 
 # sparsekit.criteria.Random
-sk.make_mask(sk.criteria.Random(), graph, 0.5, sk.ScoringContext(generator=torch.Generator().manual_seed(0)))
+sk.allocation.make_mask(sk.criteria.Random(), graph, 0.5, sk.ScoringContext(generator=torch.Generator().manual_seed(0)))
 
 # sparsekit.errors.CompactFileError
 try:
@@ -189,13 +197,13 @@ except sk.errors.InvalidValueError as error:
 
 # sparsekit.errors.MissingDependencyError
 try:
-    from sparsekit.bandit.optuna import BanditSampler
+    sampler = sk.bandit.BanditSampler()
 except sk.errors.MissingDependencyError as error:
     print(error)  # names the extra that brings it
 
 # sparsekit.errors.MissingImportanceError
 try:
-    sk.make_mask(sk.criteria.Magnitude(), graph, 0.5, sk.ScoringContext())
+    sk.allocation.make_mask(sk.criteria.Magnitude(), graph, 0.5, sk.ScoringContext())
 except sk.errors.MissingImportanceError as error:
     print(error)
 
@@ -252,8 +260,8 @@ net = nn.Sequential(nn.Linear(6, 32), Filter(32), nn.Linear(32, 4))
 found = sk.trace_units(net, torch.randn(2, 16, 6), rules={Filter: FilterRule()})
 print(found)
 
-# sparsekit.PrunePlan
-plan: sk.PrunePlan = sk.prune(model, (x[:1],), budget="flops=50%", dry_run=True)
+# sparsekit.plan
+plan = sk.plan(model, (x[:1],), budget="flops=50%")
 print(plan, plan.widths, plan.cost, plan.notes)
 
 # sparsekit.Pruned, sparsekit.prune

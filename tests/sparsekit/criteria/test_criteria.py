@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from zoo_base import Lambda
 
 import sparsekit as sk
+from sparsekit.allocation import make_mask
 from sparsekit.allocation.by_cost import share_of_remaining
 from sparsekit.criteria import Criterion, Fisher, Magnitude, Ordered, Random, Scored, ScoringContext, Taylor, Wanda
 from sparsekit.criteria.base import score_units
@@ -70,20 +71,20 @@ def _scores(*values: float) -> dict[str, Tensor]:
 
 
 def test_in_order_a_prefix_stays_so_that_submodels_nest() -> None:
-    small, large = (sk.make_mask(Ordered(), example_graph(), ratio, ScoringContext()) for ratio in (0.4, 0.7))
+    small, large = (make_mask(Ordered(), example_graph(), ratio, ScoringContext()) for ratio in (0.4, 0.7))
     assert small["first"].tolist() == [True] * 3 + [False] * 4
     assert all(bool((large[name] | ~small[name]).all()) for name in large)
 
 
 def test_at_random_every_unit_is_equally_likely_and_one_permutation_a_group_is_drawn() -> None:
     generator, again = torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)
-    mask = sk.make_mask(Random(), example_graph(), 0.5, ScoringContext(generator=generator))
+    mask = make_mask(Random(), example_graph(), 0.5, ScoringContext(generator=generator))
     for name, keep in mask.items():
         drawn = torch.randperm(keep.numel(), generator=again)
         assert set(drawn[: int(keep.sum())].tolist()) == set(keep.nonzero().flatten().tolist()), name
     assert torch.equal(generator.get_state(), again.get_state())
     context = ScoringContext(generator=generator)
-    hits = sum(sk.make_mask(Random(), example_graph(), 3 / 7, context)["first"].float() for _ in range(2000)) / 2000
+    hits = sum(make_mask(Random(), example_graph(), 3 / 7, context)["first"].float() for _ in range(2000)) / 2000
     assert torch.allclose(hits, torch.full((7,), 3 / 7), atol=0.05)
 
 
@@ -124,7 +125,7 @@ def test_weights_are_multiplied_by_the_root_mean_square_of_what_they_read() -> N
         (lambda: Random().scores(example_graph(), ScoringContext()), r"pass ScoringContext\(generator="),
         (lambda: Magnitude().scores(example_graph(), ScoringContext()), r"pass ScoringContext\(weights="),
         (
-            lambda: sk.make_mask(Scored(_scores(0.1, float("nan"), 0, 0, 0, 0, 0)), example_graph(), 0.5, ScoringContext()),
+            lambda: make_mask(Scored(_scores(0.1, float("nan"), 0, 0, 0, 0, 0)), example_graph(), 0.5, ScoringContext()),
             r"Scored scores of group 'first' hold NaN, for unit 1 first; .*learning rate",
         ),
         (

@@ -17,6 +17,7 @@ import sparsekit as sk
 from sparsekit.errors import InvalidValueError
 from sparsekit.measure.flops import UncountedFlopsWarning
 from sparsekit.measure.timing import measure_pair
+from sparsekit.tracing.inputs import ModelInputs
 
 
 def _mlp() -> nn.Module:
@@ -68,7 +69,7 @@ def test_compact_flops_are_what_torch_counts_on_the_compact_module(name: str) ->
             sk.compact(model, graph, mask)(*args, **kwargs)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-    assert sk.count_cost(model, *args, graph=graph, mask=mask, **kwargs).flops == counter.get_total_flops()
+    assert sk.count_cost(model, ModelInputs(args, kwargs), graph=graph, mask=mask).flops == counter.get_total_flops()
 
 
 def _product(operator: Callable[[Tensor, Tensor], Tensor], *shape: int) -> nn.Module:

@@ -1,6 +1,7 @@
 """prune(): one call from a model and a budget to a smaller model and a report; no budget is ever exceeded."""
 
 import functools
+import inspect
 import itertools
 import json
 import re
@@ -89,21 +90,78 @@ def test_what_is_kept_stays_whole_limits_and_multiples_hold_and_the_report_says_
     assert "requested ≤" in str(report)
 
 
-@pytest.mark.parametrize("more", [{}, {"batches": [torch.cat([X] * 4)] * 32}, {"schedule": Schedule("linear", 2)}])
-def test_a_dry_run_returns_the_plan_of_the_cut_that_is_made_without_it(more: dict[str, Any]) -> None:
+@pytest.mark.parametrize("more", [{}, {"batches": [torch.cat([X] * 4)] * 32}, {"ratio": {"0": 0.5}, "budget": None}])
+def test_a_plan_is_that_of_the_cut_that_prune_makes(more: dict[str, Any]) -> None:
     model = _net()
-    plan = sk.prune(model, X, budget="flops=50%", dry_run=True, **more)
-    pruned = sk.prune(model, X, budget="flops=50%", **more)
-    assert type(plan) is sk.PrunePlan
-    assert isinstance(pruned, sk.PrunePlan)
+    plan = sk.plan(model, X, **{"budget": "flops=50%", **more})
+    pruned = sk.prune(model, X, **{"budget": "flops=50%", **more})
+    assert not isinstance(plan, sk.Pruned)
     assert plan.mask == pruned.mask
     assert (plan.widths, plan.cost, plan.notes) == (pruned.widths, pruned.cost, pruned.report.notes)
     assert str(plan).startswith("Sequential, ")
     assert set(str(plan).splitlines()) <= set(str(pruned).splitlines())
     how = f"{plan.report.criterion}, {plan.report.allocation}"
     assert repr(plan) == f"PrunePlan(Sequential: {sum(plan.widths.values())} of 72 units; {how})"
-    if "schedule" not in more:
-        sk.prune(model, X, budget="flops=50%", dry_run=True, metric=lambda _: 1 / 0, finetune=lambda *_: 1 / 0, **more)
+    names = inspect.signature(sk.prune).parameters
+    assert list(inspect.signature(sk.plan).parameters) == [
+        name for name in names if name not in ("metric", "schedule", "finetune")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "widths"),
+    [
+        (0.5, [8, 12, 16]),
+        ({"3": 0.25}, [16, 6, 32]),
+        ({nn.Conv2d: 0.5, "3": 0.25, "channel": 0.1, nn.Linear: 0.75}, [8, 6, 24]),
+        ({r"[03]": 0.3}, [5, 8, 32]),
+    ],
+)
+@pytest.mark.parametrize("data", [False, True])
+def test_a_ratio_sets_the_width_of_each_layer(ratio: Any, widths: list[int], data: bool) -> None:
+    batches = [torch.cat([X] * 4)] * 32 if data else None
+    pruned = sk.prune(_net(), X, ratio=ratio, batches=batches)
+    assert list(pruned.widths.values()) == widths
+    assert list(sk.prune(_net(), X, ratio=ratio, multiple_of=4).widths.values()) == [-(-width // 4) * 4 for width in widths]
+
+
+def test_what_cannot_be_met_is_refused_before_anything_is_scored() -> None:
+    seen: list[Any] = []
+
+    class Never(sk.criteria.Magnitude):
+        def scores(self, graph: sk.UnitGraph, context: sk.ScoringContext) -> Any:
+            seen.append(graph)
+
+    more: list[dict[str, Any]] = [
+        {},
+        {"budget": "flops=0.01%"},
+        {"budget": "flops=50%", "limits": {"0": (0.6, 0.7)}, "multiple_of": 16},
+        {"allocation": ["uniform", "by_cost"]},
+        {"ratio": 0.5, "budget": "flops=50%"},
+        {"ratio": 0.5, "allocation": "uniform"},
+        {"ratio": {"8": 0.5}},
+        {"ratio": {"3": 1.5}},
+    ]
+    for batches in (None, [torch.cat([X] * 4)] * 32):
+        for each in more:
+            with pytest.raises((InvalidValueError, UnknownNameError)) as caught:
+                sk.prune(_net(), X, criterion=[Never(), Never()], batches=batches, **each)
+            assert "andidate" not in str(caught.value)
+    assert seen == []
+
+
+@pytest.mark.parametrize("name", ["flops", "params", "bytes"])
+def test_a_number_that_looks_like_a_share_is_asked_about(name: str) -> None:
+    with pytest.raises(sk.BudgetError, match=f'Did you mean 50 % of the dense model. Then pass {name}="50%"'):
+        sk.prune(_net(), X, budget={name: 50})
+    with pytest.raises(sk.BudgetError) as caught:
+        sk.prune(_net(), X, budget={name: 101}, limits={"channel": (0.5, 1.0)})
+    assert "Did you mean" not in str(caught.value)
+
+
+def test_more_milliseconds_than_the_dense_model_takes_are_asked_about() -> None:
+    with pytest.warns(UserWarning, match='latency_ms="100%"'):
+        sk.prune(_net(), X, budget="latency_ms=100")
 
 
 def test_a_schedule_trains_between_the_cuts_and_ends_within_the_budget() -> None:
@@ -144,7 +202,7 @@ def test_a_schedule_trains_between_the_cuts_and_ends_within_the_budget() -> None
         ({"budget": {"flops": 1}}, sk.BudgetError, "is the minimum"),
         ({"budget": {"flop": "50%"}}, UnknownNameError, "did you mean 'flops'"),
         ({"budget": 0.5}, InvalidValueError, "must be a Budget"),
-        ({"budget": None}, InvalidValueError, "needs a budget"),
+        ({"budget": None}, InvalidValueError, "needs a budget.*or ratio=0.5"),
         ({"criterion": "magnitud"}, UnknownNameError, "did you mean 'magnitude'"),
         ({"criterion": NAN}, InvalidValueError, "hold NaN"),
         ({"allocation": "globl"}, UnknownNameError, "did you mean 'global'"),

@@ -122,7 +122,7 @@ def test_a_learnable_mask_is_compacted_before_it_is_pruned() -> None:
 
 INPUTS = BATCHES[0][0]
 GRAPH = sk.trace_units(make_model(), INPUTS)
-MASK = sk.make_mask(sk.criteria.Ordered(), GRAPH, 0.5, sk.ScoringContext())
+MASK = sk.allocation.make_mask(sk.criteria.Ordered(), GRAPH, 0.5, sk.ScoringContext())
 ENTRIES: dict[str, Callable[[nn.Module], object]] = {
     "trace_units": lambda model: sk.trace_units(model, INPUTS),
     "prune": lambda model: sk.prune(model, INPUTS, budget="flops=50%"),

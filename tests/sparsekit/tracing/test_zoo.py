@@ -122,7 +122,7 @@ def check_costs(model: nn.Module, args: Any, kwargs: Any, graph: sk.UnitGraph) -
     for tied in graph.ties:
         counts.update(dict.fromkeys(tied, min(counts[group] for group in tied)))
     mask = sk.mask_from_scores(graph, {group: torch.rand(units.size) for group, units in graph.groups.items()}, counts)
-    small, found = sk.count_cost(sk.compact(model, graph, mask), *args, **kwargs), costs.costs(counts)
+    small, found = sk.count_cost(sk.compact(model, graph, mask), ModelInputs(args, kwargs)), costs.costs(counts)
     assert found["flops"] * costs.examples == pytest.approx(small.flops, abs=0.5)
     assert (found["params"], found["bytes"]) == (small.parameters, small.bytes)
     widths = {name: group.size for name, group in graph.groups.items()}

@@ -333,8 +333,8 @@ def test_with_batches_a_mask_begins_with_the_cut_of_prune_and_far_below_the_loss
 def test_what_cannot_begin_is_refused_and_an_untrained_network_is_not_warned_of() -> None:
     model, batches = make_trained()
     x = batches[0][0][:2]
-    decided = sk.prune(model, x, budget="flops=50%", batches=batches, loss=F.cross_entropy, criterion="fisher", dry_run=True)
-    with pytest.raises(InvalidValueError, match="dry_run"):
+    decided = sk.plan(model, x, budget="flops=50%", batches=batches, loss=F.cross_entropy, criterion="fisher")
+    with pytest.raises(InvalidValueError, match=r"call prune\(\)"):
         sk.LearnableMask.from_pruned(decided, model)
     pruned = sk.prune(model, x, budget="flops=50%", batches=batches, loss=F.cross_entropy, criterion="fisher")
     with pytest.raises(ForeignMaskError):

@@ -102,7 +102,7 @@ def _cut(name: str) -> tuple[nn.Module, sk.UnitGraph, sk.UnitMask, dict[str, Any
     heads = "num_key_value_heads" in MODELS[name][2]  # other configurations have no number of heads apart from the width
     chosen = [n for n, g in graph.groups.items() if ".layer" in n and (heads or g.kind != "head")]
     graph = tie_layers(only(graph, chosen))
-    mask = sk.make_mask(Magnitude(), graph, 0.5, ScoringContext(weights=model.state_dict()))
+    mask = sk.allocation.make_mask(Magnitude(), graph, 0.5, ScoringContext(weights=model.state_dict()))
     return sk.compact(model, graph, mask), graph, mask, inputs
 
 
@@ -144,7 +144,7 @@ def test_heads_that_a_configuration_cannot_count_are_named() -> None:
     model, inputs = _built("bert")
     graph = tie_layers(trace(model, inputs)[0])
     graph = only(graph, [name for name in graph.groups if ".layer" in name])
-    mask = sk.make_mask(Magnitude(), graph, 0.5, ScoringContext(weights=model.state_dict()))
+    mask = sk.allocation.make_mask(Magnitude(), graph, 0.5, ScoringContext(weights=model.state_dict()))
     with pytest.raises(UnsupportedModelError, match=r"bert\.encoder\.layer\.#\.attention\.self\.query"):
         sk.fit_config(sk.compact(model, graph, mask), graph, mask)
 

@@ -23,6 +23,7 @@ from local_grid import LocalGrid
 from mutations import mutated
 
 import sparsekit as sk
+from sparsekit.allocation import make_mask
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.flower import BanditRatios, SubmodelStrategy, train_submodel
 from sparsekit_fl.flower.client import KEY, mask_record, packed, read_mask, traced
@@ -248,7 +249,7 @@ MUTATIONS = 100_000 if os.environ.get("SPARSEKIT_ALL_SEEDS") else 3_000
 
 
 def honest(strategy, node):
-    mask = strategy._sent[node].mask or sk.make_mask(sk.criteria.Ordered(), GRAPH, 0.5, sk.ScoringContext(weights=STATE))
+    mask = strategy._sent[node].mask or make_mask(sk.criteria.Ordered(), GRAPH, 0.5, sk.ScoringContext(weights=STATE))
     part = sk.compact(TinyNet(), GRAPH, mask).state_dict()
     metrics = MetricRecord({"num-examples": 10, "train_acc": 0.5})
     return RecordDict({"arrays": packed(part), "metrics": metrics, KEY: mask_record(mask, seconds=1.0)})
