@@ -213,9 +213,9 @@ def plan(
         graph=graph, prune_hidden_size=prune_hidden_size, rules=rules, generator=generator, progress=progress,
     )  # fmt: skip
     with torch.inference_mode(mode=False):
-        full = UnitMask.full(settings.graph)
-        decision = Stage(settings, settings.dense, settings.graph, settings.budget).decide(settings.candidates)
-        mask = UnitMask({name: keep.masked_scatter(keep, decision.cut.mask[name]) for name, keep in full.items()})
+        stage = Stage(settings, settings.dense, settings.graph, settings.budget, UnitMask.full(settings.graph))
+        decision = stage.decide(settings.candidates)
+        mask = decision.cut.mask
         report = _report(settings, decision, mask, decision.cut.latency_ms, [settings.costs.costs(mask.counts())], {})
         return PrunePlan(mask=mask, graph=settings.graph, report=report, scores=decision.scores)
 
