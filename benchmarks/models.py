@@ -70,7 +70,7 @@ def hugging(kind: str, inputs: Any, config: str = "", **options: Any) -> Any:
 
 def language(kind: str, **options: Any) -> Any:
     sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "use_cache": False, "pad_token_id": 0}
+    sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
     return hugging(kind, ids(), **sizes | options)
 
 
@@ -103,7 +103,7 @@ def whisper() -> Any:
     sizes = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128}
     sizes |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_mel_bins": 16, "max_source_positions": 30}
     sizes |= {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    return hugging("WhisperForConditionalGeneration", inputs, **sizes, use_cache=False)
+    return hugging("WhisperForConditionalGeneration", inputs, **sizes)
 
 
 def clip() -> Any:

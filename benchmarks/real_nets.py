@@ -98,7 +98,6 @@ def smollm2(length: int = 256) -> Network:
     file = next(folder.glob("*.gguf")).name
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32).eval()
-    model.config.use_cache = False
     counts = {"calibration": (7, 7, 6), "validation": (3, 3, 3), "test": (5, 5, 5)}
     parts: dict[str, list[Any]] = {}
     for split, sources in texts().items():

@@ -29,7 +29,7 @@ from sparsekit import trace_units
 def llama(device: str, **sizes: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(tie_word_embeddings=True, use_cache=False, attn_implementation="eager", **sizes)
+    config = LlamaConfig(tie_word_embeddings=True, attn_implementation="eager", **sizes)
     with torch.device(device):
         return LlamaForCausalLM(config)
 

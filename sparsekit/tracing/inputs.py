@@ -43,10 +43,11 @@ def refuse_inference(model: nn.Module) -> None:
             )
 
 
-def find_tensors(value: Any) -> list[Tensor]:
+def find_tensors(value: Any, *, states: bool = False) -> list[Tensor]:
     """Return all tensors in nested tuples, lists, mappings, dataclasses and other objects, in a fixed order.
 
-    Functions, generators, arrays and objects with slots are searched too, a few levels deep.
+    Functions, generators, arrays and objects with slots are searched too, a few levels deep. `states`: open also what a model
+    passes to its own next call.
     """
     found: list[Tensor] = []
     seen: set[int] = set()
@@ -54,7 +55,7 @@ def find_tensors(value: Any) -> list[Tensor]:
     def visit(item: Any, depth: int = 0) -> None:
         if isinstance(item, Tensor):
             found.append(item)
-        elif isinstance(item, _PLAIN) or any(f"{k.__module__}.{k.__qualname__}" in _STATES for k in type(item).__mro__):
+        elif isinstance(item, _PLAIN) or (not states and _is_state(item)):
             return
         elif id(item) not in seen:
             seen.add(id(item))
@@ -69,6 +70,10 @@ def find_tensors(value: Any) -> list[Tensor]:
 
     visit(value)
     return found
+
+
+def _is_state(value: Any) -> bool:
+    return any(f"{kind.__module__}.{kind.__qualname__}" in _STATES for kind in type(value).__mro__)
 
 
 def _children(value: Any) -> list[Any] | None:

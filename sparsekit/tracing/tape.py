@@ -5,10 +5,10 @@ On the meta device, there is nothing else to compare. Code that reads a width sh
 
 import functools
 import hashlib
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -20,6 +20,7 @@ from sparsekit.tracing.ops.call import tensors_of
 
 _MAKERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, torch.from_numpy, Tensor.new_tensor})
 """Functions that make a tensor of numbers past all operators."""
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _VALUES = 64  # numbers of a tensor on another device that are noted
 
 
@@ -31,6 +32,17 @@ def _scalars(func: Any) -> tuple[frozenset[int], frozenset[str]]:
         (at, a.name) for at, a in enumerate(arguments) if any(kind in str(a.type) for kind in ("Tensor", "number", "float"))
     ]
     return frozenset(at for at, _ in found), frozenset(name for _, name in found)
+
+
+def _shown(value: Any) -> Any:
+    """Return what tells an argument from another one: a number or a name itself, the numbers of an array, a tensor's shape."""
+    if isinstance(value, (list, tuple, range)):
+        return tuple(map(_shown, value))
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    return (type(value).__name__, value.tobytes()) if isinstance(value, np.ndarray) else type(value).__name__
 
 
 class Tape(DispatchMode):
@@ -64,15 +76,6 @@ class Tape(DispatchMode):
         self.returned = [tensor.shape for tensor in find_tensors(returned)], find_numbers(returned)
         return self
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Record nothing inside the block."""
-        frames, self._frames = self._frames, []
-        try:
-            yield
-        finally:
-            self._frames = frames
-
     def _enter(self, name: str, _module: nn.Module, _args: Any) -> None:
         self._counts[name] = self._counts.get(name, 0) + 1
         self._frames.append(self.calls.setdefault((name, self._counts[name]), []))
@@ -97,7 +100,7 @@ class Tape(DispatchMode):
             if not tensor.is_meta and tensor.numel() <= _VALUES:
                 numbers += tensor.flatten().tolist()
         made = [tuple(tensor.shape) for tensor in tensors_of((result,))]
-        self.note(func.name(), (made, repr(others)), numbers)
+        self.note(func.name(), (made, _shown(others)), numbers)
         return result
 
     def digest(self, home: str) -> str:
@@ -139,5 +142,5 @@ class _Made(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _MAKERS:
-            self._tape.note(func.__name__, tuple(result.shape), repr((args[-1:], (kwargs or {}).get("data"))))
+            self._tape.note(func.__name__, tuple(result.shape), _shown((args[-1:], (kwargs or {}).get("data"))))
         return result

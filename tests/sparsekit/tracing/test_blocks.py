@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from laws import as_text, snapshot, spoiled, trace
+from laws import Operators, as_text, snapshot, spoiled, trace
 from readers import is_wrong
 from torch import Tensor, nn
 
 import sparsekit as sk
-from sparsekit.tracing import blocks
+from sparsekit.tracing import blocks, inputs
 from sparsekit.tracing.blocks import BlockVerifier
-from sparsekit.tracing.inputs import ModelInputs
+from sparsekit.tracing.inputs import ModelInputs, find_tensors
 from sparsekit.tracing.passes import private_passes
 
 
@@ -313,3 +313,53 @@ def test_a_model_that_refuses_other_tokens_is_verified_on_its_own() -> None:
     torch.manual_seed(0)
     model = OneToken(lambda _m, y, _a, _b: y).eval()
     assert len(trace(model, torch.zeros(2, 6, dtype=torch.int64))[0].groups) == 6
+
+
+class Kept:
+    def __init__(self, keys: Tensor) -> None:
+        self.keys = keys
+
+
+class State:
+    """Holds its tensors a few objects deep, as caches of keys and values do."""
+
+    def __init__(self) -> None:
+        self.layers: list[Kept] = []
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 12), nn.Linear(12, 16)
+
+    def forward(self, x: Tensor, state: State) -> Tensor:
+        state.layers.append(Kept(x))
+        return x + self.down(self.up(x).relu()) + state.layers[0].keys
+
+
+class Cached(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = State()
+        for layer in self.layers:
+            x = layer(x, state)
+        return x
+
+
+def test_a_state_that_all_blocks_are_given_is_copied_once_a_pass_and_past_all_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "_STATES", {f"{__name__}.State"})
+    held, ran = [], []
+    for layers in (8, 16):
+        verifier = BlockVerifier(Cached(layers), [ModelInputs((torch.randn(2, 16),), {}, operators := Operators())])
+        with private_passes():
+            verifier._capture([f"layers.{number}" for number in range(layers)])
+        found = find_tensors(
+            [(call.args, call.kwargs) for calls in verifier._captured.values() for call, _ in calls], states=True
+        )
+        held.append(len({tensor.untyped_storage().data_ptr() for tensor in found}))
+        ran.append(len(operators.names))
+    assert held == [8, 16]
+    assert ran[1] < 2.2 * ran[0]

@@ -65,8 +65,7 @@ def _experts(graph: sk.UnitGraph) -> list[str]:
 
 def _check(model: nn.Module, graph: sk.UnitGraph, mask: sk.UnitMask, dtype: torch.dtype, tolerance: float) -> Any:
     check_nothing_is_lost(model, graph, mask)
-    kwargs = {"use_cache": False}
-    return check_masked_equals_compact(model, (_ids(),), kwargs, graph, mask, dtype=dtype, tolerance=tolerance)
+    return check_masked_equals_compact(model, (_ids(),), {}, graph, mask, dtype=dtype, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -196,7 +195,7 @@ def test_heads_go_with_their_gates_inputs_steps_and_decay(groups: int, tmp_path:
     }
     mask = random_mask(graph, 0.5, 0)
     # The state space is computed in float32 whatever the dtype.
-    check_masked_equals_compact(model, (ids,), {"use_cache": False}, graph, mask, tolerance=1e-5)
+    check_masked_equals_compact(model, (ids,), {}, graph, mask, tolerance=1e-5)
     check_nothing_is_lost(model, graph, mask)
     small: Any = sk.compact(model, graph, mask)
     mixer = small.backbone.layers[0].mixer

@@ -44,11 +44,11 @@ def _pixels() -> dict[str, Any]:
 
 # name → (class, configuration class, its arguments, inputs, groups of heads by the end of their names, heads in each)
 MODELS: dict[str, tuple[str, str, Mapping[str, Any], Callable[[], dict[str, Any]], int, int]] = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", _GROUPED, _ids(use_cache=False), 2, 2),
-    "llama-with-cache": ("LlamaForCausalLM", "LlamaConfig", _GROUPED, _ids(), 2, 2),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _GROUPED, _ids(use_cache=False), 2, 2),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _GROUPED, _ids(), 2, 2),
+    "llama-without-cache": ("LlamaForCausalLM", "LlamaConfig", _GROUPED, _ids(use_cache=False), 2, 2),  # the other branch
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _GROUPED, _ids(), 2, 2),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"vocab_size": 17, "n_embd": 16, "n_layer": 2, "n_head": 4}, _ids(), 2, 4),
-    "gpt-neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _SIZES, _ids(use_cache=False), 2, 4),
+    "gpt-neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _SIZES, _ids(), 2, 4),
     "bert": (
         "BertForSequenceClassification",
         "BertConfig",
@@ -88,7 +88,7 @@ def test_the_bias_that_all_layers_of_t5_share_ties_their_heads() -> None:
     config = transformers.T5Config(vocab_size=17, d_model=16, d_kv=4, d_ff=12, num_layers=2, num_heads=4)
     model = transformers.T5ForConditionalGeneration(config).eval()
     ids = torch.randint(17, (2, 5))
-    kwargs = {"input_ids": ids, "decoder_input_ids": ids[:, :3], "use_cache": False}
+    kwargs = {"input_ids": ids, "decoder_input_ids": ids[:, :3]}
     graph, _ = trace(model, kwargs)
     own = {piece.name for piece in graph.groups["encoder.block.0.layer.0.SelfAttention.q"].slices}
     assert "encoder.block.1.layer.0.SelfAttention.q.weight" in own
