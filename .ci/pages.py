@@ -2,7 +2,7 @@
 
     python .ci/pages.py [--only tune deploy] [--work DIR]
 
-A page's environment is the first install line of the README and each `pip install` command on the page. Pages with
+A page's environment is the install line of `make demo` and each `pip install` command on the page. Pages with
 the same set share an environment; one that `--work` has kept is brought up to date. The Python of a page runs as one program
 in an empty folder, then its commands from blocks without a language or in bash, in a shell, with fewer rounds, trials and
 seeds. Data sets that a command would download come from the folder in SPARSEKIT_DATA, if it is set. Takes some minutes and
@@ -113,7 +113,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, help="keep the environments here")
     chosen = parser.parse_args()
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    base = installs_of(pages[0].read_text(encoding="utf-8"))[0]
+    base = installs_of((ROOT / "docs" / "howto" / "install.md").read_text(encoding="utf-8"))[1]
     sets: dict[tuple[str, ...], list[Path]] = {}
     for page in pages:
         text = page.read_text(encoding="utf-8")

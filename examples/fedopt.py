@@ -1,7 +1,7 @@
 """Adaptive optimizers on the server: FedAdam and FedYogi, as methods. Seconds, offline.
 
 Use them for short runs on clients with few classes. Run `python examples/fedopt.py`, or by name with every option of the
-command line: `sparsekit run examples.fedopt:FedYogi --set lr=0.03 --rounds 20`. Tune `lr` on validation data; the best value
+command line: `sparsekit run examples/fedopt.py:FedYogi --set lr=0.03 --rounds 20`. Tune `lr` on validation data; the best value
 depends on the data set and the number of local steps.
 """
 

@@ -4,8 +4,9 @@ Karimireddy, Kale, Mohri, Reddi, Stich, Suresh: SCAFFOLD: Stochastic Controlled 
 (arXiv 1910.06378). The control variate of a client is option II of the paper, written as its meaning: the mean of the
 gradients of the round. For plain SGD both are equal; with momentum, clipping or a schedule this remains a gradient.
 
-Needs `pip install ".[fl]"`. Run it with `python examples/new_method.py`, or by name, with every option of the
-command line: `sparsekit run examples.new_method:Scaffold --rounds 10`. In a package of your own, the entry point
+Needs `pip install -c constraints.txt ".[fl]"`. Run it with `python examples/new_method.py`, or by name, with every
+option of the command line: `sparsekit run examples/new_method.py:Scaffold --rounds 10`. In a package of your own,
+the entry point
 
     [project.entry-points."sparsekit_fl.methods"]
     scaffold = "mypackage.scaffold:Scaffold"

@@ -1,6 +1,6 @@
 """A criterion and an allocation of your own in one file. Seconds, offline.
 
-Needs `pip install ".[fl]"` for the digits. In a package of your own, the entry points
+Needs `pip install -c constraints.txt ".[fl]"` for the digits. In a package of your own, the entry points
 
     [project.entry-points."sparsekit.criteria"]
     readers = "mypackage.readers:Readers"

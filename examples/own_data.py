@@ -1,6 +1,6 @@
 """FedLPS over a network and tensors of your own: ten clients with unlike data and unlike devices. Seconds, offline.
 
-Needs `pip install ".[fl]"`. Run it with `python examples/own_data.py`.
+Needs `pip install -c constraints.txt ".[fl]"`. Run it with `python examples/own_data.py`.
 """
 
 import torch

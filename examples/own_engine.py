@@ -1,6 +1,6 @@
 """An engine of your own in one file: clients train in this process, and the time of each is noted. Seconds, offline.
 
-Needs `pip install ".[fl]"`. In a package of your own, the entry point
+Needs `pip install -c constraints.txt ".[fl]"`. In a package of your own, the entry point
 
     [project.entry-points."sparsekit_fl.engines"]
     timed = "mypackage.timed:Timed"

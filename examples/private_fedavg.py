@@ -1,7 +1,7 @@
 """FedAvg with client-level differential privacy: clipped changes, Gaussian noise, Poisson sampling, Opacus' accountant.
 
 Protected is whether a client took part with all its data; released are the global models. Run `python
-examples/private_fedavg.py`, or by name: `sparsekit run examples.private_fedavg:PrivateFedAvg --set noise=1 --rounds 20`.
+examples/private_fedavg.py`, or by name: `sparsekit run examples/private_fedavg.py:PrivateFedAvg --set noise=1 --rounds 20`.
 Needs `pip install -c constraints.txt ".[privacy]"` for ε.
 
 What is *not* protected: losses, scores and cohorts in the result. Early stopping and the best checkpoint choose a model by such

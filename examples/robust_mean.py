@@ -1,7 +1,7 @@
 """Byzantine-robust aggregation as a method: the median or the trimmed mean of the clients' changes. Seconds, offline.
 
 Use it when some clients may send arbitrary updates. Run `python examples/robust_mean.py`, or by name with every option of the
-command line: `sparsekit run examples.robust_mean:RobustMean --set rule=trimmed --rounds 10`.
+command line: `sparsekit run examples/robust_mean.py:RobustMean --set rule=trimmed --rounds 10`.
 
 With few classes per client, a robust rule also rejects honest updates: compare with `fedavg` before you use it.
 """

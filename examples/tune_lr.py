@@ -1,6 +1,6 @@
 """Tune a learning rate with P-UCBV: 40 short trainings on scikit-learn's digits, in seconds and offline.
 
-Needs scikit-learn (`pip install ".[fl]"`). Run it with `python examples/tune_lr.py`.
+Needs scikit-learn (`pip install -c constraints.txt ".[fl]"`). Run it with `python examples/tune_lr.py`.
 """
 
 import numpy as np

@@ -1,6 +1,6 @@
 """Wrap a network of your own, train it sparse with your own loop, and take a smaller plain module away. Seconds, offline.
 
-Needs scikit-learn (`pip install ".[fl]"`). Run it with `python examples/wrap_module.py`.
+Needs scikit-learn (`pip install -c constraints.txt ".[fl]"`). Run it with `python examples/wrap_module.py`.
 """
 
 import time

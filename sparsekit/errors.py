@@ -20,6 +20,7 @@ _EXTRAS: Mapping[str, tuple[str, ...]] = {
     "fl": ("PIL", "pandas", "pyarrow", "pydantic", "sklearn"),
     "flower": ("flwr", "ray"),
     "log": ("tensorboard",),
+    "privacy": ("opacus",),
     "torch-pruning": ("torch_pruning",),
     "tune": ("optuna",),
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from sparsekit.errors import InvalidValueError, SparsekitError, UnknownNameError, nearest
+from sparsekit.errors import InvalidValueError, SparsekitError, UnknownNameError, install_hint, nearest
 
 CALLED = "raised while sparsekit called "
 """Beginning of a note on an exception of a user's code."""
@@ -40,7 +40,15 @@ def _import(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise InvalidValueError(f"cannot import module {name!r}: {error}; is it installed, or on PYTHONPATH?") from error
+        missing, top = error.name or "", name.partition(".")[0]
+        if f"{name}.".startswith(f"{missing}."):
+            place = getattr(sys.modules.get(top), "__file__", None)
+            hint = (
+                "is it installed, or on PYTHONPATH?" if place is None else f"another package named {top!r} was found: {place}"
+            )
+        else:  # the module is there, and needs a package
+            hint = install_hint(missing.partition(".")[0])
+        raise InvalidValueError(f"cannot import module {name!r}: {error}; {hint}") from error
 
 
 def _run_file(place: str) -> ModuleType:

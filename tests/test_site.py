@@ -6,6 +6,7 @@ import operator
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import tomllib
 from functools import cache
@@ -241,6 +242,27 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHOWN = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*.py"))]
 
 
+CPU = "--extra-index-url https://download.pytorch.org/whl/cpu "
+
+
+def _made(target):
+    """The lines that `make target` runs."""
+    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.replace(CPU, "").splitlines()
+
+
+def test_what_is_printed_for_those_without_make_is_what_make_runs_and_ci_runs_what_is_printed():
+    printed = (DOCS / "howto" / "install.md").read_text(encoding="utf-8").replace(CPU, "")
+    assert [line for target in ("demo", "test", "site") for line in _made(target) if f"\n{line}\n" not in printed] == []
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert re.findall(r"^```bash\n(.*?)^```$", README, re.M | re.S)[:2] == ["make demo\n", "make test\n"]
+    assert "begin site make site\n" in ci
+    assert _made("check") == [".ci/run"]
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^pip install (.*?)(?:  +#.*)?$", contributing, re.M)
+    assert [line for line in lines if f"pip install -q {line}" not in ci] == []
+
+
 def _installed(text, extras):
     """The extras and the distributions that `pip install` lines bring, with what extras bring in turn."""
     lines = re.findall(r"pip install ([^`#;()]+)", text)
@@ -259,7 +281,7 @@ def _installed(text, extras):
 @pytest.mark.parametrize("page", SHOWN, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_what_a_page_or_example_shows_is_in_the_install_line_of_the_readme_or_in_one_of_its_own(page):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    text, first = page.read_text(encoding="utf-8"), re.findall(r"pip install .*", README)[0]
+    text, first = page.read_text(encoding="utf-8"), next(line for line in _made("demo") if "[fl" in line)
     extras, distributions = _installed(f"{first}\n{text}", project["optional-dependencies"])
     assert {extra for pattern, extra in NEEDS.items() if re.search(pattern, text)} <= extras
     blocks = [text] if page.suffix == ".py" else re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "docs" / "make"))
@@ -55,7 +55,8 @@ def on_files(files: Files, config: Any) -> Files:
         kind = {".py": "python", ".toml": "toml", ".json": "json"}.get(source.suffix, "")
         text, title = source.read_text(encoding="utf-8"), source.relative_to(ROOT).as_posix()
         content = f"---\nsearch:\n  exclude: true\n---\n\n# `{title}`\n\n````{kind}\n{text}\n````\n"
-        files.append(File.generated(config, f"files/{title}.md", content=content))
+        file = File.generated(config, f"files/{title}.md", content=content, inclusion=InclusionLevel.NOT_IN_NAV)
+        files.append(file)
     for name in BESIDE:
         if (ROOT / name).exists():
             files.append(File.generated(config, name, content=(ROOT / name).read_text(encoding="utf-8")))
@@ -73,12 +74,19 @@ def _linked_files(docs: Path) -> list[Path]:
     return sorted(found - {ROOT / name for name in BESIDE})
 
 
+def _ranked(here: str) -> dict[str, Any]:
+    """Options of the search for a page: readers look for guides and for names of the reference, seldom for an old change."""
+    if here in BESIDE:
+        return {"exclude": True}
+    boost = {"reference/extend.md": 0.5, "reference/write-a-federated-method.md": 0.5}.get(here)
+    return {"boost": boost or 2} if here.startswith("reference/") else {}
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Let links into the repository lead to pages, those of files included; other names of files are plain."""
     here = page.file.src_uri
     beside = here in BESIDE
-    # What a reader searches for is a name of the reference or a guide, seldom an old change.
-    page.meta.setdefault("search", {"boost": 4} if here.startswith("reference/") else {"exclude": True} if beside else {})
+    page.meta.setdefault("search", _ranked(here))
     if here.startswith(("files/", "reference/")):
         return markdown
     if 8 * "|---" in markdown:  # a table of eight columns needs the width of the window

@@ -179,9 +179,9 @@ def _in_words(error: OSError) -> str:
 
 def main() -> None:
     """The console script `sparsekit`."""
-    # A model or data set of the user is looked for where she stands too; last, so that nothing installed is hidden.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    # As `python -m` does: models and data sets in the current folder are found first.
+    if os.getcwd() not in sys.path[:1] and not sys.flags.safe_path:
+        sys.path.insert(0, os.getcwd())
     # To whatever sys.stderr is then: a progress display replaces it while it draws.
     log_to(functools.partial(typer.echo, err=True))
     sys.exit(execute())

@@ -82,12 +82,12 @@ def _tune(
     """
     if timeout is not None and not timeout > 0:
         raise InvalidValueError(f"--timeout must be a number of seconds above 0, got {timeout}")
+    require("optuna")
     axes = parse_axes(space)
     check_command(command, list(axes))
     pattern = metric_pattern(metric)
     settings = {"command": command, "space": space, "metric": metric, "maximize": not minimize, "sampler": sampler,
                 "seed": seed, "deterministic": deterministic}  # fmt: skip
-    require("optuna")
     from sparsekit.cli.search import opened
 
     with (

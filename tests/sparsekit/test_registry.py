@@ -11,6 +11,7 @@ import pytest
 
 from sparsekit import errors
 from sparsekit import registry as module
+from sparsekit.cli.main import main
 from sparsekit.errors import InvalidValueError, SparsekitError, UnknownNameError, nearest
 from sparsekit.progress import track, working
 from sparsekit.registry import Registry, load_object
@@ -34,6 +35,25 @@ def test_names_of_the_table_are_found_before_those_of_entry_points_and_others_ar
 
 NAMED = [getattr(errors, name) for name in errors.__all__ if name != "SparsekitError"]
 CLASSES = [kind for kind in NAMED if isinstance(kind, type)]
+
+
+def test_a_module_of_the_current_folder_comes_first_and_one_that_is_hidden_or_lacks_a_package_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("installed", "here"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "twice_named.py").write_text(f"def make():\n    raise RuntimeError({folder!r})\n")
+    (tmp_path / "installed" / "lacks_pydantic.py").write_text("raise ModuleNotFoundError('gone', name='pydantic.main')\n")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "installed"), *sys.path])
+    monkeypatch.setattr(sys, "argv", ["sparsekit", "units", "twice_named:make"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "RuntimeError: here" in capsys.readouterr().err
+    with pytest.raises(InvalidValueError, match=r"another package named 'json' was found: .*json"):
+        load_object("json.mine:make")
+    with pytest.raises(InvalidValueError, match=r'gone; in a checkout .*"\.\[fl\]"'):
+        load_object("lacks_pydantic:make")
 
 
 def test_every_error_is_ours_and_a_builtin_and_shows_its_message_as_it_was_written() -> None:
