@@ -130,6 +130,9 @@ class Watch(Callback):
         self.cpu: list[float] = []
         self.trained = self.scored = self.training_peak = 0.0
 
+    def clients(self, spec: RunSpec, clients: Mapping[int, fl.Client]) -> Mapping[int, fl.Client]:
+        return self.engine.clients(spec, clients)
+
     @contextmanager
     def open(self, spec: RunSpec, clients: Mapping[int, fl.Client], memories: Memories) -> Iterator[RunClients]:
         with self.engine.open(spec, clients, memories) as run_clients:

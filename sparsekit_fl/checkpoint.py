@@ -223,7 +223,10 @@ class RunFolder:
     def _read(self, described: Mapping[str, Any]) -> tuple[State, list[dict[str, Any]]]:
         try:
             saved = loads(self._checkpoint.read_bytes())
-            state, changed = State(**saved["state"]), differences({name: saved["run"][name] for name in described}, described)
+            state, was, now = State(**saved["state"]), saved["run"], dict(described)
+            if was.get("clients", {}).get("ids") != now.get("clients", {}).get("ids"):
+                now.pop("clients", None)  # other clients take part
+            changed = differences({name: was[name] for name in now}, now)
         except (DataError, KeyError, TypeError) as error:
             raise ResumeError(
                 f"the checkpoint {self._checkpoint} is damaged: {error}; restore a copy of the folder, or start in another"

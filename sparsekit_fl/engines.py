@@ -53,12 +53,20 @@ class Engine(Protocol):
     def workers(self) -> int:
         """Number of clients that train at once, for the record."""
 
+    def clients(self, spec: RunSpec, clients: Mapping[int, Client]) -> Mapping[int, Client]:
+        """Return the clients that are there now, by id; a run asks before each round.
+
+        Args:
+            spec: The fixed parts of the run.
+            clients: The clients that were passed to `run`; an engine whose clients come and go ignores them.
+        """
+
     def open(self, spec: RunSpec, clients: Mapping[int, Client], memories: Memories) -> AbstractContextManager[RunClients]:
         """Start what runs clients; leaving the context ends it.
 
         Args:
             spec: The fixed parts of the run.
-            clients: Client id → client.
+            clients: The clients that were passed to `run`, by id.
             memories: The memories of the clients, on this machine.
         """
 
@@ -77,6 +85,11 @@ class Processes(Checked):
     """
 
     workers: Count = 1
+
+    def clients(self, spec: RunSpec, clients: Mapping[int, Client]) -> Mapping[int, Client]:
+        """Return the clients of the run, which are always there."""
+        del spec
+        return clients
 
     @contextmanager
     def open(self, spec: RunSpec, clients: Mapping[int, Client], memories: Memories) -> Iterator[RunClients]:

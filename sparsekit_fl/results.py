@@ -147,6 +147,9 @@ class RoundRecord:
         cost: Cost of the run so far.
         seconds: Simulated seconds of this round, with scoring.
         evaluation: Means over all clients or a sample; None if this round was not scored.
+        came: Ids of the clients that came before this round, as in "0-3,7": before the first round, all that are there.
+        went: Ids of those that went.
+        back: Ids of those that went earlier and came back.
     """
 
     round: int
@@ -159,6 +162,9 @@ class RoundRecord:
     seconds: float
     evaluation: RoundScores | None = None
     notes: tuple[str, ...] = ()
+    came: str = ""
+    went: str = ""
+    back: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return dict(json.loads(_RECORD.dump_json(self, by_alias=True)))

@@ -3,9 +3,10 @@
 import errno
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,8 @@ def run(
     Args:
         method: The method, such as `fl.methods.fedlps()`.
         problem: Model, loss and metrics.
-        clients: All clients; ids are distinct.
+        clients: All clients; ids are distinct. A resumed run may have others: those that are the same continue from their
+            memories. Empty for an engine whose clients are elsewhere, such as Flower's on devices.
         config: The options.
         engine: Runs the clients; None trains them in this process, one after the other.
         callbacks: Displays, loggers, early stopping; see `Callback`.
@@ -84,8 +86,8 @@ def run(
 
     Raises:
         InvalidValueError: no method, or clients and options that do not fit each other.
-        ResumeError: `out` holds another run, or none to resume; another run writes to it; or an option, the model or the data
-            changed.
+        ResumeError: `out` holds another run, or none to resume; another run writes to it; an option or the model changed; or
+            the data or devices of the same clients.
         TooFewRepliesError: too few clients of a round sent a valid update; says who did not and why.
         DataError: model, loss, metrics and data do not fit each other; see `check_fit`.
         ClientError: no client could be scored.
@@ -93,22 +95,30 @@ def run(
         WorkerDiedError: a worker process was killed; says how to continue.
         StorageError: the folder could not be written, as when the disk is full; says how to continue.
     """
-    roster = _checked(method, clients, config, callbacks)
+    roster = _checked(method, clients, callbacks)
     check_fit(problem, list(roster.values()))
     engine = Processes() if engine is None else engine
     with RunFolder.open(out, resume=resume) as folder:
         spec = RunSpec.build(method, problem, config, init=init)
+        there = partial(engine.clients, spec, roster)
+        if not resume and there() is roster and config.cohort > len(roster):
+            raise InvalidValueError(
+                f"cohort is {config.cohort}, but the number of clients is {len(roster)}; lower it, or pass more clients"
+            )
         described = spec.describe(roster, experiment or {})
         state, lines = folder.load(described, State(0, clone(spec.initial)))
         if (finished := _finished(folder, state, config)) is not None:
             return finished
         server = Server(spec, roster, state, folder.remembered)
         view = _view(server, folder, [RoundRecord.from_dict(line) for line in lines])
+        for record in view.records:
+            server.recall(record)
         with _explained(view), engine.open(spec, roster, folder.memories) as run_clients:
-            final = _train(server, view, run_clients, folder, callbacks)
+            final = _train(server, view, run_clients, folder, callbacks, there)
             if final is None:
                 # Resumed after the last round, or stopped by a callback: the scores of each client were not saved.
-                final, _ = _score(server, list(roster), run_clients, with_shared=True, with_model=folder.durable)
+                server.meet(there())
+                final, _ = _score(server, list(server.clients), run_clients, with_shared=True, with_model=folder.durable)
             # A worker that outlived a killed run may have written once more after this one began.
             folder.clean()
             result = _result(server, view, final, workers=engine.workers, experiment=described["experiment"])
@@ -137,14 +147,21 @@ def _view(server: Server, folder: RunFolder, records: list[RoundRecord]) -> RunV
 
 
 def _train(
-    server: Server, view: RunView, run_clients: RunClients, folder: RunFolder, callbacks: Sequence[Callback]
+    server: Server,
+    view: RunView,
+    run_clients: RunClients,
+    folder: RunFolder,
+    callbacks: Sequence[Callback],
+    there: Callable[[], Mapping[int, Client]],
 ) -> list[ClientScores] | None:
     """Run the rounds that are left; return the scores of the clients after the last round, if it was run now."""
     final: list[ClientScores] | None = None
     for one in callbacks:
         one.on_run_start(view)
     while view.round < view.config.rounds and not view.stopped:
+        changes = server.meet(there())
         record, final = _run_round(server, view, run_clients)
+        record = replace(record, **changes)
         folder.save(server.state, record.to_dict())
         view.records = [*view.records, record]
         for one in callbacks:
@@ -169,7 +186,7 @@ def _result(
         config=spec.config,
         rounds=tuple(view.records),
         final=scores,
-        clients=len(server.clients),
+        clients=len(server.seen),
         cost=view.cost,
         environment=describe_environment(workers=workers, device=spec.config.device),
         experiment=experiment,
@@ -182,11 +199,11 @@ def _result(
 def _save(result: RunResult, view: RunView, server: Server, out: Path, *, personal: bool) -> None:
     (out / "models").mkdir(exist_ok=True)
     save_compact(view.model(), model_path(out, "global"))
-    write_recipe(out, server.spec.problem.model, list(server.clients), personal=personal)
+    write_recipe(out, server.spec.problem.model, sorted(server.seen), personal=personal)
     result.save(out / "result.json")
 
 
-def _checked(method: Method, clients: Sequence[Client], config: RunConfig, callbacks: Sequence[Callback]) -> dict[int, Client]:
+def _checked(method: Method, clients: Sequence[Client], callbacks: Sequence[Callback]) -> dict[int, Client]:
     if not isinstance(method, Method):
         raise InvalidValueError(f"method must be a Method, got {method!r}; call what makes one, as in fl.methods.fedlps()")
     for one in callbacks:
@@ -197,10 +214,6 @@ def _checked(method: Method, clients: Sequence[Client], config: RunConfig, callb
     roster = by_id(clients)
     if len(roster) != len(clients):
         raise InvalidValueError("client ids must be distinct; number them 0, 1, 2, …")
-    if config.cohort > len(clients):
-        raise InvalidValueError(
-            f"cohort is {config.cohort}, but the number of clients is {len(clients)}; lower it, or pass more clients"
-        )
     return roster
 
 
@@ -228,6 +241,10 @@ def _run_round(server: Server, view: RunView, run_clients: RunClients) -> tuple[
     """Let the cohort train, change the global model, and score clients if it is time; return scores after the last round."""
     began, spec, round = time.perf_counter(), server.spec, view.round + 1
     ctx = server.context(round)
+    if len(ctx.roster) < (spec.config.min_replies or 1):
+        raise TooFewRepliesError(
+            f"round {round}: {len(ctx.roster)} clients are there, and min_replies is {spec.config.min_replies}"
+        )
     requests = server.requests(ctx)
     replies, good, dropped = _collect(server, ctx, requests, run_clients)
     seconds = server.aggregate(ctx, good, replies)

@@ -19,7 +19,9 @@ from sparsekit_fl.methods.base import ClientInfo, ServerContext
 from sparsekit_fl.methods.client import Task
 from sparsekit_fl.packing import Kept, clone, is_finite
 from sparsekit_fl.problem.data import Capability, Client
+from sparsekit_fl.results import RoundRecord
 from sparsekit_fl.spec import RunSpec
+from sparsekit_fl.stored import client_ids, ids_text
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +84,26 @@ class Server:
         self.state = state or State(0, clone(spec.initial))
         self._names = spec.shared_names()
         self.note = ""  # what a reader of the numbers must know, besides the note of the method
+        self.seen, self._there = set[int](), set[int]()
+        self._met: Mapping[int, Client] | None = None
+
+    def recall(self, record: RoundRecord) -> None:
+        """Learn who came and went before a round that was saved."""
+        came, went = (
+            {*client_ids(text)} if text else set() for text in (f"{record.came},{record.back}".strip(","), record.went)
+        )
+        self._there = (self._there | came) - went
+        self.seen |= came
+
+    def meet(self, clients: Mapping[int, Client]) -> dict[str, Any]:
+        """Use the clients that are there now; return the ids of those that came, went and came back, for the record."""
+        if clients is self._met:
+            return {}
+        there, before, seen = set(clients), self._there, self.seen
+        self.clients = self._met = clients
+        self._there, self.seen = there, seen | there
+        changes = {"came": there - seen, "went": before - there, "back": (there & seen) - before}
+        return {name: ids_text(ids) for name, ids in changes.items() if ids}
 
     def shared(self) -> dict[str, Tensor]:
         return {name: self.state.model[name] for name in self._names}
@@ -93,7 +115,7 @@ class Server:
             round=round,
             rounds=config.rounds,
             roster=Roster(self.clients, config, round),
-            cohort_size=config.cohort,
+            cohort_size=min(config.cohort, len(self.clients)),
             rngs=Rngs(config.seed, "server", round),
             memory=self.state.memory,
             client=Remembered(self._remembered, self.state.remembered),

@@ -100,14 +100,17 @@ class RunSpec:
         return short_digest([shapes, self.graph.fingerprint(), frozen])
 
     def describe(self, clients: Mapping[int, Client], experiment: Mapping[str, Any]) -> dict[str, Any]:
-        """Return plain JSON values that must be equal when a run is resumed."""
+        """Return plain JSON values that must be equal when a run is resumed.
+
+        Who takes part may change. If the clients on this machine are the same, their devices and data must be the same too.
+        """
         devices = [[client.id, *astuple(client.capability)] for client in clients.values()]
         return {
             "method": self.method.describe(),
             "config": self.config.to_dict(),
             "experiment": json.loads(to_json(experiment, inf_nan_mode="null")),
             "clients": {
-                "count": len(clients),
+                "ids": short_digest(list(clients)),
                 "capabilities": short_digest(devices),
                 "data": data_fingerprint(clients.values()),
             },

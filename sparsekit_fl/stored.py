@@ -2,11 +2,11 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from sparsekit.errors import DataError
+from sparsekit.errors import DataError, InvalidValueError
 
 SCHEMA_NUMBER: Final = 6
 """It goes up when a reader of the former schema would misread a file; new keys alone leave it unchanged."""
@@ -33,6 +33,31 @@ def read_result(path: Path | str) -> dict[str, Any]:
             f"{path} has schema {schema}, and this version reads {SCHEMA_NUMBER}; install the version that wrote it"
         )
     return dict(raw)
+
+
+def client_ids(text: str) -> list[int]:
+    """Return ids from "3", "0-3" or "0-3,7,9"; raises InvalidValueError if it names none, one twice, or is malformed."""
+    ids: list[int] = []
+    try:
+        for part in str(text).split(","):
+            low, dash, high = part.strip().partition("-")
+            ids += range(int(low), int(high) + 1) if dash else [int(low)]
+    except ValueError:
+        raise InvalidValueError(f"clients must be ids such as 3, 0-3 or 0-3,7, got {text!r}") from None
+    if not ids or len(set(ids)) != len(ids):
+        raise InvalidValueError(f"clients must name at least one id, and none twice, got {text!r}")
+    return ids
+
+
+def ids_text(ids: Iterable[int]) -> str:
+    """Undo `client_ids`: write ids in ascending order, ranges by their ends; nothing for none."""
+    ranges: list[list[int]] = []
+    for id in sorted(ids):
+        if ranges and id == ranges[-1][1] + 1:
+            ranges[-1][1] = id
+        else:
+            ranges.append([id, id])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
 
 
 def flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:

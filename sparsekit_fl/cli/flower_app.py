@@ -52,20 +52,6 @@ def run_text(method: str, given: Mapping[str, Any]) -> str:
     return shlex.join([method, *(f"{path}={text_of(value)}" for path, value in by_path(given).items())])
 
 
-def client_ids(text: str) -> list[int]:
-    """Return ids from "3", "0-3" or "0-3,7,9"; raises InvalidValueError if it names none, one twice, or is malformed."""
-    ids: list[int] = []
-    try:
-        for part in str(text).split(","):
-            low, dash, high = part.strip().partition("-")
-            ids += range(int(low), int(high) + 1) if dash else [int(low)]
-    except ValueError:
-        raise InvalidValueError(f"clients must be ids such as 3, 0-3 or 0-3,7, got {text!r}") from None
-    if not ids or len(set(ids)) != len(ids):
-        raise InvalidValueError(f"clients must name at least one id, and none twice, got {text!r}")
-    return ids
-
-
 def write_app(folder: Path, config: Mapping[str, Any] | None = None, *, port: int = 8000) -> list[Path]:
     """Write the app into a folder, and return its files; if one is there already, raise InvalidValueError and write nothing."""
     taken = [name for name in _FILES if (folder / name).exists()]

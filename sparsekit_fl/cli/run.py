@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -79,13 +79,11 @@ class Experiment:
             ids=ids,
         )
         config = _config(options, clients, len(clients) if ids is None else sys.maxsize)
+        if ids is not None and options.heterogeneity is None and ":" in str(options.dataset):
+            # Devices with data of their own have capabilities of their own, and who is there may change.
+            config = _config(options.replaced(heterogeneity="own"), [], sys.maxsize)
         described = {**described, **({} if options.init is None else {"init": str(options.init)})}
         return Experiment(problem=problem, clients=clients, config=config, engine=engine, described=described)
-
-    def with_clients(self, options: RunOptions, clients: list[Client]) -> Experiment:
-        """Return the same experiment with the clients of devices, whose number was not known before."""
-        described = {**self.described, "clients": len(clients)}
-        return replace(self, clients=clients, config=_config(options, clients, len(clients)), described=described)
 
 
 def _config(options: RunOptions, clients: Sequence[Client], count: int) -> RunConfig:

@@ -20,7 +20,7 @@ from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.graph import StateDict
 from sparsekit.surgery import save_compact
 from sparsekit_fl.checkpoint import Memories, write_atomically
-from sparsekit_fl.cli.flower_app import client_ids, parsed
+from sparsekit_fl.cli.flower_app import parsed
 from sparsekit_fl.cli.options import RunOptions
 from sparsekit_fl.cli.run import Experiment
 from sparsekit_fl.client.messages import Reply, Request, decode_request, encode_reply
@@ -32,6 +32,7 @@ from sparsekit_fl.packing import unpack
 from sparsekit_fl.problem.data import Client
 from sparsekit_fl.problem.problem import check_fit
 from sparsekit_fl.spec import RunSpec, answer, by_id
+from sparsekit_fl.stored import client_ids
 
 _log = logging.getLogger("flwr")  # what Flower shows of an app
 
@@ -159,9 +160,6 @@ def serve(grid: Grid, context: Context) -> None:
             timeout_seconds=said["timeout-seconds"] or None,
             simulated=(options.workers or 1) if simulated else 0,
         )
-        if not simulated:
-            clients = engine.introduce(RunSpec.build(method, experiment.problem, experiment.config, init=options.init))
-            experiment = experiment.with_clients(options, list(clients.values()))
         callbacks = [LiveProgress(), *options.callbacks()]
         result = replace(experiment, engine=engine).run(method, options, callbacks, resume=options.resume)
     except Exception as error:

@@ -14,7 +14,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from pydantic import Field, TypeAdapter
 
-from sparsekit.errors import DataError, SparsekitError
+from sparsekit.errors import DataError, InvalidValueError, SparsekitError
 from sparsekit.version import __version__
 from sparsekit_fl.checkpoint import Memories, write_atomically
 from sparsekit_fl.client.messages import MAX_TEXT, Reply, Request, decode_reply, encode_request, request_bytes
@@ -28,6 +28,7 @@ from sparsekit_fl.spec import RunSpec
 _log = logging.getLogger(__name__)
 
 _POLL_SECONDS, _LOOK_SECONDS, _QUERY_SECONDS = 0.02, 0.5, 120.0
+_GREET_SECONDS = 20.0  # a round waits as long for a device that came
 _MOST_CLIENTS = 1_000_000  # of a device
 _TTL_SECONDS = 12 * 3600.0  # of messages without a timeout
 
@@ -47,8 +48,8 @@ class GridEngine:
     Args:
         grid: Flower's grid.
         nodes: Number of nodes to wait for.
-        wait_seconds: How long to wait for nodes at the start. A node that needs longer, or two minutes, to say which clients it
-            has is not used in this run until it is resumed.
+        wait_seconds: How long to wait for nodes at the start, and for one where none is left. A node that comes later, or
+            takes longer to say which clients it has, takes part from the next round on.
         timeout_seconds: Replies that take longer are given up; None waits for twelve hours.
         simulated: Number of processes of Flower's simulation; 0: the nodes are devices. Each node of a simulation has all
             clients and writes their memories into the folder of the run, and a process that fails ends the run. Devices say
@@ -71,27 +72,74 @@ class GridEngine:
         self._grid, self._nodes, self._wait_seconds, self._simulated = grid, nodes, wait_seconds, simulated
         self._ttl = timeout_seconds or _TTL_SECONDS
         self.workers, self.keeps_models = simulated or 1, not simulated
+        self._asked: dict[str, int] = {}  # id of a query → its device
+        self._met: dict[int, dict[int, Client]] = {}  # device → its clients
+        self._refused: dict[int, str] = {}  # device → why it is not used
         self._node_of: dict[int, int] = {}  # client id → the device that has it
+        self._there: dict[int, Client] = {}
 
-    def introduce(self, spec: RunSpec) -> dict[int, Client]:
-        """Wait for the devices, and return their clients by id, with numbers of examples in place of data."""
-        self._await_nodes()
-        nodes, identity, seconds = sorted(self._grid.get_node_ids()), identity_of(spec), max(_QUERY_SECONDS, self._wait_seconds)
-        answers = dict(self._exchange([Message(content(), node, "query", ttl=seconds) for node in nodes], seconds))
-        found, refused = dict[int, Client](), list[str]()
-        for node in nodes:  # which of two nodes has a client does not depend on the network
+    def clients(self, spec: RunSpec, clients: Mapping[int, Client]) -> Mapping[int, Client]:
+        """Return the clients of the devices that are there now, with numbers of examples in place of data.
+
+        A device that was not there before is asked once which clients it has.
+        """
+        if self._simulated:
+            return clients
+        first, began = not self._node_of, time.monotonic()
+        if first:
+            self._await_nodes()
+        slow = set(self._asked)  # asked in an earlier round; nobody waits for their answers
+        self._meet(identity := identity_of(spec))
+        seconds = max(_QUERY_SECONDS, self._wait_seconds) if first else self._wait_seconds if not self._met else _GREET_SECONDS
+        while (not self._met or self._asked.keys() - slow) and time.monotonic() - began < seconds:
+            if self._refused and not self._asked and set(self._grid.get_node_ids()) <= self._refused.keys():
+                break
+            time.sleep(_POLL_SECONDS)
+            self._meet(identity)
+        for id in self._asked.keys() - slow:
+            _log.warning("SuperNode %d is not used: no reply within %g seconds", self._asked[id], seconds)
+        if not self._met:
+            reasons = [f"SuperNode {node} is not used: {reason}" for node, reason in sorted(self._refused.items())]
+            raise WorkerDiedError("; ".join(["no SuperNode can be used", *reasons]))
+        return self._united(first)
+
+    def _meet(self, identity: str) -> None:
+        """Ask the devices that came, read what they and others answered, and forget those that went."""
+        there = set(self._grid.get_node_ids())
+        for known in (self._met, self._refused):
+            for node in known.keys() - there:
+                del known[node]
+        fresh = sorted(there - self._met.keys() - self._refused.keys() - set(self._asked.values()))
+        queries = [Message(content(), node, "query", ttl=_TTL_SECONDS) for node in fresh]
+        self._asked |= {id: node for id, node in zip(self._grid.push_messages(queries), fresh, strict=True) if id}
+        for reply in self._grid.pull_messages(list(self._asked)) if self._asked else ():
+            if (node := self._asked.pop(reply.metadata.reply_to_message_id, -1)) not in there:
+                continue
             try:
-                own = read_clients(answers[node], identity)
+                self._met[node] = read_clients(reply, identity)
             except SparsekitError as error:
-                refused.append(f"SuperNode {node} is not used: {error}")
-                _log.warning(refused[-1])
-            else:
-                found |= own
-                self._node_of |= dict.fromkeys(own, node)
-        if not found:
-            raise WorkerDiedError("; ".join(["no SuperNode can be used", *refused]))
-        self.workers = len(set(self._node_of.values()))
-        return dict(sorted(found.items()))
+                self._refused[node] = str(error)
+                _log.warning("SuperNode %d is not used: %s", node, error)
+
+    def _united(self, first: bool) -> Mapping[int, Client]:
+        """Return the clients of all devices; of two that claim one client, the device that has it keeps it."""
+        holders = set(self._node_of.values())
+        found, node_of = dict[int, Client](), dict[int, int]()
+        for node in sorted(self._met, key=lambda node: (node not in holders, node)):
+            if twice := sorted(self._met[node].keys() & found.keys()):
+                told = (
+                    f"SuperNodes {node_of[twice[0]]} and {node} both claim client {twice[0]}; correct option `clients` of one"
+                )
+                if first:
+                    raise InvalidValueError(told)
+                _log.warning("SuperNode %d is not used: %s", node, told)
+                continue
+            found |= self._met[node]
+            node_of |= dict.fromkeys(self._met[node], node)
+        self.workers, self._node_of = len(set(node_of.values())), node_of
+        if found != self._there:  # clients are compared by identity
+            self._there = dict(sorted(found.items()))
+        return self._there
 
     def _await_nodes(self) -> None:
         end = time.monotonic() + self._wait_seconds
@@ -107,7 +155,7 @@ class GridEngine:
     def open(
         self, spec: RunSpec, clients: Mapping[int, Client], memories: Memories
     ) -> Iterator[Callable[[Sequence[Request]], Iterator[Reply]]]:
-        """Run clients on nodes; on devices, the clients that `introduce` found."""
+        """Run clients on nodes; on devices, the clients that `clients` found."""
         del clients
         if self._simulated:
             self._await_nodes()

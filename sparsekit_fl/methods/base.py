@@ -259,8 +259,13 @@ def _text(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def drawn(ids: Sequence[int], count: int, rng: np.random.Generator, p: np.ndarray[Any, Any] | None = None) -> list[int]:
-    return [ids[int(place)] for place in rng.choice(len(ids), size=count, replace=False, p=p)]
+def drawn(
+    ids: Sequence[int] | np.ndarray[Any, np.dtype[np.int64]],
+    count: int,
+    rng: np.random.Generator,
+    p: np.ndarray[Any, Any] | None = None,
+) -> list[int]:
+    return [int(ids[place]) for place in rng.choice(len(ids), size=count, replace=False, p=p)]
 
 
 def offered(server: ServerContext, client_id: int, ratio: float) -> float:

@@ -145,6 +145,8 @@ class FedLPS(Method):
 
     def _bandit(self, server: ServerContext, client_id: int, seed: int = 0) -> ClientBandit:
         horizon, rng = server.rounds / server.cohort_size, np.random.default_rng(seed)
+        if "bandit" in server.client[client_id]:  # cohorts may have changed since
+            horizon = server.client[client_id]["bandit"]["settings"]["horizon"]
         bandit = PUCBV(Interval(self.low, 1.0), horizon=horizon, exploration=_EXPLORATION, rng=rng)
         return ClientBandit(bandit, server.client[client_id])
 

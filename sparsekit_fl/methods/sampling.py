@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,9 @@ from sparsekit_fl.client.fit import Batch
 from sparsekit_fl.config import NonNegativeCount, Ratio, option
 from sparsekit_fl.methods.base import ClientContext, ClientInfo, Method, ServerContext, Update, drawn, mean, mean_change
 from sparsekit_fl.methods.client import Result, Task, sgd
+
+Ids = np.ndarray[Any, np.dtype[np.int64]]
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 # Oort
 _SQUARES = "mean_squared_loss"
@@ -54,7 +56,7 @@ class Oort(Method):
     def sample(self, server: ServerContext) -> list[int]:
         memory, rng, size = server.memory, server.rngs["sampling"], server.cohort_size
         roster = dict(server.roster)  # read once, since the first access of a client draws its capability
-        tried = memory.setdefault("tried", {})
+        tried = {key: item for key, item in memory.setdefault("tried", {}).items() if int(key) in roster}
         # An untried client takes a time in proportion to its examples over its speed.
         pace = float(np.mean([item["pace"] for item in tried.values()])) if tried else 1.0
         times = {id: _relative_time(info) * pace for id, info in roster.items()}
@@ -72,7 +74,7 @@ class Oort(Method):
         explored = _draw({id: fresh[id] for id in _ranked(fresh)[: int(_WINDOW * count)]}, count, rng)
         memory.update(exploration=share, exploited=exploited)
         cohort = [*exploited, *explored]
-        return sorted(cohort + _fill([[id for id in roster if id not in cohort]], size - len(cohort), rng))
+        return sorted(cohort + _fill([np.setdiff1d(list(roster), cohort)], size - len(cohort), rng))
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
         return Task(metrics=(_SQUARES,))
@@ -182,38 +184,39 @@ class REFL(Method):
     )
 
     def sample(self, server: ServerContext) -> list[int]:
-        memory, ids = server.memory, sorted(server.roster)
-        here, staying = (set(compress(ids, flags)) for flags in self._presence(server, len(ids)))
-        late = memory.setdefault("late", [])
-        busy = {item["client"] for item in late}
-        last = memory.setdefault("last", {})
-        free = [id for id in ids if id not in busy]
-        rested = [id for id in free if id in here and server.round - last.get(str(id), -self.cool_down) >= self.cool_down]
-        tiers = [
-            [id for id in rested if id not in staying],
-            [id for id in rested if id in staying],
-            [id for id in free if id in here and id not in rested],
-        ]
+        memory, ids = server.memory, np.sort(np.fromiter(server.roster, np.int64, len(server.roster)))
+        here, staying = self._presence(server, ids)
+        late, last = memory.setdefault("late", []), memory.setdefault("last", {})
+        free = ~np.isin(ids, [item["client"] for item in late])
+        tired = [int(id) for id, round in last.items() if server.round - round < self.cool_down]
+        rested = free & here & ~np.isin(ids, tired)
+        tiers = [ids[some] for some in (rested & ~staying, rested & staying, free & here & ~rested)]
         wanted = server.cohort_size
         if "window" in memory:
             soon = memory["clock"] + memory["window"]
             wanted = max(1, wanted - sum(item["arrives"] <= soon for item in late))
         rng = server.rngs["sampling"]
-        cohort = _fill(tiers, wanted, rng) or _fill([free, ids], wanted, rng)
+        cohort = _fill(tiers, wanted, rng) or _fill([ids[free], ids], wanted, rng)
         last.update({str(id): server.round for id in cohort})
         return sorted(cohort)
 
-    def _presence(self, server: ServerContext, count: int) -> tuple[list[bool], list[bool]]:
-        """Continue the chains by one round; return who is there now, and who is expected to be in the next round."""
+    def _presence(self, server: ServerContext, ids: Ids) -> tuple[Flags, Flags]:
+        """Continue the chains of all clients so far by one round.
+
+        Of `ids`, in ascending order, return who is there now, and who is expected to be there in the next round.
+        """
         memory, rng = server.memory, server.rngs["sampling"]
-        if "stay" not in memory:
-            memory["stay"] = torch.from_numpy(rng.uniform(*_STAYS, count))
-            memory["next"] = torch.from_numpy(rng.random(count) < 0.5)
-        now = memory["next"]
-        stays = torch.from_numpy(rng.random(count)) < memory["stay"]
-        memory["next"] = now == stays
-        right = torch.from_numpy(rng.random(count)) < _FORECAST
-        return now.tolist(), (memory["next"] == right).tolist()
+        none = {"known": torch.zeros(0, dtype=torch.int64), "stay": torch.zeros(0).double(), "next": torch.zeros(0).bool()}
+        known, stay, now = (memory.get(name, tensor).numpy() for name, tensor in none.items())
+        if len(fresh := np.setdiff1d(ids, known)):
+            known, stay = np.concatenate([known, fresh]), np.concatenate([stay, rng.uniform(*_STAYS, len(fresh))])
+            now = np.concatenate([now, rng.random(len(fresh)) < 0.5])
+        after = now == (rng.random(len(known)) < stay)
+        staying = after == (rng.random(len(known)) < _FORECAST)
+        memory.update({name: torch.from_numpy(one) for name, one in zip(none, (known, stay, after), strict=True)})
+        order = np.argsort(known)
+        places = order[np.searchsorted(known, ids, sorter=order)]
+        return now[places], staying[places]
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> tuple[StateDict, float]:
         fresh, late, seconds = self._arrivals(server, updates)
@@ -238,11 +241,14 @@ class REFL(Method):
         return fresh, [Update(**item["update"]) for item in ready], length
 
 
-def _fill(tiers: Sequence[Sequence[int]], wanted: int, rng: np.random.Generator) -> list[int]:
-    """Choose `wanted` clients, or all where they are fewer: whole tiers first, then a draw from the tier that is too large."""
+def _fill(tiers: Sequence[Ids | Sequence[int]], wanted: int, rng: np.random.Generator) -> list[int]:
+    """Choose `wanted` clients, or all where they are fewer: whole tiers first, then a draw from the tier that is too large.
+
+    A tier counts in ascending order.
+    """
     chosen: list[int] = []
     for tier in tiers:
-        rest = [id for id in tier if id not in chosen]
+        rest = np.setdiff1d(tier, chosen)
         chosen += drawn(rest, min(wanted - len(chosen), len(rest)), rng)
     return chosen
 

@@ -80,7 +80,7 @@ def build_task(
     described: dict[str, Any] = {"preset": preset.name, "dataset": preset.dataset, "model": name}
     if not isinstance(data, DataSource):
         assert problem is not None
-        described |= {"clients": len(data), "partition": None, "partition_options": {}}
+        described |= {"partition": None, "partition_options": {}}
         return problem, _only(data, ids), described
     source = data
     if problem is None:

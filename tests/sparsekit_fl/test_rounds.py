@@ -20,6 +20,7 @@ from rich.console import Console
 import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.checkpoint import holds_run
+from sparsekit_fl.methods import registry
 from sparsekit_fl.packing import digest
 from sparsekit_fl.problem.metrics import accuracy
 from sparsekit_fl.results import RoundScores
@@ -81,7 +82,6 @@ def test_a_changed_option_and_other_data_are_refused_on_resume_and_named(tmp_pat
         ({"config": changed}, r"config.training.lr: was 0.1, now 0.2"),
         ({"rounds": 5}, r"config.rounds: was 4, now 5.*--set init="),
         ({"method": "fedprox mu=0.5"}, r'method.name: was "fedavg", now "fedprox mu=0.5"'),
-        ({"clients": tiny_clients(9)}, r"clients.count: was 8, now 9"),
         *(({"clients": [replace(first, capability=fl.Capability(**power)), *others]},
            r"clients\.capabilities: was .*, now ") for power in powers),
         ({"clients": clients}, r"clients.data: was"),
@@ -91,6 +91,60 @@ def test_a_changed_option_and_other_data_are_refused_on_resume_and_named(tmp_pat
     with pytest.raises(fl.errors.ResumeError, match="already holds a run"):
         tiny_run(out=tmp_path)
     assert len(tiny_run(out=tmp_path, resume=True).rounds) == 4
+
+
+class Present(Watching):
+    """An engine with some of its clients in each round: `there` has the ids of round 1, 2, …"""
+
+    def __init__(self, *there):
+        super().__init__()
+        self.there = there
+
+    def clients(self, spec, clients):
+        round = max([1, *(request.round + 1 for request, _ in self.seen if request.task == "train")])
+        return {id: clients[id] for id in self.there[min(round, len(self.there)) - 1]}
+
+
+EIGHT = list(range(8))
+SOME = [EIGHT, [0, 1, 2], [0, 1, 2, 3, 4, 9], EIGHT, [5, 6]]
+
+
+@pytest.mark.parametrize("method", sorted(registry))
+def test_clients_come_and_go_in_a_run_of_any_method_and_the_record_says_so(method):
+    clients = [*tiny_clients(), replace(tiny_clients()[0], id=9)]
+    result = tiny_run(method, clients=clients, engine=Present(*SOME), rounds=5)
+    for record, ids in zip(result.rounds, SOME, strict=True):
+        assert set(record.ratios) == set(record.cohort) <= set(ids)
+        assert len(record.cohort) == min(4, len(ids)) or method in ("prunefl", "refl")
+    assert [(one.came, one.went, one.back) for one in result.rounds] == [
+        ("0-7", "", ""), ("", "3-7", ""), ("9", "", "3-4"), ("", "9", "5-7"), ("", "0-4,7", "")
+    ]  # fmt: skip
+    assert (result.clients, [one.id for one in result.final.per_client]) == (9, [5, 6])
+
+
+@pytest.mark.parametrize("method", ["own_models:OwnModels", "fedlps", "refl", "oort"])
+def test_a_run_is_resumed_with_other_clients_and_those_that_come_back_have_their_memories(method, tmp_path):
+    clients = tiny_clients()
+    runs = ((1, clients), (2, clients[:3]), (3, clients[:5]), (None, clients))
+    for place, (last, here) in enumerate(runs):
+        given = {"clients": here, "out": tmp_path, "resume": place > 0}
+        if last is None:
+            result = tiny_run(method, **given)
+        else:
+            with pytest.raises(fl.errors.RunInterrupted):
+                tiny_run(method, callbacks=[StopAfter(last)], **given)
+    assert [(one.came, one.went, one.back) for one in result.rounds] == [
+        ("0-7", "", ""), ("", "3-7", ""), ("", "", "3-4"), ("", "", "5-7")
+    ]  # fmt: skip
+    # The same comings and goings in one run give the same bits: a client that was away has its memory.
+    whole = tiny_run(method, clients=clients, engine=Present(EIGHT, EIGHT[:3], EIGHT[:5], EIGHT))
+    assert whole.final == result.final
+    assert [one.ratios for one in whole.rounds] == [one.ratios for one in result.rounds]
+
+
+def test_a_round_with_fewer_clients_than_it_needs_replies_ends_the_run():
+    with pytest.raises(fl.errors.TooFewRepliesError, match="round 2: 3 clients are there, and min_replies is 4"):
+        tiny_run(engine=Present(*SOME), min_replies=4)
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,10 @@ def test_a_node_gets_only_the_clients_it_was_given_with_their_capabilities_and_t
     assert [client.id for client in Experiment.of(RunOptions(), ids=[2, 5]).clients] == [2, 5]
     server = Experiment.of(own, ids=())
     assert server.clients == []
-    clients = Experiment.of(own, ids=[1, 2]).clients
-    assert [client.capability.ratio for client in clients] == [0.5, 0.25]
-    assert server.with_clients(own, clients).config.capability_levels is None, "drawn levels do not replace them"
+    device = Experiment.of(own, ids=[1, 2])
+    assert [client.capability.ratio for client in device.clients] == [0.5, 0.25]
+    assert device.config == server.config
+    assert server.config.capability_levels is None, "drawn levels do not replace them"
     for options, there in ((RunOptions(), "the clients 0 to 19"), (own, "no clients")):
         with pytest.raises(InvalidValueError, match=rf"the data have {there}, but this node was given \[99\]"):
             Experiment.of(options, ids=[99])
@@ -201,7 +202,7 @@ def _saying(*identities, **more):
 
 
 def test_a_device_says_how_many_examples_and_which_capability_each_of_its_clients_has():
-    clients = GridEngine(_saying(OURS)).introduce(SPEC)
+    clients = GridEngine(_saying(OURS)).clients(SPEC, {})
     for own, known in zip(ROSTER, clients.values(), strict=True):
         assert (known.id, known.capability) == (own.id, own.capability)
         assert [len(known.data.train), len(known.data.val), len(known.data.test)] == [len(own.data.train), 7, 8]
@@ -212,8 +213,11 @@ def test_a_device_that_says_nothing_is_waited_for_once_and_the_others_are_used(m
     monkeypatch.setattr("sparsekit_fl.flower.engine.time", clock)
     grid = _saying(OURS, OURS, fault=lambda message, reply: reply if message.metadata.dst_node_id == 1000 else None)
     engine = GridEngine(grid, nodes=2)
-    assert len(engine.introduce(SPEC)) == len(ROSTER)
+    roster = engine.clients(SPEC, {})
+    assert len(roster) == len(ROSTER)
     assert 300.0 <= clock.now < 301.0
+    assert engine.clients(SPEC, {}) is roster
+    assert clock.now < 301.0, "nobody waits for it in a round"
     assert engine.workers == 1
     assert "SuperNode 1001 is not used: no reply within 300 seconds" in caplog.text
 
@@ -221,7 +225,56 @@ def test_a_device_that_says_nothing_is_waited_for_once_and_the_others_are_used(m
 def test_too_few_devices_are_waited_for_no_longer_than_was_said(monkeypatch):
     monkeypatch.setattr("sparsekit_fl.flower.engine.time", StillClock())
     with pytest.raises(fl.errors.WorkerDiedError, match="1 of 2 SuperNodes came within 5 seconds"):
-        GridEngine(_saying(OURS), nodes=2, wait_seconds=5).introduce(SPEC)
+        GridEngine(_saying(OURS), nodes=2, wait_seconds=5).clients(SPEC, {})
+
+
+class Coming(LocalGrid):
+    """Nodes 1000, 1001, …, of which those in `there` are there; each has the clients that `claims` says, and counts queries."""
+
+    def __init__(self, claims, there):
+        self.claims, self.there, self.queries = claims, there, []
+        app = ClientApp()
+
+        @app.query()
+        def introduce(message, context):
+            self.queries.append(context.node_id)
+            own = [replace(ROSTER[0], id=id) for id in self.claims[context.node_id]]
+            return Message(content(describe_clients(own, OURS)), reply_to=message)
+
+        super().__init__(app, nodes=len(claims))
+
+    def get_node_ids(self):
+        return list(self.there)
+
+
+def test_who_is_there_is_asked_before_each_round_and_each_device_once_as_long_as_it_stays(monkeypatch):
+    monkeypatch.setattr("sparsekit_fl.flower.engine.time", StillClock())
+    grid = Coming({1000: [0, 1], 1001: [2], 1002: [3]}, [1000, 1001])
+    engine = GridEngine(grid, nodes=2)
+    assert sorted(engine.clients(SPEC, {})) == [0, 1, 2]
+    assert engine.clients(SPEC, {}) is engine.clients(SPEC, {})
+    for there, clients in (([1000], [0, 1]), ([1000, 1002], [0, 1, 3]), ([1002, 1001], [2, 3])):
+        grid.there = there
+        assert list(engine.clients(SPEC, {})) == clients
+    assert sorted(grid.queries) == [1000, 1001, 1001, 1002]
+    grid.there = []
+    with pytest.raises(fl.errors.WorkerDiedError, match="no SuperNode can be used"):
+        engine.clients(SPEC, {})
+
+
+def test_two_devices_that_claim_one_client_are_both_named_and_a_newcomer_waits_until_the_other_has_gone(monkeypatch, caplog):
+    monkeypatch.setattr("sparsekit_fl.flower.engine.time", StillClock())
+    grid = Coming({1000: [0, 1], 1001: [1, 2]}, [1000, 1001])
+    with pytest.raises(InvalidValueError, match="SuperNodes 1000 and 1001 both claim client 1; correct option `clients`"):
+        GridEngine(grid, nodes=2).clients(SPEC, {})
+    grid.there = [1001]
+    engine = GridEngine(grid)
+    assert list(engine.clients(SPEC, {})) == [1, 2]
+    grid.there = [1000, 1001]
+    assert list(engine.clients(SPEC, {})) == [1, 2]
+    assert "SuperNode 1000 is not used: SuperNodes 1001 and 1000 both claim client 1" in caplog.text
+    grid.there = [1000]
+    assert list(engine.clients(SPEC, {})) == [0, 1]
 
 
 ROW = [4, 3, 1, 1, 1.0, 1.0, 1.0, 1.0]
@@ -253,4 +306,4 @@ def test_a_node_whose_version_or_model_or_frozen_weights_differ_is_not_used_and_
     assert len(set(identities)) == 4
     for theirs in identities[1:]:
         with pytest.raises(fl.errors.WorkerDiedError, match=r"no SuperNode can be used.*it has sparsekit .*, and the server"):
-            GridEngine(_saying(theirs)).introduce(frozen)
+            GridEngine(_saying(theirs)).clients(frozen, {})

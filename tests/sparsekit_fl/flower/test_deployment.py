@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -93,6 +94,6 @@ def test_a_supernode_that_was_killed_is_missed_and_comes_back_and_the_model_has_
     for client_id, round in ((3, 2), (4, 2), (5, 2), (3, 3), (4, 3), (5, 3)):
         (events / f"raise-{client_id}-{round}").touch()
     _, given = parsed(config)
-    config = Experiment.of(given, ids=()).with_clients(given, tiny_clients(6)).config
+    config = replace(Experiment.of(given, ids=()).config, cohort=6)
     calm = run(Planted(), tiny_problem(), tiny_clients(6), config)
     assert result.final.state_sha256 == calm.final.state_sha256

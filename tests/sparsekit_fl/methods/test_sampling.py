@@ -92,7 +92,7 @@ def test_the_statistical_utility_uses_single_examples_of_the_first_epoch():
 @pytest.fixture
 def everybody(monkeypatch):
     """All clients are there, and are expected to stay."""
-    monkeypatch.setattr(REFL, "_presence", lambda self, server, count: ([True] * count, [True] * count))
+    monkeypatch.setattr(REFL, "_presence", lambda self, server, ids: (ids >= 0, ids >= 0))
 
 
 @pytest.mark.usefixtures("everybody")
@@ -149,9 +149,7 @@ def test_the_average_round_is_a_moving_one():
 
 
 def test_those_who_are_expected_to_leave_are_asked_first(monkeypatch):
-    here = [True] * 8 + [False] * 2
-    likely = [True] * 5 + [False] * 5
-    monkeypatch.setattr(REFL, "_presence", lambda self, server, count: (here, likely))
+    monkeypatch.setattr(REFL, "_presence", lambda self, server, ids: (ids < 8, ids < 5))
     method = REFL(cool_down=2)
     memory: dict = {}
     assert set(method.sample(context(1, memory))) > {5, 6, 7}
@@ -171,7 +169,7 @@ def test_clients_stay_as_they_are_with_their_own_probability(monkeypatch):
     memory, changes, right, before = {}, np.zeros(200), 0.0, None
     method, ctx = REFL(), context(1, memory)
     for _ in range(300):
-        now, expected = method._presence(ctx, 200)
+        now, expected = method._presence(ctx, np.arange(200))
         changes += 0 if before is None else np.array(now) != before
         before = np.array(now)
         right += np.mean(np.array(expected) == memory["next"].numpy())
