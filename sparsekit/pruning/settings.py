@@ -142,7 +142,7 @@ def refuse_unreachable(graph: UnitGraph, costs: CostModel, budget: Budget | None
     # Preferred multiples give way where a budget asks for less.
     free = free_counts(graph, limits, 1 if isinstance(multiples, PreferredMultiple) else multiples)
     if budget is not None:
-        absolute = budget.limits(costs.dense_costs() | {"latency_ms": 0.0})
+        absolute = budget.limits(costs.dense_costs() | {"latency_ms": 1.0})
         absolute.pop("latency_ms", None)
         Problem(graph, {}, costs, absolute, free, budget).check_reachable()
 
