@@ -1,5 +1,6 @@
 """The site and the project: code runs, commands exist, every name has a page, every dependency a reason."""
 
+import ast
 import copy
 import importlib.util
 import operator
@@ -128,6 +129,28 @@ def test_the_python_of_a_page_runs_from_its_top_to_its_end(page, tmp_path, monke
         _run(code, names, f"{page.name}, python block {number}", monkeypatch)
     if page.parent.name == "tutorials" and page.stem in COMMANDS:
         assert execute(shlex.split(COMMANDS[page.stem])) == 0
+
+
+def _text(node):
+    """A string of the code, with `…` for what is computed."""
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts)
+
+
+def test_every_reason_for_which_units_stay_has_a_row_on_the_page_about_reasons():
+    page = (DOCS / "howto" / "not-pruned.md").read_text(encoding="utf-8")
+    listed = [words for row in re.findall(r"^\| (`.*?) \|", page, re.M) for words in re.findall(r"`([^`]*)`", row)]
+    reasons = set()
+    for folder in ("tracing", "labels", "layers"):
+        for path in (ROOT / "sparsekit" / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in (
+                    "fix", "cause", "fix_inputs", "Failure", "Cause",
+                ):  # fmt: skip
+                    reasons |= {_text(each) for each in node.args if isinstance(each, ast.Constant | ast.JoinedStr)}
+    sentences = {each for each in reasons if " " in each and not each.startswith("…")}
+    assert len(sentences) > 50
+    assert [each for each in sentences if not any(words in each for words in listed)] == []
 
 
 def _lines(kind):
