@@ -1,6 +1,6 @@
 """Field: the arms of a SplitUCBV in the unit cube, their rewards, and the choice of the next arm.
 
-`docs/concepts/bandit-constants.md` says what each constant does.
+`docs/contributing/bandit-constants.md` says what each constant does.
 """
 
 import math
