@@ -118,10 +118,16 @@ def train_alike(
             losses[masked] = train_step(masked, optimizer, x, y)  # its graph lives on during the next pass
         assert pair[0].unit_mask() == pair[1].unit_mask(), at
         seen, before = seen + (pair[0].unit_mask() != before), pair[0].unit_mask()
-        states = [{name: value.double() for name, value in masked.state_dict().items()} for masked in pair]
+        states = [{name: value.double() for name, value in whole_state(masked).items()} for masked in pair]
         torch.testing.assert_close(*states, rtol=0, atol=tolerance, msg=lambda told, at=at: f"step {at}: {told}")
     assert seen >= changes
     return pair[0], pair[1]
+
+
+def whole_state(masked: LearnableMask) -> dict[str, Tensor]:
+    """Copies of all that training continues from, with dense weights: those of dropped units at their places."""
+    own = {name: value.clone() for name, value in masked.state_dict().items() if name.startswith("sparsekit.")}
+    return masked.dense_state() | {name: value for name, value in own.items() if not name.startswith("sparsekit.dropped.")}
 
 
 def _itself(model: Any) -> Any:
@@ -241,6 +247,12 @@ class MaskedModel:
 
     def follow(self) -> None:
         pass
+
+    def names(self) -> dict[str, list[str]]:
+        return {name: [name] for name in self.module.state_dict()}
+
+    def dropped(self) -> list[Tensor]:
+        return []
 
     def compact(self) -> nn.Module:
         return compact(self.module, self.graph, self.mask)

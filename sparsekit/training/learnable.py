@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import in_transform, is_exporting, is_followed, outside_compiler
+from sparsekit._torch import identity, in_transform, is_exporting, is_followed, outside_compiler
 from sparsekit.allocation import check_ratio, ratio_counts
 from sparsekit.criteria.batches import Batch, Loss, example_count, read_batches
 from sparsekit.errors import ForeignMaskError, InvalidValueError
@@ -20,7 +20,7 @@ from sparsekit.measure import Budget, CostModel, cost_model
 from sparsekit.pruning.result import Pruned, PrunePlan
 from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.training import start
-from sparsekit.training.checkpoint import Checkpoint
+from sparsekit.training.checkpoint import Checkpoint, Loaded, fingerprint
 from sparsekit.training.importance import GradientImportance, ImportanceSteps, importance_targets, on_backward
 from sparsekit.training.moving_mask import MovingMask
 from sparsekit.training.narrow_model import NarrowModel
@@ -219,6 +219,7 @@ class LearnableMask(MovingMask):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiling: bool) -> Any:
         if compiling:
             warnings.warn(start.UNCOMPILED, stacklevel=2)
+        self._check_shown()
         rule, run = self._rule, partial(self.narrow_model.run, args, kwargs)
         if rule is None or not torch.is_grad_enabled():
             return run()
@@ -286,7 +287,7 @@ class LearnableMask(MovingMask):
         elif mask is None and isinstance(rule, GradientImportance):
             steps = ImportanceSteps(rule, self.graph.units)
         self.learning, self._rule, self._widths = rule, steps, 1.0 if narrows else widths
-        self._mask_given, self.mask_changed = mask is not None, False
+        self._mask_given, self.mask_changed, self._shown = mask is not None, False, None
         if learning is not None:
             self._watch()
         for optimizer in self.optimizers:
@@ -305,53 +306,76 @@ class LearnableMask(MovingMask):
             self._rule.load(state, self.scores, self.narrow_model.version)
         self._chosen_for = self._widths
 
+    @cached_property
+    def _units(self) -> Tensor:
+        return fingerprint(self.graph)
+
     def _checkpoint(self) -> Checkpoint:
         rule = {} if self._rule is None else self._rule.state()
-        dense, budget = self.narrow_model.dense_state(), str(self.budget or "")
-        return Checkpoint(dense, self.importance(), self.narrow_model.mask, self.ratio, budget, rule)
+        flat = [*self.narrow_model.mask.values()]
+        mask = torch.cat(flat) if flat else torch.zeros(0, dtype=torch.bool)
+        return Checkpoint(self.narrow_model, self._units, self.scores, mask, self.ratio, str(self.budget or ""), rule)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the dense state under the model's own keys, and under `sparsekit.` keys importance, mask, ratio and state of
-        the rule.
+        """Return the narrow weights under the model's own keys, and under `sparsekit.` keys the weights of dropped units,
+        importance, mask, ratio and state of the rule.
+
+        As for any module, weights are the tensors themselves: what writes into them, as a moving average does, changes the
+        mask. A tied weight has one entry, so that every library can save the dict. For dense weights, see `dense_state`.
 
         Save the state dict of the optimizer with it and load both, in either order.
         """
-        destination: dict[str, Any] | None = args[0] if args else kwargs.get("destination")
+        self._check_shown()
+        found: dict[str, Any] = super().state_dict(*args, **kwargs)
         prefix: str = args[1] if len(args) > 1 else kwargs.get("prefix", "")
-        destination = {} if destination is None else destination
-        destination.update({prefix + name: value for name, value in self._checkpoint().entries().items()})
-        return destination
+        for _, *others in self.narrow_model.names().values():
+            for name in others:
+                del found[prefix + name]
+        with torch.inference_mode(False), torch.no_grad():
+            checkpoint = self._checkpoint()
+            found.update({prefix + name: value for name, value in checkpoint.entries().items()})
+        self._shown = checkpoint.mask, identity(checkpoint.mask)
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load what `state_dict` returned, or a dense state. With `strict`, a state that does not fit changes nothing."""
+        self._strict = strict
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        finally:
+            self._strict = False
 
     def _load_from_state_dict(
-        self, state: dict[str, Any], prefix: str, _metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
+        self, state: dict[str, Any], prefix: str, _metadata: Any, _strict: bool, missing: Any, unexpected: Any, errors: Any
     ) -> None:
-        """Read a checkpoint, and apply it only if it has no fault; torch then finds the narrow entries in `state`."""
-        found, lacking, strange, faults = Checkpoint.parse(state, prefix, self._checkpoint())
-        missing += lacking if strict else ()
-        unexpected += strange if strict else ()
+        """Read a state, and apply it only if it has no fault; torch then finds the narrow entries in `state`."""
+        found, lacking, strange, faults = self._checkpoint().parse(state, prefix)
+        missing += lacking
+        unexpected += strange
         errors += faults
-        if not faults and not (strict and (lacking or strange)):
+        if found is not None and not (self._strict and (lacking or strange)):
             self._apply_checkpoint(found)
-        for name in [name for name in state if name.startswith(prefix)]:
+        for name in [name for name in state if name.startswith(prefix) and not name.endswith("_extra_state")]:
             del state[name]
         # The tensors themselves: load_state_dict(assign=True) then puts each in its own place, and optimizers keep theirs.
-        state |= {prefix + name: tensor for name, tensor in self.model.state_dict(keep_vars=True).items()}
+        own = self.model.state_dict(keep_vars=True)
+        state |= {prefix + name: value for name, value in own.items() if isinstance(value, Tensor)}
 
-    def _apply_checkpoint(self, found: Checkpoint) -> None:
+    def _apply_checkpoint(self, found: Loaded) -> None:
         # State that was just loaded into an optimizer belongs to these units already.
         following = [optimizer for optimizer in self.optimizers if optimizer not in self.optimizers.just_loaded]
         self.narrow_model.set_mask(found.mask, following)
         self.narrow_model.load(found.dense, found.mask)
         self.vectors.follow()
-        self.scores.copy_(torch.cat([*found.importance.values()]))
+        self.scores.copy_(found.importance)
         counts = found.mask.counts()
         by_ratio = self.budget is None and counts == ratio_counts(self.graph, found.ratio)
         self._widths = found.ratio if by_ratio else counts
         self._resume(found.rule)
-        self.mask_changed = False
+        self.mask_changed, self._shown = False, None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.mask_changed = False
+        self.mask_changed, self._shown = False, None
         if self._watched:
             watch(self)

@@ -10,8 +10,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from sparsekit._torch import identity
 from sparsekit.allocation.shares import mask_from_scores, ratio_counts
-from sparsekit.errors import ForeignMaskError, InvalidValueError
+from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedModelError
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.optimizer_state import HasState
 from sparsekit.training.importance import ImportanceSteps, UnitVectors, split_units
@@ -49,6 +50,8 @@ class MovingMask(nn.Module):
         self._mask_given = False  # whether the mask stays until the next `load`, whatever importance says
         self.mask_changed = False  # whether the mask has changed since an optimizer may have been loaded
         self._watched = False  # whether hooks look for optimizers and wrappers: only if the mask may change
+        self._strict = False  # whether a state dict that does not fit is loaded in no part
+        self._shown: tuple[Tensor, tuple[int, int]] | None = None  # mask in the latest state dict, and its identity then
         self._rule: ImportanceSteps | NarrowingSteps | None = None
         self.scores: Tensor = torch.zeros(0)  # Float32 for models in bfloat16 or float16
 
@@ -67,8 +70,21 @@ class MovingMask(nn.Module):
         """Return the units that are kept now: hard, no gradient."""
         return self.narrow_model.mask
 
+    def _check_shown(self) -> None:
+        """Refuse to run or save weights that something wrote for other units, through the state dict that was made last."""
+        if self._shown is not None and identity(self._shown[0]) != self._shown[1]:
+            mask = self._shown[0]
+            if not torch.equal(mask, torch.cat([*self.narrow_model.mask.values()])):
+                raise UnsupportedModelError(
+                    "the mask of other units was written into the state dict of this LearnableMask, as by a moving average of a"
+                    " mask that changes; its weights would mix those of different units. Make the average once the mask stays"
+                    " (masked.may_change is False), or set all at once: masked.load_state_dict(state)"
+                )
+            self._shown = mask, identity(mask)
+
     def compact(self) -> nn.Module:
         """Return the sparse model as a plain, smaller module with the same outputs; a copy."""
+        self._check_shown()
         return self.narrow_model.compact()
 
     def dense_state(self) -> dict[str, Tensor]:
@@ -187,7 +203,7 @@ class MovingMask(nn.Module):
     def _change(self, mask: UnitMask) -> None:
         self._watch()
         self.optimizers.check_change()
-        self.mask_changed = True
+        self.mask_changed, self._shown = True, None
         rule, old, before = self._rule, self.narrow_model.mask, None
         if isinstance(rule, NarrowingSteps) and rule.batches:
             before = self.narrow_model.compact()

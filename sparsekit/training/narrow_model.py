@@ -4,7 +4,7 @@ Its parameters are leaves, so a step costs as much as in a natively narrow netwo
 A change of mask saves them in the dense copy and gathers them again. The dense weights of a dropped unit do not change.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import buffers_of
+from sparsekit.errors import InvalidValueError
 from sparsekit.graph import Axes, StateDict, UnitGraph, UnitMask, cut_axes, gather, narrow_shape, scatter_
 from sparsekit.graph.index import scatter
 from sparsekit.layers import Rules, find_rule, resize
@@ -98,6 +99,7 @@ class NarrowModel:
         """Dense tensors outside the state, by name."""
         self._dense: dict[str, Tensor] = {}
         self._owned: set[str] = set()  # keys of dense tensors that are copies of our own
+        self._rest: dict[tuple[torch.device, torch.dtype], Tensor] | None = None  # in place of dense tensors, see `dropped`
         self._axes: dict[str, dict[int, Tensor]] = {}
         self.version = 0  # counts loads and changes of the mask
         self.mask = UnitMask.full(graph)
@@ -129,7 +131,7 @@ class NarrowModel:
         mask = UnitMask.full(self.graph) if mask is None else mask
         mask.check(self.graph)
         self.mask, self._axes = mask, self.graph.kept_indices(mask)
-        self._dense = {}
+        self._dense, self._rest = {}, None
         self._owned = set()
         self.version += 1
         for entry in self._entries:
@@ -181,6 +183,9 @@ class NarrowModel:
         if mask == self.mask:
             return
         optimizers = list(optimizers)
+        if self._rest is not None:
+            self._dense, self._rest = self._dense_tensors(), None
+            self._owned = set(self._dense)
         before, after = self._axes, self.graph.kept_indices(mask)
         changed = []
         for entry in self._touched:
@@ -207,6 +212,54 @@ class NarrowModel:
                     state.update(carried)
         self._fit_module()
 
+    def dropped(self) -> list[Tensor]:
+        """Return the entries of dropped units themselves, not copies: one flat tensor for each device and type.
+
+        They replace the dense tensors until the mask changes, so they take up no memory of their own.
+        """
+        if self._rest is None:
+            parts: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+            for entry in self._touched:
+                dense = self._dense[entry.key]
+                parts.setdefault((dense.device, dense.dtype), []).append(dense[self._left_out(entry, self._axes)])
+            self._rest = {kind: torch.cat(own) for kind, own in parts.items()}
+            self._dense = {}
+        return list(self._rest.values())
+
+    def _left_out(self, entry: _Entry, axes: Mapping[str, Axes]) -> Tensor:
+        """Return bool (dense shape), True where an entry belongs to a dropped unit; `axes` of the kept ones, by key."""
+        shape, own = self.graph.shapes[entry.key], axes.get(entry.key, {})
+        narrow = torch.zeros(narrow_shape(shape, own), dtype=torch.bool)
+        return scatter_(narrow, torch.ones(shape, dtype=torch.bool), cut_axes(shape, own)).to(entry.tensor.device)
+
+    def place(self, dropped: Sequence[Tensor], axes: Mapping[str, Axes]) -> dict[str, Tensor]:
+        """Return key → dense tensor that is zero where units are kept, from the flat tensors of a mask with these `axes`.
+
+        Raises:
+            InvalidValueError: a flat tensor has another size.
+        """
+        parts: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
+        for entry in self._touched:
+            left_out = self._left_out(entry, axes)
+            parts.setdefault((entry.tensor.device, entry.tensor.dtype), []).append((entry.key, left_out))
+        found = {}
+        for number, ((device, dtype), own) in enumerate(parts.items()):
+            sizes = [int(left_out.sum()) for _, left_out in own]
+            shape = dropped[number].shape if number < len(dropped) else None
+            if shape != (sum(sizes),):
+                raise InvalidValueError(f"expected the shape ({sum(sizes)},) of the weights of dropped units, got {shape}")
+            for (key, left_out), part in zip(own, dropped[number].to(device, dtype).split(sizes), strict=True):
+                found[key] = torch.zeros(left_out.shape, device=device, dtype=dtype).masked_scatter_(left_out, part)
+        return found
+
+    def _dense_tensors(self) -> dict[str, Tensor]:
+        """Return key → dense tensor with the entries of dropped units; those of kept units have any value."""
+        return self._dense if self._rest is None else self.place(list(self._rest.values()), self._axes)
+
+    def names(self) -> dict[str, list[str]]:
+        """Return key of each entry → its names in a state dict, in order; tied ones have several."""
+        return {entry.key: entry.names for entry in self._entries}
+
     def _read(self, read: Callable[[_Entry], Tensor]) -> dict[str, Tensor]:
         pairs = ((entry.names, read(entry)) for entry in self._entries)
         found = {name: tensor for names, tensor in pairs for name in names}
@@ -218,10 +271,11 @@ class NarrowModel:
 
     def dense_state(self) -> dict[str, Tensor]:
         """Return the dense state as a new dict: kept entries as trained, dropped ones as they were when last kept."""
+        dense = self._dense_tensors()
 
         def whole(entry: _Entry) -> Tensor:
             cut = self._cut(entry.key)
-            return scatter_(entry.tensor, self._dense[entry.key].clone(), cut) if cut else entry.tensor.clone()
+            return scatter_(entry.tensor, dense[entry.key].clone(), cut) if cut else entry.tensor.clone()
 
         return self._read(whole)
 
@@ -238,4 +292,4 @@ class NarrowModel:
         return [gather(state[key].detach().to(leaves[key]), self._cut(key)) for key in keys]
 
     def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
-        self._dense = {name: function(tensor) for name, tensor in self._dense.items()}
+        self._dense, self._rest = {name: function(tensor) for name, tensor in self._dense_tensors().items()}, None

@@ -161,10 +161,11 @@ def _guard(wrapper: nn.Module, _name: str, module: nn.Module | None) -> None:
             if part in _masks:
                 if not isinstance(wrapper, AveragedModel):
                     _join(wrapper, part)
-                elif part.learning is not None:
+                elif part.may_change:
                     raise UnsupportedModelError(
-                        "AveragedModel averages by place, where a mask that learns holds other units after every change;"
-                        " average the compact model, AveragedModel(masked.compact()), or wrap a mask without learning="
+                        "AveragedModel averages by place, where a mask that learns holds other units after every change; make"
+                        " it after the last cut (masked.may_change is False), average the compact model,"
+                        " AveragedModel(masked.compact()), or wrap a mask without learning="
                     )
 
 

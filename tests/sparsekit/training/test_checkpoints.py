@@ -45,10 +45,13 @@ FAULTS: dict[str, Any] = {
     "a missing entry": lambda state: {name: value for name, value in state.items() if name != "3.bias"},
     "an entry too many": lambda state: {**state, "3.other": torch.zeros(2)},
     "a value": lambda state: {**state, "3.weight": 5.0},
-    "importance": lambda state: {**state, "sparsekit.importance.3": torch.full((6,), torch.nan)},
-    "a mask of numbers": lambda state: {**state, "sparsekit.mask.3": torch.ones(6)},
-    "a mask of another width": lambda state: {**state, "sparsekit.mask.3": torch.ones(7) > 0},
-    "an empty mask": lambda state: {**state, "sparsekit.mask.3": torch.zeros(6, dtype=torch.bool)},
+    "importance": lambda state: {**state, "sparsekit.importance": torch.full((24,), torch.nan)},
+    "a mask of numbers": lambda state: {**state, "sparsekit.mask": torch.ones(24)},
+    "a mask of another width": lambda state: {**state, "sparsekit.mask": torch.ones(25) > 0},
+    "an empty mask": lambda state: {**state, "sparsekit.mask": torch.arange(24) < 8},
+    "another mask": lambda state: {**state, "sparsekit.mask": torch.ones(24) > 0},
+    "fewer dropped weights": lambda state: {**state, "sparsekit.dropped.0": torch.zeros(3)},
+    "other units": lambda state: {**state, "sparsekit.units": torch.zeros(8, dtype=torch.uint8)},
     "a ratio": lambda state: {**state, "sparsekit.ratio": torch.tensor(1.5)},
 }
 

@@ -155,7 +155,7 @@ def test_a_mask_learns_from_passes_whose_backward_pass_ran_in_either_mode(learni
     assert torch.equal(masked.importance_vector(), twin.importance_vector())
     assert masked.unit_mask() == twin.unit_mask()
     assert masked.report == twin.report
-    state = twin.state_dict()
+    state = copy.deepcopy(twin.state_dict())
     twin(x)
     pair[1][1].param_groups[0]["lr"] = 0.0
     pair[1][1].step()
