@@ -85,7 +85,7 @@ def main() -> None:
     )
     report("trained", small, began)
 
-    sk.save_pretrained(small, "small")
+    small.save_pretrained("small")
     again = sk.load_pretrained("small")
     prompt = tokenizer(PROMPT, return_tensors="pt")
     print(tokenizer.decode(again.generate(**prompt, max_new_tokens=16, do_sample=False, use_cache=True)[0]))

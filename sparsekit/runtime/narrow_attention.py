@@ -15,6 +15,11 @@ class NarrowMultiheadAttention(nn.MultiheadAttention):
     `head_dim` is unchanged, `num_heads` heads are left, and `embed_dim`, `kdim` and `vdim` are the widths of the inputs.
     """
 
+    def _reset_parameters(self) -> None:
+        """Draw weights, as torch and transformers do before they load a state: torch's own method needs full heads."""
+        for entry in self.parameters(recurse=False):
+            nn.init.xavier_uniform_(entry) if entry.dim() > 1 else nn.init.zeros_(entry)
+
     def forward(
         self,
         query: Tensor,

@@ -1,16 +1,19 @@
 """compact() cuts masked units away, expand() puts them back."""
 
-import functools
+import copy
+import os
+import weakref
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedModelError
+from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph, UnitMask, cut_axes
 from sparsekit.graph.index import scatter
 from sparsekit.layers import LayerRule
+from sparsekit.registry import load_object
 from sparsekit.surgery.rebuild import named_constants, named_entries, narrow_in_place, narrow_module, narrow_state
 
 
@@ -55,26 +58,35 @@ def compact(
                 " the model was traced; trace it again"
             )
     small = (narrow_in_place if inplace else narrow_module)(model, graph, mask, rules)
-    return guard_pretrained(small, cut=not all(bool(keep.all()) for keep in mask.values()))
+    return bind_saving(small)
 
 
-def guard_pretrained(compact: nn.Module, *, cut: bool) -> nn.Module:
-    """Make `save_pretrained` of a pruned model of transformers raise an error, and return the model.
+class _Saving:
+    """The `save_pretrained` of a pruned model, which it refers to weakly: a circle would keep dropped models in memory."""
 
-    It would write the configuration of the dense model, which does not fit the weights.
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+
+    def __call__(self, folder: str | os.PathLike[str], **options: Any) -> None:
+        """Write a folder with the widths of the model: `sparsekit.save_pretrained`."""
+        load_object("sparsekit.transformers.pretrained:save_pretrained")(self._model(), folder, **options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Saving":
+        return _Saving(copy.deepcopy(self._model(), memo))  # type: ignore[arg-type]  # who copies it has the model
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Saving, (self._model(),)
+
+
+def bind_saving(pruned: nn.Module) -> nn.Module:
+    """Let `save_pretrained` of a pruned model of transformers, and of such models inside of it, write the widths.
+
+    The method of the class would write the configuration of the dense model, which does not fit the weights.
     """
-    if cut and callable(getattr(compact, "save_pretrained", None)) and hasattr(compact, "config"):
-        compact.save_pretrained = functools.partial(_refuse, type(compact).__name__)  # type: ignore[assignment]
-    return compact
-
-
-def _refuse(model: str, *_args: Any, **_kwargs: Any) -> NoReturn:
-    raise UnsupportedModelError(
-        f"save_pretrained of this compact {model} would write a config with the widths of the dense model, which"
-        " from_pretrained cannot load. Where all layers keep one shape, sparsekit.fit_config(small, graph, mask) makes the"
-        " config fit. sparsekit.save_pretrained(small, folder) and sparsekit.load_pretrained(folder) take layers of any widths."
-        f" If you have changed the config yourself: {model}.save_pretrained(model, folder)"
-    )
+    for module in pruned.modules():
+        if callable(getattr(module, "save_pretrained", None)) and hasattr(module, "config"):
+            module.save_pretrained = _Saving(module)  # type: ignore[assignment]
+    return pruned
 
 
 def compact_state(state: StateDict, graph: UnitGraph, mask: UnitMask) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from sparsekit.graph.index import inverse_index
 from sparsekit.layers import LayerRule, resize
 from sparsekit.registry import load_object
 from sparsekit.runtime.safe_convolution import guard_convolutions
+from sparsekit.surgery.compaction import bind_saving
 from sparsekit.surgery.files import check_proof, damage, digest, make_proof, read_file, write_file
 from sparsekit.surgery.rebuild import copy_with, find_constants, named_entries
 from sparsekit.version import __version__
@@ -136,7 +137,7 @@ def load_compact(
                 entry.requires_grad_(name not in fixed)
         if spec["proof"] is not None:
             check_proof(path, small, spec["proof"])
-    return small
+    return bind_saving(small)
 
 
 def load_mask(path: str | os.PathLike[str], graph: UnitGraph) -> UnitMask:

@@ -17,7 +17,7 @@ from sparsekit.graph import Axes, StateDict, UnitGraph, UnitMask, cut_axes, gath
 from sparsekit.graph.index import scatter
 from sparsekit.layers import Rules, find_rule, resize
 from sparsekit.runtime.safe_convolution import guard_convolutions
-from sparsekit.surgery.compaction import guard_pretrained
+from sparsekit.surgery.compaction import bind_saving
 from sparsekit.surgery.optimizer_state import HasState, carried_state, entries_that_stay
 from sparsekit.surgery.rebuild import (
     copy_with,
@@ -284,7 +284,7 @@ class NarrowModel:
         small = copy_with(self.module, {})
         for parameter in small.parameters():
             parameter.grad = None
-        return guard_pretrained(small, cut=not all(bool(keep.all()) for keep in self.mask.values()))
+        return bind_saving(small)
 
     def gather(self, state: StateDict, keys: Iterable[str]) -> list[Tensor]:
         """Return the kept part of some entries of a dense state, in the shapes and dtypes of their narrow leaves."""

@@ -1,86 +1,183 @@
-"""Folders and configurations of cut models of the package transformers."""
+"""Folders and configurations of pruned models of the package transformers."""
 
+import contextlib
 import copy
 import itertools
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors import SafetensorError
+from torch import Tensor, nn
 
-from sparsekit.errors import CompactFileError, UnsupportedModelError, require
+from sparsekit.errors import CompactFileError, InvalidValueError, UnsupportedModelError, require
 from sparsekit.graph import UnitGraph, UnitMask
-from sparsekit.surgery import load_compact, save_compact
+from sparsekit.layers import resize
+from sparsekit.runtime.safe_convolution import guard_convolutions
+from sparsekit.surgery.compaction import bind_saving
+from sparsekit.surgery.files import damage
+from sparsekit.surgery.rebuild import named_entries
+from sparsekit.transformers.widths import FILE, KEY, find_widths, modeling_file, plain_config, set_widths, tensors_of
 
-_WEIGHTS = "compact.safetensors"
 _TRIES = 400
+_TEXT = [
+    f"{name}.json" for name in ("added_tokens", "chat_template", "special_tokens_map", "tokenizer", "tokenizer_config", "vocab")
+]
+_TEXT += ["chat_template.jinja", "merges.txt", "sentencepiece.bpe.model", "spiece.model", "tokenizer.model", "vocab.txt"]
+_TEXT += ["preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"]
+"""Files of tokenizers and processors."""
 _Change = tuple[tuple[str, ...], int]  # path of a number in the configuration, new value
 
 
-def _configuration(model: nn.Module) -> Any:
-    config = getattr(model, "config", None)
-    if not hasattr(config, "save_pretrained"):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no configuration of the package transformers; save it with sparsekit.save_compact"
-        )
-    return config
+def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **options: Any) -> None:
+    """Write a pruned model of the package transformers as a folder that transformers loads without sparsekit.
 
-
-def save_pretrained(small: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Write a cut model of the package transformers: the configuration of the dense model, and the narrow weights.
-
-    Layers of different widths cannot be written by the model's own method, since a configuration has one number for all of
-    them. `load_pretrained` reads the folder. It has the name of the class, so no code is needed to load it.
+    The method `save_pretrained` of a pruned model calls this, so that a `Trainer` writes such folders too. If the configuration
+    says the widths (after `fit_config`), the folder is like that of a dense model. Otherwise `config.json` lists the widths,
+    and `modeling_pruned.py` sets them: `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` loads it, and so
+    does `load_pretrained`, which runs no code of the folder. The tokenizer is copied if the folder of the dense model, or the
+    cache of transformers, has it. Of a model of PEFT, the adapter alone is saved, as its own method does.
 
     Args:
-        small: What `compact` or `prune` returned, trained further or not.
+        model: What `compact`, `prune` or `load_pretrained` returned, trained further or not; or a dense model.
         folder: Made if it does not exist.
+        options: Options of the `save_pretrained` of transformers, such as `max_shard_size`.
 
     Raises:
-        UnsupportedModelError: the model is not one of transformers.
+        UnsupportedModelError: the model is not of a class of transformers, or has other modules than its class, such as
+            unmerged adapters.
+        InvalidValueError: `push_to_hub` was given.
         OSError: the folder cannot be written.
     """
-    config = copy.deepcopy(_configuration(small))
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    config.architectures = [type(small).__name__]
-    config.save_pretrained(path)
-    if (generation := getattr(small, "generation_config", None)) is not None:
-        generation.save_pretrained(path)
-    save_compact(small, path / _WEIGHTS)
+    transformers = require("transformers")
+    kind = _kind(model, transformers)
+    if options.get("push_to_hub"):
+        raise InvalidValueError("save_pretrained of a pruned model cannot push; call model.push_to_hub(name) instead")
+    if kind is None:  # an adapter alone, which knows nothing of widths
+        type(model).save_pretrained(model, folder, **options)  # type: ignore[attr-defined]
+        return
+    pruned: Any = model
+    config = plain_config(pruned.config)
+    widths = find_widths(model, kind, config)
+    narrow = bool(widths["shapes"] or widths["numbers"])
+    if narrow:
+        Path(folder, "config.json").unlink(missing_ok=True)  # an old one would not fit the new weights
+        own, state = tensors_of(model), options.get("state_dict") or model.state_dict()
+        options["state_dict"] = state | {name: own[name] for name in widths["shapes"] if name not in state}
+    kind.save_pretrained(model, folder, **options)
+    if not options.get("is_main_process", True):
+        return
+    config.architectures, config.dtype = [kind.__name__], pruned.config.dtype
+    if narrow:
+        config.architectures = [f"Pruned{kind.__name__}"]
+        config.auto_map = dict.fromkeys(_auto_classes(kind, config, transformers), f"{FILE}.{config.architectures[0]}")
+        setattr(config, KEY, widths)
+        Path(folder, f"{FILE}.py").write_text(modeling_file(model, kind.__name__), encoding="utf-8")
+    config.save_pretrained(folder)
+    _copy_tokenizer(config, Path(folder), transformers)
 
 
-def load_pretrained(folder: str | os.PathLike[str]) -> Any:
-    """Load what `save_pretrained` wrote, in eval mode: a model of its class in transformers, which generates as before.
+def _kind(model: nn.Module, transformers: Any) -> Any:
+    """Return the class of transformers that a folder names; None for adapters, which have files of their own."""
+    known = isinstance(model, transformers.PreTrainedModel)
+    if getattr(model, "_hf_peft_config_loaded", False) or (not known and hasattr(model, "peft_config")):
+        return None
+    config = getattr(model, "config", None)
+    # What transformers loaded from a folder that has the class in a file: that of the dense model is its base.
+    own = type(model).__bases__[0] if hasattr(config, KEY) and type(model).__name__.startswith("Pruned") else type(model)
+    if known and getattr(transformers, own.__name__, None) is own:
+        return own
+    raise UnsupportedModelError(
+        f"{type(model).__name__} is not a class of transformers, so that no folder can name it; save it with"
+        " sparsekit.save_compact, and load it with sparsekit.load_compact"
+    )
+
+
+def _auto_classes(kind: type[nn.Module], config: Any, transformers: Any) -> list[str]:
+    """Return the names of the classes `AutoModel…` that load this class."""
+    found = []
+    for name in dir(transformers):
+        if name.startswith("AutoModel"):
+            classes = getattr(getattr(transformers, name), "_model_mapping", {}).get(type(config), ())
+            if kind in (classes if isinstance(classes, tuple | list) else (classes,)):
+                found.append(name)
+    return found or ["AutoModel"]
+
+
+def _copy_tokenizer(config: Any, folder: Path, transformers: Any) -> None:
+    """Copy files of the tokenizer from where the model was loaded, if they are on this machine."""
+    source = getattr(config, "_name_or_path", "")
+    for name in _TEXT if source else ():
+        with contextlib.suppress(OSError, ValueError):  # no such folder, or a name that no cache has
+            found = transformers.utils.cached_file(
+                source, name, local_files_only=True, _raise_exceptions_for_missing_entries=False
+            )
+            if found is not None and not (folder / name).exists():
+                shutil.copyfile(found, folder / name)
+
+
+def load_pretrained(folder: str | os.PathLike[str], **options: Any) -> Any:
+    """Load a folder that `save_pretrained` wrote: a model of its class in transformers, in eval mode.
+
+    No code of the folder runs. Weights are read once, into the model itself.
 
     Args:
-        folder: With `config.json` and the narrow weights.
+        folder: With `config.json` and weights; also that of a dense model.
+        options: Options of the `from_pretrained` of transformers: `dtype` (otherwise that of the configuration), `device_map`,
+            `attn_implementation`, …
 
     Returns:
-        The narrow model, on the CPU, in the dtypes of the file.
+        The pruned model, on the CPU unless `device_map` says otherwise.
 
     Raises:
         MissingDependencyError: transformers is not installed.
-        CompactFileError: the folder names no class of transformers, or its weights are damaged.
+        CompactFileError: the folder names no class of transformers, or its widths or weights are damaged.
         OSError: files are missing.
     """
     transformers = require("transformers")
     config = transformers.AutoConfig.from_pretrained(folder)
-    name = (config.architectures or ["none"])[0]
-    kind = getattr(transformers, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+    widths = getattr(config, KEY, None)
+    with damage(folder):
+        name = widths["class"] if widths else (config.architectures or ["none"])[0]
+    kind: Any = getattr(transformers, name, None)
+    if kind is None or not issubclass(kind, transformers.PreTrainedModel):
         raise CompactFileError(f"{folder} names {name!r}, which is not a model of transformers {transformers.__version__}")
-    model = load_compact(Path(folder) / _WEIGHTS, lambda: kind(config))
-    if (Path(folder) / "generation_config.json").exists():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-    return model.eval()
+    if widths is None:
+        return kind.from_pretrained(folder, **options)
+
+    saved: dict[str, Tensor] = {}
+
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        kind.__init__(self, config, *args, **kwargs)
+        saved.update(named_entries(self))
+        with damage(folder):
+            set_widths(self, widths)
+        resize(self)
+
+    narrow: Any = type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})
+    try:
+        model, found = narrow.from_pretrained(folder, **options, output_loading_info=True)
+    except (SafetensorError, RuntimeError) as error:
+        raise CompactFileError(f"the weights in {folder} cannot be loaded: {error}; copy or save them again") from error
+    if missing := sorted(found["missing_keys"] | found["unexpected_keys"]):
+        raise CompactFileError(
+            f"the weights in {folder} do not fit its config.json: {missing[0]!r} and {len(missing) - 1} more"
+        )
+    model.__class__, model.config = kind, plain_config(model.config)
+    for name, buffer in list(model.named_buffers()):
+        if name not in saved:
+            home, _, entry = name.rpartition(".")
+            model.get_submodule(home).register_buffer(entry, buffer, persistent=False)
+    guard_convolutions(model)
+    return bind_saving(model)
 
 
 def fit_config(small: nn.Module, graph: UnitGraph, mask: UnitMask) -> dict[str, int]:
-    """Set the configuration of a cut model of the package transformers, and let it be saved by `save_pretrained`.
+    """Write equal widths of all layers into the configuration of a pruned model, whose folder then needs no modeling file.
 
     Numbers of the configuration that equal a width before the cut are changed until the class builds a model of exactly the
     shapes of the cut one, on the meta device. Equal layers must have kept equally many units: make the mask from
@@ -100,7 +197,11 @@ def fit_config(small: nn.Module, graph: UnitGraph, mask: UnitMask) -> dict[str, 
         ForeignMaskError: the mask belongs to another graph.
     """
     mask.check(graph)
-    config = _configuration(small)
+    config = getattr(small, "config", None)
+    if not hasattr(config, "save_pretrained"):
+        raise UnsupportedModelError(
+            f"{type(small).__name__} has no configuration of the package transformers; save it with sparsekit.save_compact"
+        )
     counts = mask.counts()
     cut = [name for name, group in graph.groups.items() if counts[name] < group.size]
     pairs = {pair for name in cut for pair in _pairs(graph, name, counts[name])}
@@ -112,7 +213,6 @@ def fit_config(small: nn.Module, graph: UnitGraph, mask: UnitMask) -> dict[str, 
         _set(tried, chosen)
         if _fits(small, tried, shapes, pairs):
             _set(config, chosen)
-            vars(small).pop("save_pretrained", None)  # what refuses to write a wrong configuration
             return {".".join(path): value for path, value in chosen}
     classes = sorted({re.sub(r"\d+", "#", name) for name in cut})
     raise UnsupportedModelError(

@@ -137,10 +137,10 @@ class Pretrained(nn.Module):
         torch.save(self.state_dict(), folder / "weights.pt")
 
 
-def test_save_pretrained_of_a_cut_model_names_the_function_that_can(tmp_path: Path) -> None:
+def test_save_pretrained_of_a_pruned_model_of_another_library_names_the_function_that_can(tmp_path: Path) -> None:
     small = sk.LearnableMask(Pretrained(), (torch.randn(2, 4),), ratio=0.5).compact()
     for each in (small, copy.deepcopy(small)):
-        with pytest.raises(sk.errors.UnsupportedModelError, match=r"sparsekit\.save_pretrained"):
+        with pytest.raises(sk.errors.UnsupportedModelError, match=r"sparsekit\.save_compact"):
             each.save_pretrained(tmp_path)
     Pretrained.save_pretrained(small, tmp_path)
 
