@@ -1,4 +1,4 @@
-"""Numbers on pages: every result of the README and of the evidence is in docs/claims.toml, with its command and conditions.
+"""Numbers on pages: every result of the README and of docs/ is in docs/claims.toml, with its command and conditions.
 
 A result is a number with a unit (%, ×, "times", points, a time, a size, FLOPs), or a number in a table. Names of models,
 versions and code are left out, and so is a page that a program writes, which `generated` names.
@@ -14,7 +14,16 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOUND = tomllib.loads((ROOT / "docs" / "claims.toml").read_text(encoding="utf-8"))
 CLAIMS = FOUND["claim"]
-PAGES = ["README.md", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs" / "evidence").glob("*.md")))]
+FREE = ("contributing", "howto/coming-from", "howto/compatibility", "howto/not-faster", "howto/pruning", "concepts/costs")
+"""Pages whose numbers are settings, not results."""
+PAGES = [
+    "README.md",
+    *(
+        path.relative_to(ROOT).as_posix()
+        for path in sorted((ROOT / "docs").rglob("*.md"))
+        if not path.relative_to(ROOT / "docs").as_posix().startswith(FREE)
+    ),
+]
 NUMBER = r"(?<![\w.-])\d[\d,]*(?:\.\d+)?"
 UNIT = r"(?: |-)?(?:%|×|(?:ms|µs|s|h|times|points?|seconds?|minutes?|hours?|MiB|GiB|KB|MB|[kMGT]?FLOPs)\b)"
 
