@@ -37,6 +37,7 @@ def without(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
         constants={name: constant for name, constant in graph.constants.items() if name in constants},
         ties=tuple(tied for tied in graph.ties if set(tied) <= kept.keys()),
         sizes=tuple(size for size in graph.sizes if size.group in kept),
+        free=tuple(each for each in graph.free if each.group in kept),
         norms=tuple(site for site in norms if site.units),
         unprunable=(
             *graph.unprunable,
@@ -48,6 +49,20 @@ def without(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
 def only(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
     """Return the graph with some groups alone, named as for `without`; the units of all others are unprunable."""
     return without(graph, graph.groups.keys() - _checked(graph, groups))
+
+
+def within(graph: UnitGraph, home: str) -> UnitGraph:
+    """Return the graph with the integers and free lengths of one module alone, under the names that they have there."""
+
+    def is_inside(module: str) -> bool:
+        return f"{module}.".startswith(f"{home}.")
+
+    cut = len(home) + 1
+    return replace(
+        graph,
+        sizes=tuple(replace(size, module=size.module[cut:]) for size in graph.sizes if is_inside(size.module)),
+        free=tuple(replace(place, module=place.module[cut:]) for place in graph.free if is_inside(place.module)),
+    )
 
 
 def compact_graph(graph: UnitGraph, mask: UnitMask) -> UnitGraph:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparsekit.errors import ForeignMaskError, InvalidValueError
-from sparsekit.graph.groups import Constant, NormSite, SizeAttribute, UnitGroup, UnitSlice, Unprunable, group_order
+from sparsekit.graph.groups import Constant, FreeLength, NormSite, SizeAttribute, UnitGroup, UnitSlice, Unprunable, group_order
 from sparsekit.graph.held import Path
 from sparsekit.graph.index import StateDict, gate, narrow_shape
 
@@ -38,6 +38,7 @@ class UnitGraph:
         norms: Normalization calls that average over the kept units only; empty unless `prune_hidden_size=True`.
         aliases: State-dict keys that share one tensor, such as tied weights.
         constants: Name → tensor outside the state that holds units, and is cut with them.
+        free: Lengths in calls of `reshape` that a narrow model leaves to torch.
     """
 
     groups: Mapping[str, UnitGroup]
@@ -48,6 +49,7 @@ class UnitGraph:
     norms: tuple[NormSite, ...] = ()
     aliases: tuple[tuple[str, ...], ...] = ()
     constants: Mapping[str, Constant] = field(default_factory=dict)
+    free: tuple[FreeLength, ...] = ()
 
     def __repr__(self) -> str:
         """Return a summary on one line: `print(graph.groups[name])` shows one group, `sparsekit units` all of them."""

@@ -138,6 +138,25 @@ class SizeAttribute:
 
 
 @dataclass(frozen=True)
+class FreeLength:
+    """A length in a call of `reshape` or `view` that a narrow model leaves to torch: the code reads it off another tensor.
+
+    Args:
+        module: Qualified name of the module.
+        function: Its method.
+        call: The call, as `ast.unparse` writes it.
+        at: Number of the length among those that the call writes out; ~number if the call takes the shape as a whole.
+        group: A group that needs it.
+    """
+
+    module: str
+    function: str
+    call: str
+    at: int
+    group: str = ""
+
+
+@dataclass(frozen=True)
 class Constant:
     """A tensor that a module holds outside the state: a non-persistent buffer, or a tensor in an attribute, list or dict."""
 

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from sparsekit.graph.groups import Kind, Refusal
+from sparsekit.graph.groups import FreeLength, Kind, Refusal
 from sparsekit.labels.numbers import Held, IntArray, Source
 
 LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).resolve().parents[1]) + os.sep)
@@ -134,6 +134,7 @@ class Borrow:
     nodes: IntArray
     others: IntArray
     cause: Cause
+    free: FreeLength | None = None  # if torch may work the length out in its place
 
 
 @dataclass(frozen=True, eq=False)

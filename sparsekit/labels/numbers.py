@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from sparsekit.graph.groups import FreeLength
 from sparsekit.graph.held import Path
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
@@ -183,6 +184,9 @@ class Given:
     numbers: Mapping[int, Number] = field(default_factory=dict)  # value → the number with this value that was read
     plain: frozenset[int] = frozenset()  # integers that were not read from a tensor or module, such as literals
     shape: tuple[int, ...] = ()  # all integers, in order
+    place: Callable[[int, int], FreeLength | None] | None = None
+    """Takes an axis and the rank of a result: where code calls for it, if torch may work its length out."""
+    site: object = None  # the same for calls from one place
 
     @classmethod
     def of(cls, *arguments: Any) -> Given:
@@ -203,4 +207,5 @@ class Given:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for calls with equal integers from equal sources."""
-        return tuple((int(number), number.held if isinstance(number, Number) else None) for number in self.shape)
+        numbers = ((int(number), number.held if isinstance(number, Number) else None) for number in self.shape)
+        return (*numbers, self.site)

@@ -364,21 +364,25 @@ class Tracer:
         literal = {axis: size for axis, (g, size) in enumerate(zip(given, lengths, strict=True)) if size in g.plain}
         cause = self.cause("") if literal else OUTPUT
         self.facts.append(Count(nodes, tuple(read), literals=tuple(literal.values()), cause=cause))
-        if nodes.ndim == 1:
-            self._borrow(nodes, given[0].numbers.get(lengths[0]))
+        for axis, (each, size) in enumerate(zip(given, lengths, strict=True)):
+            self._borrow(nodes, each.numbers.get(size), dims[axis] if dims else None, rank)
         for axis, size in literal.items():
             for held in self.held.get(self.module, ()):
                 if held.value == size:
                     alone = [frozenset({held}) if other == axis else frozenset() for other in range(len(lengths))]
                     self.facts.append(Count(nodes, tuple(alone), "equal"))
 
-    def _borrow(self, nodes: IntArray, length: Number | None) -> None:
-        """Note that the length of an axis was read from an axis of other units."""
+    def _borrow(self, nodes: IntArray, length: Number | None, dim: int | None, rank: int) -> None:
+        """Note that the length of an axis was read from an axis of other units; `nodes` are as in `sized`."""
+        own, place = nodes.reshape(-1), self.given.place
         for source in () if length is None else length.factors:
-            if isinstance(source, Size) and source.nodes.size == nodes.size and not np.array_equal(source.nodes, nodes):
+            if isinstance(source, Size) and source.nodes.size and not np.array_equal(source.nodes, own):
+                free = None if dim is None or place is None else place(dim, rank)
+                if free is None and (nodes.ndim > 1 or source.nodes.size != own.size):
+                    continue
                 remedy = "write -1 in place of the width of another tensor"
                 cause = self.cause("its width is read from units that cannot be pruned", "number", remedy)
-                self.facts.append(Borrow(nodes, source.nodes, cause))
+                self.facts.append(Borrow(own, source.nodes, cause, free))
 
     def count(self, nodes: IntArray, module: str, attribute: str) -> None:
         """Note that an attribute of a layer, an integer or a tuple of one, counts these units."""

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from sparsekit._torch import ConvNd, parameters_of, persistent_buffers, refresh_flat_weights
 from sparsekit.errors import ForeignMaskError, UnsupportedModelError
 from sparsekit.graph import StateDict, UnitGraph, cut_axes, gather
+from sparsekit.graph.edit import within
 from sparsekit.graph.groups import Constant
 from sparsekit.graph.held import held_at, held_tensors, set_held, shown
 from sparsekit.graph.index import moved_axes
 from sparsekit.layers import LayerRule, resize
+from sparsekit.runtime.free_lengths import free_lengths
 from sparsekit.runtime.safe_convolution import guard_convolutions
 
 
@@ -235,8 +237,7 @@ def narrow_block(model: nn.Module, graph: UnitGraph, keep: Mapping[str, Tensor],
         [replace(each, module=each.module[len(prefix) :]) for key, each in graph.constants.items() if key.startswith(prefix)],
     )
     resize(small)
-    own = (replace(size, module=size.module[len(prefix) :]) for size in graph.sizes if f"{size.module}.".startswith(prefix))
-    set_sizes(small, replace(graph, sizes=tuple(own)), {group: int(stays.sum()) for group, stays in keep.items()})
+    set_sizes(small, within(graph, name), {group: int(stays.sum()) for group, stays in keep.items()})
     guard_convolutions(small)
     return small
 
@@ -277,7 +278,9 @@ _WEIGHTS = ("weight", "weight_v", "weight_orig", *(f"parametrizations.weight.ori
 
 
 def set_sizes(model: nn.Module, graph: UnitGraph, counts: Mapping[str, int]) -> None:
-    """Set the integers that follow the number of units: `counts` is group name → units kept."""
+    """Set the integers that follow the number of units, and free lengths: `counts` is group name → units kept."""
+    for place in graph.free:
+        free_lengths(model.get_submodule(place.module), [(place.function, place.call, place.at)])
     for (name, path), value in graph.numbers(counts).items():
         try:
             module = model.get_submodule(name)

@@ -20,6 +20,7 @@ from sparsekit.graph.held import held_at, held_numbers, set_held, shown
 from sparsekit.graph.index import inverse_index
 from sparsekit.layers import LayerRule, resize
 from sparsekit.registry import load_object
+from sparsekit.runtime.free_lengths import restore_free_lengths
 from sparsekit.runtime.safe_convolution import guard_convolutions
 from sparsekit.surgery.compaction import bind_saving
 from sparsekit.surgery.files import check_proof, damage, digest, make_proof, read_file, write_file
@@ -131,6 +132,7 @@ def load_compact(
         for name, module in small.named_modules():
             _set_attributes(path, name, module, spec["modules"][name][1])
         _set_numbers(path, small, spec["numbers"])
+        restore_free_lengths(small)
         fixed = set(spec["fixed"])
         for name, entry in _entries(small)[0].items():
             if isinstance(entry, nn.Parameter):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from sparsekit._torch import buffers_of, without_modes
 from sparsekit.errors import UnsupportedModelError
-from sparsekit.graph.edit import only
+from sparsekit.graph.edit import only, within
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup
 from sparsekit.layers import Rules
@@ -346,6 +346,7 @@ def _place(graph: UnitGraph, names: tuple[str, ...]) -> str:
     paths = [piece.name.rpartition(".")[0] for name in names for piece in graph.groups[name].slices]
     paths += [graph.constants[piece.name].module for name in names for piece in graph.groups[name].constants]
     paths += [size.module for size in graph.sizes if size.group in names]
+    paths += [place.module for place in graph.free if place.group in names]
     paths += [site.module for site in graph.norms if site.units.keys() & set(names)]
     steps = zip(*(path.split(".") for path in paths), strict=False)
     return ".".join(names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, steps))
@@ -361,10 +362,9 @@ def _part_of(graph: UnitGraph, home: str, names: list[str], block: nn.Module) ->
         return replace(group, slices=own, constants=constants)
 
     return replace(
-        whole,
+        within(whole, home),
         groups={name: local(group) for name, group in whole.groups.items()},
         shapes={name: tensor.shape for name, tensor in named_entries(block).items()},
-        sizes=tuple(replace(size, module=size.module[cut:]) for size in whole.sizes),
         norms=tuple(replace(site, module=site.module[cut:]) for site in whole.norms),
         constants={key[cut:]: replace(each, module=each.module[cut:]) for key, each in whole.constants.items()},
     )

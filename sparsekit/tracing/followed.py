@@ -6,19 +6,24 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import Token
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from sparsekit.graph.groups import FreeLength
 from sparsekit.graph.held import Path, map_numbers
+from sparsekit.labels.facts import LIBRARIES
 from sparsekit.labels.numbers import USED, Given, Held, Number, Size, find_integers, note_use
 from sparsekit.labels.tracer import Tracer
 from sparsekit.layers import LayerRule, find_rule
+from sparsekit.runtime.free_lengths import place_of
 
 _SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 _UNFLATTEN = (Tensor.unflatten, torch.unflatten)
+_RESHAPES = (Tensor.reshape, Tensor.view, torch.reshape)
 _COUNTS = (Tensor.numel, torch.numel, Tensor.nelement)
 _MAKERS = (torch.tensor, torch.as_tensor, torch.full, torch.scalar_tensor, Tensor.new_tensor, Tensor.new_full, Tensor.fill_)
 _ITSELF = Size()
@@ -59,6 +64,18 @@ def hold_numbers(tracer: Tracer, model: nn.Module, rules: Mapping[type[nn.Module
         for attribute, value in map_numbers(module, remember).items():
             vars(module)[attribute] = value
         tracer.held[name] = held
+
+
+def _is_borrowed(number: Number) -> bool:
+    return any(isinstance(source, Size) and source.nodes.size for source in number.factors)
+
+
+def _caller() -> FrameType:
+    """Return the innermost frame outside of this package, which is not torch's own: its functions are written in C++."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(LIBRARIES[1]) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 class FollowNumbers(TorchFunctionMode):
@@ -109,11 +126,22 @@ class FollowNumbers(TorchFunctionMode):
             dim, sizes = (args[k] if len(args) > k else kwargs[name] for k, name in ((1, "dim"), (2, "sizes")))
             before_it = dim % args[0].dim()
             given = replace(given, shape=(*[-1] * before_it, *sizes, *[-1] * (args[0].dim() - 1 - before_it)))
+        if func in _RESHAPES and -1 not in given.shape and any(_is_borrowed(number) for number in given.numbers.values()):
+            given = self._placed(given, _caller())
         before, self.tracer.given = self.tracer.given, given
         try:
             return func(*args, **kwargs)
         finally:
             self.tracer.given = before
+
+    def _placed(self, given: Given, caller: FrameType) -> Given:
+        module, name = self.tracer.running, self.tracer.module
+
+        def place(dim: int, rank: int) -> FreeLength | None:
+            found = place_of(module, caller, dim, rank)
+            return None if found is None else FreeLength(name, *found)
+
+        return replace(given, place=place, site=(id(caller.f_code), caller.f_lasti))
 
     def _lengths(self, tensor: Tensor) -> list[int]:
         labels = self.tracer.known(tensor)

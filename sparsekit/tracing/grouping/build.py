@@ -16,7 +16,15 @@ from sparsekit.graph.groups import NormSite, Refusal, UnitGroup, UnitSlice, Unpr
 from sparsekit.labels.facts import Average, Borrow, Cause, Count, Fact, Heads, Keep, Least, Make, Merge, Read, Tie, of
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import NOT_ZERO, Entry, IntArray
-from sparsekit.tracing.grouping.sizes import Candidate, chosen_sizes, counted_parts, find_sizes, share_widths, split_ties
+from sparsekit.tracing.grouping.sizes import (
+    Candidate,
+    chosen_sizes,
+    counted_parts,
+    find_free,
+    find_sizes,
+    share_widths,
+    split_ties,
+)
 
 _UNREAD = Cause("", "nothing reads its units", "expected")
 _AVERAGED = Cause("", "nothing but an average over its units reads them")
@@ -291,6 +299,7 @@ def build(tracer: Tracer, shapes: Mapping[str, torch.Size], facts: Iterable[Fact
         norms,
         aliases=tuple(entry.names for entry in tracer.entries if len(entry.names) > 1 and not entry.constants),
         constants={each.name: each for entry in tracer.entries for each in entry.constants if each.name in used},
+        free=find_free(of(Borrow, facts), root, group_of),
     )
     return Built(graph, members, candidates, root, facts)
 

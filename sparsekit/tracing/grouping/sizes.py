@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import SizeAttribute, UnitGroup
+from sparsekit.graph.groups import FreeLength, SizeAttribute, UnitGroup
 from sparsekit.graph.held import Path
 from sparsekit.labels.facts import Borrow, Cause, Compare, Count, Fact, Keep, Merge, of
 from sparsekit.labels.numbers import Held, IntArray, Size, Source
@@ -62,6 +62,8 @@ def share_widths(borrows: Iterable[Borrow], root: IntArray, whole: npt.NDArray[n
     found: list[Merge | Keep] = []
     for borrow in borrows:
         nodes, others = borrow.nodes, borrow.others
+        if borrow.free is not None:
+            continue
         if np.array_equal(np.sort(root[nodes]), np.sort(root[others])):  # the same units, maybe in another order
             continue
         apart = root[nodes] != root[others]
@@ -72,6 +74,17 @@ def share_widths(borrows: Iterable[Borrow], root: IntArray, whole: npt.NDArray[n
         if free.any():
             found.append(Merge(nodes[free], others[free]))
     return found
+
+
+def find_free(borrows: Iterable[Borrow], root: IntArray, group_of: Mapping[int, str]) -> tuple[FreeLength, ...]:
+    """Return the lengths for torch to work out: those of units of groups that the code reads off other units."""
+    found: dict[FreeLength, None] = {}
+    for borrow in borrows:
+        units = np.unique(root[borrow.nodes])
+        if borrow.free is not None and not np.array_equal(units, np.unique(root[borrow.others])):
+            names = dict.fromkeys(group_of[unit] for unit in units.tolist() if unit in group_of)
+            found |= dict.fromkeys(replace(borrow.free, group=name) for name in names)
+    return tuple(found)
 
 
 def _varying(nodes: IntArray, root: IntArray) -> list[int]:
