@@ -51,7 +51,7 @@ def only(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
     return without(graph, graph.groups.keys() - _checked(graph, groups))
 
 
-def within(graph: UnitGraph, home: str) -> UnitGraph:
+def inside(graph: UnitGraph, home: str) -> UnitGraph:
     """Return the graph with the integers and free lengths of one module alone, under the names that they have there."""
 
     def is_inside(module: str) -> bool:

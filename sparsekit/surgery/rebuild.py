@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sparsekit._torch import ConvNd, parameters_of, persistent_buffers, refresh_flat_weights
 from sparsekit.errors import ForeignMaskError, UnsupportedModelError
 from sparsekit.graph import StateDict, UnitGraph, cut_axes, gather
-from sparsekit.graph.edit import within
+from sparsekit.graph.edit import inside
 from sparsekit.graph.groups import Constant
 from sparsekit.graph.held import held_at, held_tensors, set_held, shown
 from sparsekit.graph.index import moved_axes
@@ -237,7 +237,7 @@ def narrow_block(model: nn.Module, graph: UnitGraph, keep: Mapping[str, Tensor],
         [replace(each, module=each.module[len(prefix) :]) for key, each in graph.constants.items() if key.startswith(prefix)],
     )
     resize(small)
-    set_sizes(small, within(graph, name), {group: int(stays.sum()) for group, stays in keep.items()})
+    set_sizes(small, inside(graph, name), {group: int(stays.sum()) for group, stays in keep.items()})
     guard_convolutions(small)
     return small
 

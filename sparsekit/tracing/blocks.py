@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from sparsekit._torch import buffers_of, without_modes
 from sparsekit.errors import UnsupportedModelError
-from sparsekit.graph.edit import only, within
+from sparsekit.graph.edit import inside, only
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup
 from sparsekit.layers import Rules
@@ -362,7 +362,7 @@ def _part_of(graph: UnitGraph, home: str, names: list[str], block: nn.Module) ->
         return replace(group, slices=own, constants=constants)
 
     return replace(
-        within(whole, home),
+        inside(whole, home),
         groups={name: local(group) for name, group in whole.groups.items()},
         shapes={name: tensor.shape for name, tensor in named_entries(block).items()},
         norms=tuple(replace(site, module=site.module[cut:]) for site in whole.norms),
