@@ -337,6 +337,11 @@ class RunConfig(Checked):
         "Capabilities to draw from, each in (0, 1]. Every level is equally likely. None keeps the capability that each "
         "client brings along. Default: None.",
     )
+    too_small: Literal["note", "skip"] = option(
+        "note",
+        "What happens to a device that can train less than the least submodel, one unit of each group. note: it trains that, "
+        "and the result says how much that is; skip: it is not asked. Default: note.",
+    )
     redraw_capability: bool = option(
         False, "Draw the capability of each client again in every round, and not once. Default: false."
     )

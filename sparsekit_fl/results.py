@@ -143,7 +143,7 @@ class RoundRecord:
         dropped: Id and reason of clients whose work did not count.
         loss: Training loss, mean over the valid updates weighted by examples; None if no client reports one.
         accuracy: Training accuracy, likewise.
-        ratios: Client id → executed ratio, of those whose work counted.
+        ratios: Client id → share of the whole model that it trained, of those whose work counted.
         cost: Cost of the run so far.
         seconds: Simulated seconds of this round, with scoring.
         evaluation: Means over all clients or a sample; None if this round was not scored.

@@ -37,6 +37,7 @@ from sparsekit_fl.results import (
 )
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec, by_id
+from sparsekit_fl.stored import ids_text
 
 _log = logging.getLogger(__name__)
 
@@ -191,7 +192,7 @@ def _result(
         environment=describe_environment(workers=workers, device=spec.config.device),
         experiment=experiment,
         state=state,
-        note="\n".join(filter(None, (spec.method.note, server.note))),
+        note="\n".join(filter(None, (spec.method.note, server.note()))),
         stopped=view.stopped,
     )
 
@@ -246,6 +247,7 @@ def _run_round(server: Server, view: RunView, run_clients: RunClients) -> tuple[
             f"round {round}: {len(ctx.roster)} clients are there, and min_replies is {spec.config.min_replies}"
         )
     requests = server.requests(ctx)
+    skipped = [f"clients {ids_text(server.skipped)} are too small, and were not asked"] if server.skipped else []
     replies, good, dropped = _collect(server, ctx, requests, run_clients)
     seconds = server.aggregate(ctx, good, replies)
     ids, whole = _scored_after(round, list(server.clients), spec.config)
@@ -262,11 +264,11 @@ def _run_round(server: Server, view: RunView, run_clients: RunClients) -> tuple[
         dropped=tuple((client_id, str(error)) for client_id, error in dropped.items()),
         loss=_mean("loss", good),
         accuracy=_mean("accuracy", good),
-        ratios={update.client_id: update.ratio for update in good},
+        ratios={update.client_id: update.share for update in good},
         cost=view.cost + cost,
         seconds=cost.simulated_seconds,
         evaluation=RoundScores.of(found, lower=spec.problem.lower) if found else None,
-        notes=(*(reply.note for reply in replies if reply.note), *unscored),
+        notes=(*skipped, *(reply.note for reply in replies if reply.note), *unscored),
     )
     return record, found if last else None
 

@@ -1,17 +1,19 @@
 """Server: writes the requests of a round, checks the updates, and changes the model."""
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from sparsekit.allocation import check_ratio
+from sparsekit.allocation import check_ratio, ratio_counts
 from sparsekit.errors import InvalidValueError, SparsekitError
-from sparsekit.graph import StateDict, UnitGraph
+from sparsekit.graph import StateDict, UnitGraph, UnitMask
 from sparsekit_fl.checkpoint import Memories, Remembered, State
-from sparsekit_fl.client.context import Rngs, rowmask_flops, stream, timed
+from sparsekit_fl.client.context import Rngs, rowmask_flops, share_of, stream, timed
 from sparsekit_fl.client.messages import Reply, Request, Update, request_bytes, update_bytes, upload_dtype
 from sparsekit_fl.config import RunConfig, Upload
 from sparsekit_fl.errors import ClientError, UpdateError
@@ -61,11 +63,6 @@ class Roster(Mapping[int, ClientInfo]):
     def __contains__(self, client_id: object) -> bool:
         return client_id in self._clients
 
-    @property
-    def was_read(self) -> bool:
-        """Whether somebody has looked a client up."""
-        return bool(self._read)
-
     def __len__(self) -> int:
         return len(self._clients)
 
@@ -83,7 +80,9 @@ class Server:
         self.spec, self.clients, self._remembered = spec, clients, remembered
         self.state = state or State(0, clone(spec.initial))
         self._names = spec.shared_names()
-        self.note = ""  # what a reader of the numbers must know, besides the note of the method
+        self._notes = dict[str, str]()
+        self.skipped = list[int]()
+        self._small, self._least = dict[int, float](), 0.0  # capabilities of devices that get more than they can train
         self.seen, self._there = set[int](), set[int]()
         self._met: Mapping[int, Client] | None = None
 
@@ -128,9 +127,16 @@ class Server:
             trained=spec.trained,
         )
 
+    def note(self) -> str:
+        """Return what a reader of the numbers must know, besides the note of the method."""
+        return "\n".join(self._notes.values())
+
     def requests(self, ctx: ServerContext) -> list[Request]:
-        """Sample the cohort of a round, and write its requests; raise InvalidValueError if the sample is wrong."""
-        spec, round, roster = self.spec, ctx.round, ctx.roster
+        """Sample the cohort of a round, and write its requests; raise InvalidValueError if the sample is wrong.
+
+        If the run skips devices that are too small for the least submodel, `skipped` has their ids.
+        """
+        spec, round = self.spec, ctx.round
         cohort = spec.method.sample(ctx)
         wrong = sorted({id for id in cohort if id not in ctx.roster or cohort.count(id) > 1})
         if wrong or not cohort:
@@ -138,24 +144,50 @@ class Server:
                 f"method {spec.method.name!r} sampled {cohort} in round {round}; sample() must return distinct clients out of"
                 " server.roster"
             )
+        small = self._too_small(ctx, cohort) if spec.method.uses_capability else []
+        self.skipped = small if spec.config.too_small == "skip" else []
         requests = list[Request]()
-        for client_id in cohort:
+        for client_id in (id for id in cohort if id not in self.skipped):
             task = ctx.tasks[client_id] = spec.method.assign(ctx, client_id)
-            if not self.note and not requests and isinstance(roster, Roster) and roster.was_read:
-                self._warn_of_equal_devices()
             more = {"mask": task.mask, "ratio": check_ratio(task.ratio), "extra": task.extra}
             requests.append(self._request(round, ctx.roster, client_id, state=ctx.state, **more))
+        if not requests:
+            raise InvalidValueError(f"round {round}: {self.note()} Use another model, or RunConfig(too_small='note')")
         return requests
 
-    def _warn_of_equal_devices(self) -> None:
-        """Note if a method that reads capabilities finds none that is limited: it then cuts no model, and waits for nobody."""
+    def _too_small(self, ctx: ServerContext, cohort: Sequence[int]) -> list[int]:
+        """Return the clients that cannot train the least submodel; note them, or that no device is limited."""
         if self.spec.config.capability_levels is None and all(one.capability == Capability() for one in self.clients.values()):
-            self.note = "Every client has the full capability, so the method cuts no model and waits for nobody."
-            _log.warning(
-                "%s uses the capabilities of clients. %s Draw them from levels, as in"
-                " RunConfig(capability_levels=(1, 0.5, 0.25)), or use preset.config(...), as the command line does.",
-                *(self.spec.method.name, self.note),
+            told = "Every client has the full capability, so the method cuts no model and waits for nobody."
+            advice = (
+                "Draw them from levels, as in RunConfig(capability_levels=(1, 0.5, 0.25)), or use preset.config(...), as the"
             )
+            self._tell("equal", told, f"{told} {advice} command line does.")
+            return []
+        self._least = self._least or self.spec.method.least(ctx)
+        found = {id: ctx.roster[id].capability.ratio for id in cohort}
+        small = {id: ratio for id, ratio in found.items() if ratio < self._least * (1 - 1e-9)}
+        if small:
+            self._small |= small
+            lowest, highest = min(self._small.values()), max(self._small.values())
+            can = f"{lowest:.2g}" if lowest == highest else f"{lowest:.2g} to {highest:.2g}"
+            done = "are not asked" if self.spec.config.too_small == "skip" else "train that, in more time than the others"
+            what = "FLOPs" if ctx.capability_of == "flops" else "units"
+            told = (
+                f"The least submodel has {self._least:.2g} of the {what}; {len(self._small)} of {len(self.seen)} clients can"
+                f" train {can} only, and {done}."
+            )
+            advice = (
+                "A model whose groups have more units can be cut further; RunConfig(too_small=...) notes or skips such devices."
+            )
+            self._tell("small", told, f"{told} {advice}")
+        return list(small)
+
+    def _tell(self, name: str, note: str, warning: str) -> None:
+        """Keep a note, and log a warning when it is first made."""
+        if name not in self._notes:
+            _log.warning("%s uses the capabilities of clients. %s", self.spec.method.name, warning)
+        self._notes[name] = note
 
     def scoring(self, ids: Iterable[int], *, with_shared: bool, with_model: bool) -> list[Request]:
         state, roster = self.shared(), Roster(self.clients, self.spec.config, self.state.round)
@@ -187,14 +219,15 @@ class Server:
                 ctx.failed[request.client_id] = 1.0 if request.ratio is None else request.ratio
                 error.add_note(f"Where it failed:\n{reply.traceback}")
             raise error
-        update = reply.update
+        update, task, costs = reply.update, ctx.tasks[request.client_id], self.spec.costs
         try:
             examples = ctx.roster[request.client_id].examples
-            check_update(update, request, ctx.graph, ctx.state, examples=examples, upload=self.spec.config.upload)
+            own = task.mask if isinstance(task.mask, UnitMask) and not task.own_mask else None
             training = self.spec.config.training
             passes = training.local_epochs * -(-examples // training.batch_size) * training.batch_size
-            whole = 3 * rowmask_flops(self.spec.costs) * (passes + _FURTHER_EXAMPLES)
-            check_answer(update, ctx.tasks[request.client_id], whole=whole)
+            whole = 3 * rowmask_flops(costs, own) * (passes + _FURTHER_EXAMPLES)
+            check(update, request, ctx.graph, ctx.state, task, examples=examples, upload=self.spec.config.upload, whole=whole)
+            update = self._with_share(ctx, update, task)
         except UpdateError:
             raise
         except Exception as error:
@@ -203,6 +236,28 @@ class Server:
             raise UpdateError(told) from error
         # What was rounded on the way is added up as exactly as anything else.
         return replace(update, delta={name: tensor.to(ctx.state[name].dtype) for name, tensor in update.delta.items()})
+
+    def _with_share(self, ctx: ServerContext, update: Update, task: Task) -> Update:
+        """Return an update with the share of the model that was trained, and the ratio that ran.
+
+        Raises:
+            UpdateError: the mask that the client chose keeps more units than its task allows.
+        """
+        of, costs = ctx.capability_of, ctx.costs
+        if not isinstance(update.mask, UnitMask):
+            told = not task.own_mask or update.ratio == task.ratio or task.ratio < 1.0
+            share = task.ratio if told else share_of(costs, update.mask, of)
+            return replace(update, ratio=share, share=share)
+        share = share_of(costs, update.mask, of)
+        if task.own_mask and share > task.ratio * (1 + 1e-9) and task.ratio < 1.0:
+            counts = ratio_counts(ctx.graph, ctx.width(task.ratio))
+            equal = UnitMask({name: torch.arange(group.size) < counts[name] for name, group in ctx.graph.groups.items()})
+            if share > share_of(costs, equal, of) * (1 + 1e-9):
+                raise UpdateError(
+                    f"the update of client {update.client_id} has {share:.3g} of the model, its task {task.ratio:.3g}"
+                )
+        # Where the least submodel is larger than the ratio, that ran.
+        return replace(update, ratio=max(share, task.ratio) if update.ratio == task.ratio else share, share=share)
 
     def aggregate(self, ctx: ServerContext, updates: Sequence[Update], replies: Sequence[Reply] = ()) -> float | None:
         """Aggregate updates that `validate` returned, let the method learn from them, and count the memories of their clients.
@@ -221,12 +276,21 @@ class Server:
         return seconds
 
 
-def check_update(
-    update: Update, request: Request, graph: UnitGraph, state: StateDict, *, examples: int, upload: Upload = "float32"
+def check(
+    update: Update,
+    request: Request,
+    graph: UnitGraph,
+    state: StateDict,
+    task: Task,
+    *,
+    examples: int,
+    upload: Upload = "float32",
+    whole: float = math.inf,
 ) -> None:
-    """Raise UpdateError unless an update, under its own mask, may touch the shared `state`; nothing was changed.
+    """Raise UpdateError unless an update is as its task says, and may touch the shared `state`; nothing was changed.
 
-    `examples` is the number of training examples that the client is known to have, `upload` the type of changes.
+    `examples` is the number of training examples that the client is known to have, `upload` the type of changes, and
+    `task.work` · `whole` the largest number of FLOPs.
     """
     who = f"the update of client {update.client_id}"
     if (update.round, update.client_id) != (request.round, request.client_id):
@@ -239,6 +303,16 @@ def check_update(
             update.mask.check(graph)
     except SparsekitError as error:
         raise UpdateError(f"{who} has a wrong ratio or mask: {error}") from error
+    if not task.own_mask and update.mask != task.mask:
+        raise UpdateError(
+            f"{who} has another mask than its task; if clients choose what they train, assign Task(own_mask=True), and"
+            ' aggregate with mean(over="all") (untrained entries count as unchanged) or mean(over="holders") (mean over the'
+            " clients that hold an entry)"
+        )
+    if not task.own_mask and update.ratio != task.ratio:
+        raise UpdateError(
+            f"{who} has the ratio {update.ratio:.4g}, its task {task.ratio:.4g}; Task(own_mask=True) lets clients choose"
+        )
     if set(update.delta) != set(state):
         strange = sorted(set(update.delta) ^ set(state))[:5]
         raise UpdateError(f"{who} must hold exactly the shared entries; missing or unknown: {strange}")
@@ -263,17 +337,6 @@ def check_update(
     counted = (cost.flops_training, cost.flops_paper, cost.flops_scoring)
     if min(counted) < 0 or not all(0 <= seconds < _MAX_SECONDS for seconds in (cost.simulated_seconds, cost.wall_seconds)):
         raise UpdateError(f"{who} reports a cost that is negative, or a time without end")
-
-
-def check_answer(update: Update, task: Task, *, whole: float) -> None:
-    """Raise UpdateError unless an update holds what its task asked for, with no more work than `task.work` · `whole` FLOPs."""
-    who = f"the update of client {update.client_id}"
-    if update.mask is not None and task.mask is None and not task.partial:
-        raise UpdateError(
-            f"{who} leaves out parts of entries, and its task asked for whole ones; if clients choose what they train, assign"
-            ' Task(partial=True), and aggregate with mean(over="all") (untrained entries count as unchanged) or'
-            ' mean(over="holders") (mean over the clients that hold an entry)'
-        )
     missing = [name for name in task.metrics if name not in update.metrics]
     if missing:
         raise UpdateError(f"{who} lacks the metrics {missing}")

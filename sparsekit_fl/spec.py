@@ -24,14 +24,14 @@ from sparsekit.surgery import save_compact
 from sparsekit.tracing import trace_units
 from sparsekit.training import GradientImportance, LearnableMask
 from sparsekit_fl.checkpoint import Memories
-from sparsekit_fl.client.context import ClientContext, Memory, Purpose, Rngs, stream
+from sparsekit_fl.client.context import ClientContext, Memory, Purpose, Rngs, share_of, stream
 from sparsekit_fl.client.fit import check_training
 from sparsekit_fl.client.messages import Cost, Evaluation, Reply, Request, Update, upload_dtype
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.errors import ClientError
 from sparsekit_fl.layers import Layer, trace_layers
 from sparsekit_fl.methods.base import Method, Setup
-from sparsekit_fl.methods.client import Result, Task, keep_model, kept_model, load
+from sparsekit_fl.methods.client import Model, Result, Task, keep_model, kept_model, load
 from sparsekit_fl.models import model_path, read_initial
 from sparsekit_fl.packing import Kept, Mask, clone, digest, mask_state, plain_bytes
 from sparsekit_fl.problem.data import CAPABILITY_LEVELS, Client, TensorData
@@ -313,9 +313,15 @@ def _score(spec: RunSpec, client: Client, request: Request, memory: Memory, out:
         personal=test,
         validation=validation,
         shared=shared,
-        ratio=None if model.mask is None else model.ratio,
+        ratio=_share(spec, model),
     )
     return Reply(client_id=client.id, evaluation=evaluation)
+
+
+def _share(spec: RunSpec, model: Model) -> float | None:
+    """Return the share of the whole model that a client deploys; None for all."""
+    units = isinstance(model.mask, UnitMask)
+    return None if model.mask is None else share_of(spec.costs, model.mask, spec.config.capability_of) if units else model.ratio
 
 
 @contextmanager

@@ -95,6 +95,18 @@ class Watching:
             yield watched
 
 
+class Present(Watching):
+    """An engine with some of its clients in each round: `there` has the ids of round 1, 2, …"""
+
+    def __init__(self, *there):
+        super().__init__()
+        self.there = there
+
+    def clients(self, spec, clients):
+        round = max([1, *(request.round + 1 for request, _ in self.seen if request.task == "train")])
+        return {id: clients[id] for id in self.there[min(round, len(self.there)) - 1]}
+
+
 def tiny_run(method="fedavg", *, problem=None, clients=None, config=None, rounds=4, **given):
     """A small run of a method or of what `make_method` makes of a text; options of its configuration or of `fl.run`."""
     config = config or tiny_config(rounds=rounds)

@@ -236,6 +236,18 @@ def width_of(costs: CostModel, share: float) -> float:
     return widths[max(0, fits - 1)] if widths else 1.0
 
 
+def share_of(costs: CostModel, mask: Mask | None, of: CapabilityOf) -> float:
+    """Return the share of the whole model that a mask keeps: of the FLOPs of a step, or of all units.
+
+    A weight mask saves no FLOPs: of it, the share of its entries counts.
+    """
+    if isinstance(mask, UnitMask) and of == "flops":
+        return costs.costs(mask.counts())["flops"] / costs.dense_costs()["flops"]
+    if mask is None or not len(mask):
+        return 1.0
+    return sum(int(keep.sum()) for keep in mask.values()) / sum(keep.numel() for keep in mask.values())
+
+
 def timed(cost: Cost, capability: Capability) -> Cost:
     """Return a cost with the seconds of a device of this capability: it downloads, trains, scores and uploads in turn."""
     scoring = cost.flops_scoring / capability.flops_per_second

@@ -108,7 +108,8 @@ class Update:
         examples: Training examples that the client has, n_k in the papers.
         delta: trained - received, shared entries only: of each, what `mask` keeps (see `Kept`).
         mask: What was uploaded; None means everything.
-        ratio: The ratio that was executed.
+        ratio: The ratio that was executed. The server takes the one of the task, or computes it from the mask.
+        share: Share of the whole model that was trained, as the server computes it from the mask.
         extra: Further tensors of a method.
         metrics: Training loss and accuracy, and metrics of a method.
         cost: Cost of the work.
@@ -122,6 +123,7 @@ class Update:
     delta: StateDict
     mask: Mask | None = None
     ratio: float = 1.0
+    share: float = 1.0
     extra: StateDict = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     cost: Cost = field(default_factory=Cost)

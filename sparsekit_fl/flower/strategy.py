@@ -23,8 +23,9 @@ from sparsekit_fl.client.messages import Cost, Request, Update
 from sparsekit_fl.flower.client import KEY, arrays_of, mask_record, read_mask, traced, unpacked
 from sparsekit_fl.methods.bandits import ClientBandit
 from sparsekit_fl.methods.base import Over, mean_change, moved
+from sparsekit_fl.methods.client import Task
 from sparsekit_fl.packing import Kept
-from sparsekit_fl.server import check_update
+from sparsekit_fl.server import check
 
 _log = logging.getLogger(__name__)
 _METRICS = "metrics"
@@ -135,7 +136,7 @@ class SubmodelStrategy(Strategy):
         state = unpacked(arrays, {name: kept.shape(name) for name in self._state})
         cost = Cost(simulated_seconds=float(record["seconds"]))  # type: ignore[arg-type]
         update = Update(round=request.round, client_id=request.client_id, examples=1, delta=state, mask=mask, cost=cost)
-        check_update(update, request, self._graph, self._state, examples=1)
+        check(update, request, self._graph, self._state, Task(mask=request.mask, own_mask=True), examples=1)
         # Shapes and values of a state are checked like those of a change; the change is added up.
         sent = kept.gather_all(self._state)
         change = {name: tensor.double() - sent[name].double() for name, tensor in state.items()}

@@ -36,7 +36,7 @@ from sparsekit.errors import NoUnitsError
 from sparsekit.graph import StateDict, UnitGraph, UnitMask
 from sparsekit.measure import CostModel
 from sparsekit.rng import torch_generator
-from sparsekit_fl.client.context import ClientContext, Memory, width_of
+from sparsekit_fl.client.context import ClientContext, Memory, share_of, width_of
 from sparsekit_fl.client.messages import Update
 from sparsekit_fl.config import CapabilityOf, Checked, RunConfig
 from sparsekit_fl.layers import Layer
@@ -167,6 +167,9 @@ class Method(Checked):
     note: ClassVar[str] = ""
     """What a reader of its numbers must know, one sentence: tables print it as a footnote."""
 
+    uses_capability: ClassVar[bool] = False
+    """Whether work or cohort depend on what devices can do."""
+
     _variant: Variant | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -236,6 +239,11 @@ class Method(Checked):
             The state; or the state and the simulated length of the round in seconds, if it ended before its slowest client.
         """
         return mean(server, updates)
+
+    def least(self, server: ServerContext) -> float:
+        """Return the smallest share of the model that a device can be given; by default that of one unit of each group."""
+        counts = {name: torch.arange(group.size) < 1 for name, group in server.graph.groups.items()}
+        return share_of(server.costs, UnitMask(counts), server.capability_of) if counts else 1.0
 
     # On a client
 

@@ -32,7 +32,7 @@ class Task:
         ratio: What to train, in (0, 1]: a share of the FLOPs of the whole model, or of its units, as
             `RunConfig.capability_of` says. `width(ratio)` of either context is the share of the units.
         extra: Further tensors for the client, by name.
-        partial: Whether an update may leave out a part of an entry although `mask` is None.
+        own_mask: Whether the client chooses the mask of its update. Otherwise, the update has exactly `mask`.
         metrics: Names of metrics that the update must have.
         returns: Name → tensor of the shape and type that a further tensor of the update must have; its values do not matter.
             Empty: nothing is checked.
@@ -43,7 +43,7 @@ class Task:
     mask: Mask | None = None
     ratio: float = 1.0
     extra: StateDict = field(default_factory=dict)
-    partial: bool = False
+    own_mask: bool = False
     metrics: Sequence[str] = ()
     returns: StateDict = field(default_factory=dict)
     work: float = 10.0

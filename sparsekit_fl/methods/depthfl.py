@@ -131,9 +131,12 @@ def depth_flops(layers: Sequence[Layer], costs: CostModel, *, bias: bool = False
 
 
 def affordable_depth(layers: Sequence[Layer], costs: CostModel, ratio: float) -> int:
-    """Return the largest depth whose work is at most `ratio` of the whole model's, exits included; at least 1."""
+    """Return the largest depth whose work is at most `ratio` of the whole model's, exits included; at least 1.
+
+    The share of a depth gives that depth back, whatever its last bit.
+    """
     work = depth_flops(layers, costs)
-    return max([1, *(depth for depth, flops in enumerate(work, 1) if flops <= ratio * work[-1])])
+    return max([1, *(depth for depth, flops in enumerate(work, 1) if flops <= ratio * work[-1] * (1 + 1e-9))])
 
 
 def distillation_loss(outputs: Sequence[Tensor], targets: Tensor) -> Tensor:
@@ -168,6 +171,7 @@ class DepthFL(Method):
     outputs is the prediction. FedDyn is by Acar et al., Federated Learning Based on Dynamic Regularization, ICLR 2021.
     """
 
+    uses_capability = True
     source = "Kim et al., DepthFL: Depthwise Federated Learning for Heterogeneous Clients, ICLR 2023"
     note = "The model has exits, one linear layer each, whose work is counted; clients run the first layers only."
 
@@ -176,14 +180,19 @@ class DepthFL(Method):
         return replace(setup, problem=replace(problem, model=partial(with_exits, problem.model, problem.example_inputs)))
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
-        ratio = server.roster[client_id].capability.ratio
-        entries = depth_entries(server.layers)
-        depth = affordable_depth(server.layers, server.costs, ratio)
+        entries, work = depth_entries(server.layers), depth_flops(server.layers, server.costs)
+        depth = affordable_depth(server.layers, server.costs, server.roster[client_id].capability.ratio)
+        ratio = work[depth - 1] / work[-1]
         if depth == len(entries):
             return Task(ratio=ratio)
         dropped = [name for name in server.graph.shapes if name not in entries[depth - 1]]
         mask = WeightMask({name: torch.zeros(server.graph.shapes[name], dtype=torch.bool) for name in dropped})
         return Task(mask=mask, ratio=ratio)
+
+    def least(self, server: ServerContext) -> float:
+        """Return the share of the first layers and their exit."""
+        work = depth_flops(server.layers, server.costs)
+        return work[0] / work[-1]
 
     def train(self, client: ClientContext, task: Task) -> Result:
         depth = affordable_depth(client.layers, client.costs, task.ratio)

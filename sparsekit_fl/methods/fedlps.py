@@ -67,6 +67,8 @@ class FedLPS(Method):
 
     source = "Xue et al., Learnable Sparse Customization in Heterogeneous Edge Computing, ICDE 2025, arXiv 2412.07216"
 
+    uses_capability = True
+
     ratios: Literal["auto", "capability", "half", "bandit", "random"] | Ratio = option(
         "auto",
         'What chooses the ratio of a client, a share of the FLOPs: its "capability", "half" of that, a "bandit", '
@@ -124,7 +126,7 @@ class FedLPS(Method):
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
         metrics = ("accuracy",) if self.ratios == "bandit" else ()
-        return Task(ratio=offered(server, client_id, self._ratio(server, client_id)), partial=True, metrics=metrics)
+        return Task(ratio=offered(server, client_id, self._ratio(server, client_id)), own_mask=True, metrics=metrics)
 
     def _ratio(self, server: ServerContext, client_id: int) -> float:
         capability = server.roster[client_id].capability.ratio

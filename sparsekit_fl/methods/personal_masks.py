@@ -39,7 +39,7 @@ class OwnMasks(Method):
         remember_mask(memory, trained.mask)
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
-        return Task(mask=recall_mask(server.client[client_id]), partial=True)
+        return Task(mask=recall_mask(server.client[client_id]), own_mask=True)
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         for update in updates:

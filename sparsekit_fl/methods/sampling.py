@@ -51,7 +51,12 @@ class Oort(Method):
     the time that its examples and speed let expect. Nine tenths of the cohort explore at first, as in paper and code.
     """
 
+    uses_capability = True
     source = "Lai et al., Oort: Efficient FL via Guided Participant Selection, OSDI 2021, arXiv 2010.06081"
+
+    def least(self, server: ServerContext) -> float:
+        """Return 0: every device trains the whole model, in its own time."""
+        return 0.0
 
     def sample(self, server: ServerContext) -> list[int]:
         memory, rng, size = server.memory, server.rngs["sampling"], server.cohort_size

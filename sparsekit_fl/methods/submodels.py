@@ -34,6 +34,7 @@ _LEAST_GAP = 0.1  # so that finishing exactly on time does not give FedMP an inf
 class Submodels(Method):
     """The server sends each client as many units, chosen by a criterion, as its capability allows; holders average them."""
 
+    uses_capability = True
     criterion: ClassVar[Criterion] = Ordered()  # ranks the units; the first units of each group come first
     weights: ClassVar[Weights] = "uniform"  # see `mean`
 
@@ -225,6 +226,7 @@ class FedMP(Submodels):
 
     source = "Jiang et al., FedMP: FL through Adaptive Model Pruning in Heterogeneous Edge Computing, ICDE 2022"
     note = "Its ratios may exceed what a client can do; slowness, not a limit, keeps them low."
+    uses_capability = False
     criterion = Magnitude()
 
     low: Fraction = option(0.2, "Least ratio; the arms cover [low, 1]. It is 0.2 in the comparison of Xue et al., ICDE 2025.")

@@ -98,7 +98,8 @@ class CS(SparseWeights):
     rate: Positive = option(1.5, "η, the aggregation ratio; 1 is a plain mean, and 1.5 is in the reference code.")
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
-        return Task(mask=None if server.round == 1 else self._largest(server, server.state), ratio=self.ratio)
+        mask = None if server.round == 1 else self._largest(server, server.state)
+        return Task(mask=mask, ratio=self.ratio, own_mask=True)
 
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train the whole model from the sparse one, and upload the weights that the server had pruned.
@@ -161,14 +162,14 @@ class PruneFL(SparseWeights):
         due = self.due(server.round)
         returns = {name: server.state[name] for name in layer_weights(server.layers)} if due else {}
         metrics = (_PROCESSED,) if due else ()
-        task = Task(mask=recall_mask(server.memory), metrics=metrics, returns=returns)
-        return replace(task, partial=True, work=2.0 * self.initial) if self.alone(server.round) else task
+        mask = recall_mask(server.memory)
+        task = Task(mask=mask, ratio=_density(mask), metrics=metrics, returns=returns)
+        return replace(task, own_mask=True, work=2.0 * self.initial) if self.alone(server.round) else task
 
     def train(self, client: ClientContext, task: Task) -> Result:
         if self.alone(client.round):
             return self._prune_alone(client, task)
-        result = _measured(client, task) if self.due(client.round) else sgd(client, task)
-        return replace(result, ratio=_density(task.mask))
+        return _measured(client, task) if self.due(client.round) else sgd(client, task)
 
     def _prune_alone(self, client: ClientContext, task: Task) -> Result:
         state, mask, log, work, unmoved = task.state, _all_weights(client.layers), TrainingLog(), Cost(), 0

@@ -226,6 +226,7 @@ class FedP3(Method):
     so the client trains one narrow model. Each entry is averaged over the clients that send it.
     """
 
+    uses_capability = True
     source = "Yi et al., FedP3: Federated Personalized and Privacy-friendly Network Pruning, ICLR 2024, arXiv 2404.09816"
 
     layers: Count = option(
@@ -247,7 +248,7 @@ class FedP3(Method):
         mine = {name for layer in self.own_layers(server.layers, client_id) for name in layer.entries}
         names = [name for name in layer_weights(server.layers) if name not in mine]
         mask = largest_weights(server.state, names, self.kept) if names and self.kept < 1.0 else None
-        return Task(mask=mask, ratio=server.roster[client_id].capability.ratio, partial=True)
+        return Task(mask=mask, ratio=server.roster[client_id].capability.ratio, own_mask=True)
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         return mean(server, updates, weights="uniform", over="holders")

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from personal import Read, Watching, tiny_run
+from personal import Present, Read, Watching, tiny_run
 from rich.console import Console
 
 import sparsekit_fl as fl
@@ -91,18 +91,6 @@ def test_a_changed_option_and_other_data_are_refused_on_resume_and_named(tmp_pat
     with pytest.raises(fl.errors.ResumeError, match="already holds a run"):
         tiny_run(out=tmp_path)
     assert len(tiny_run(out=tmp_path, resume=True).rounds) == 4
-
-
-class Present(Watching):
-    """An engine with some of its clients in each round: `there` has the ids of round 1, 2, …"""
-
-    def __init__(self, *there):
-        super().__init__()
-        self.there = there
-
-    def clients(self, spec, clients):
-        round = max([1, *(request.round + 1 for request, _ in self.seen if request.task == "train")])
-        return {id: clients[id] for id in self.there[min(round, len(self.there)) - 1]}
 
 
 EIGHT = list(range(8))

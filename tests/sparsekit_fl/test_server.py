@@ -5,6 +5,7 @@ import math
 import pickle
 import resource
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,19 +17,20 @@ from personal import Watching, tiny_clients, tiny_config, tiny_problem, tiny_run
 from safetensors.torch import save
 
 import sparsekit_fl as fl
-from sparsekit.errors import DataError
+from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.graph.mask import UnitMask, WeightMask
+from sparsekit_fl.checkpoint import Memories
 from sparsekit_fl.client.messages import decode_reply, decode_request, encode_reply, encode_request, request_bytes, update_bytes
 from sparsekit_fl.methods import registry
 from sparsekit_fl.packing import Kept, digest, pack
 from sparsekit_fl.results import ClientScores, RoundScores
 from sparsekit_fl.server import Server
-from sparsekit_fl.spec import RunSpec, by_id
+from sparsekit_fl.spec import RunSpec, answer, by_id
 
 
 class Masked(fl.Method):
     def assign(self, server, client_id):
-        return fl.Task(partial=True)
+        return fl.Task(own_mask=True)
 
 
 SPEC = RunSpec.build(Masked(), tiny_problem(), tiny_config())
@@ -118,6 +120,37 @@ def test_a_bad_update_is_refused_and_a_good_one_counts(server, name):
     assert digest(server.state.model) != before
 
 
+def under(update, graph, state, mask):
+    """An update with a mask that it may not have, and all entries of that mask."""
+    kept = Kept(graph, mask)
+    return replace(update, mask=mask, delta={name: torch.zeros_like(kept.gather(name, one)) for name, one in state.items()})
+
+
+@pytest.mark.parametrize("name", sorted(registry))
+def test_what_the_server_decided_is_not_a_claim_of_a_client(name, tmp_path):
+    """With another mask or ratio, an update is refused; or, where clients choose, the server computes what is on record."""
+    spec = RunSpec.build(registry[name](), tiny_problem(), replace(tiny_config(), capability_levels=(0.5,)))
+    server, memories = Server(spec, CLIENTS), Memories(tmp_path, durable=False)
+    ctx = server.context(1)
+    for request in server.requests(ctx):
+        task, honest = ctx.tasks[request.client_id], answer(spec, CLIENTS[request.client_id], request, memories)
+        update, says = honest.update, partial(server.validate, ctx, request)
+        good = says(honest)
+        assert 0 < good.share <= 1
+        full, first = UnitMask.full(spec.graph), {name: torch.arange(8) < 1 for name in spec.graph.groups}
+        others = [one for one in (None, full, UnitMask(first)) if one != task.mask]
+        if not task.own_mask:
+            for lie in (replace(update, ratio=0.99), *(under(update, spec.graph, ctx.state, one) for one in others)):
+                with pytest.raises(fl.errors.UpdateError, match=r"has (another mask than|the ratio 0\.99, )"):
+                    says(reply(lie))
+            continue
+        assert says(reply(replace(update, ratio=0.99))).share <= max(good.share, 0.5)
+        if task.ratio < 1 and isinstance(update.mask, UnitMask):
+            assert says(reply(under(update, spec.graph, ctx.state, UnitMask(first)))).share <= good.share
+            with pytest.raises(fl.errors.UpdateError, match="has 1 of the model, its task"):
+                says(reply(under(update, spec.graph, ctx.state, full)))
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_an_update_survives_the_wire_and_the_bytes_of_its_tensors_are_counted(name):
     update = full(MASKS[name])
@@ -181,6 +214,39 @@ def test_a_method_that_goes_by_capability_says_so_where_every_device_is_a_full_o
         assert ("Draw them from levels" in caplog.text) == expected
         assert any(note.startswith("Every client has the full capability") for note in notes) == expected
         assert registry[method].note in (*notes, "")
+
+
+class Wide(torch.nn.Sequential):
+    """Two groups of a group norm: the least submodel is one of them."""
+
+    def __init__(self):
+        super().__init__(torch.nn.Linear(6, 8), torch.nn.GroupNorm(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("method", ["heterofl", "fedlps", "fjord"])
+def test_what_ran_is_on_record_and_devices_that_are_too_small_are_noted_once_or_skipped(method, caplog):
+    problem = fl.Problem(model=Wide, example_inputs=(torch.zeros(2, 6),))
+    clients = [
+        replace(one, capability=fl.Capability(ratio))
+        for one, ratio in zip(tiny_clients(4), (1.0, 1.0, 1 / 8, 1 / 16), strict=True)
+    ]
+    given = {"problem": problem, "clients": clients, "capability_levels": None, "rounds": 2}
+    result, updates = watched(method, **given)
+    costs = RunSpec.build(fl.Method(), problem, tiny_config()).costs
+    for record in result.rounds:
+        for update in (one for one in updates if one.round == record.round):
+            ran = costs.forward_flops(update.mask) / costs.forward_flops(None)
+            assert record.ratios[update.client_id] == pytest.approx(ran)
+        assert record.ratios[2] == record.ratios[3] > 0.4
+    note = "The least submodel has 0.5 of the FLOPs; 2 of 4 clients can train 0.062 to 0.12 only, and train that"
+    assert note in result.note
+    assert caplog.text.count("uses the capabilities of clients") == 1
+    skipped = tiny_run(method, too_small="skip", **given)
+    assert [one.cohort for one in skipped.rounds] == [(0, 1)] * 2
+    assert all("clients 2-3 are too small, and were not asked" in one.notes for one in skipped.rounds)
+    assert "are not asked" in skipped.note
+    with pytest.raises(InvalidValueError, match="too_small='note'"):
+        tiny_run(method, **given | {"clients": clients[2:]}, cohort=2, too_small="skip")
 
 
 def test_bytes_and_seconds_are_the_servers_own_whatever_a_client_says(server):

@@ -5,6 +5,7 @@ that `fault_planted` writes, and for lines of the log.
 """
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 pytest.importorskip("flwr", reason="flwr is not installed; pip install '.[flower]'")
 
 from fault_planted import Planted, environment, until
+from personal import Present
 
 from sparsekit_fl.cli.flower_app import DEFAULTS, await_port, free_port, parsed, programs, write_app
 from sparsekit_fl.cli.run import Experiment
@@ -96,4 +98,91 @@ def test_a_supernode_that_was_killed_is_missed_and_comes_back_and_the_model_has_
     _, given = parsed(config)
     config = replace(Experiment.of(given, ids=()).config, cohort=6)
     calm = run(Planted(), tiny_problem(), tiny_clients(6), config)
+    assert result.final.state_sha256 == calm.final.state_sha256
+
+
+@pytest.mark.slow
+@pytest.mark.flower
+@pytest.mark.same_bits
+def test_devices_come_and_go_and_a_stopped_run_resumes_with_three_and_with_five(tmp_path, monkeypatch):
+    app, events, out, log, port = tmp_path / "app", tmp_path / "events", tmp_path / "run", tmp_path / "log", free_port()
+    run_options, failed = RUN.replace("rounds=4", "rounds=7") + f" out={out}", tmp_path / "error.json"
+    write_app(app, {"run": run_options, "nodes": 4, "error-file": str(failed)}, port=port)
+    env = {**environment(events), "FLWR_HOME": str(app / "flwr-home"), "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1"}
+    clients, processes = {"a": "0-1", "b": "2", "c": "3", "d": "4", "e": "5"}, {}
+
+    with contextlib.ExitStack() as stack:
+        start = stack.enter_context(programs(log, env))
+        stack.callback(lambda: sys.stderr.write(log.read_text(errors="replace")[-8000:]))
+
+        def known():
+            return log.read_text(errors="replace").count("SuperNode ID: ")
+
+        def come(*names):
+            before = known()
+            for name in names:
+                config = f'clients="{clients[name]}" state-dir="{tmp_path / name}"'
+                where = ("--superlink", f"127.0.0.1:{port}", "--port", str(free_port()), "--node-config", config)
+                processes[name] = start("python", "-c", NODE, "--insecure", *where)
+            until(lambda: known() == before + len(names), f"{names} are known")
+
+        def submit(**more):
+            config = " ".join(f"{name}={json.dumps(value)}" for name, value in more.items())
+            words = ("flwr", "run", str(app), "local", "--format", "json", *(("--run-config", config) if more else ()))
+            told = subprocess.run(words, env=env, check=True, capture_output=True, text=True).stdout
+            return str(json.loads(told)["run-id"])
+
+        def stop(id):
+            subprocess.run(["flwr", "stop", id, "local"], env=env, check=True)
+            (events / "hold-0-5").unlink(missing_ok=True)
+
+        def event(name):
+            until(lambda: (events / name).exists() or failed.exists(), name)
+            assert not failed.exists(), failed.read_text()
+
+        link = start("flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(port))
+        await_port(port, link, log)
+        for name in ("4-2", "0-3", "0-5", "0-6"):
+            (events / f"hold-{name}").touch()
+        come("a", "b", "c", "d")
+        first = submit()
+        event("began-4-2")
+        os.killpg(processes["d"].pid, signal.SIGKILL)
+        (events / "hold-4-2").unlink()
+        event("began-0-3")
+        come("e")
+        (events / "hold-0-3").unlink()
+        event("began-0-5")
+        stop(first)
+        processes["c"].terminate()
+        processes["c"].wait()
+        (events / "began-0-5").unlink()
+        second = submit(resume=True, nodes=3)
+        event("began-0-6")
+        stop(second)
+        (events / "hold-0-6").unlink()
+        come("c", "d")
+        submit(resume=True, nodes=5)
+        until(lambda: (out / "result.json").exists() or failed.exists(), "the result")
+
+    result = load_result(out)
+    for record in result.rounds:
+        sys.stdout.write(
+            f"round {record.round} of {record.cohort}: came {record.came!r}, went {record.went!r}, back {record.back!r},"
+            f" dropped {record.dropped}\n"
+        )
+    assert [(one.came, one.went, one.back) for one in result.rounds] == [
+        ("0-4", "", ""), ("", "", ""), ("", "4", ""), ("5", "", ""), ("", "3", ""), ("", "", "3-4"), ("", "", "")
+    ]  # fmt: skip
+    assert [(round, id) for round, record in enumerate(result.rounds, 1) for id, _ in record.dropped] == [(2, 4)]
+    assert (events / "done-4-6").read_text() == "2", "it was away, and has its memory"
+    assert len(result.final.per_client) == 6
+
+    # The same comings and goings in this process give the same bits.
+    monkeypatch.setenv("SPARSEKIT_FAULTS", str(events))
+    (events / "raise-4-2").touch()
+    five, six = range(5), range(6)
+    engine = Present(five, five, range(4), (0, 1, 2, 3, 5), (0, 1, 2, 5), six, six)
+    config = Experiment.of(parsed({**DEFAULTS, "run": run_options})[1], ids=()).config
+    calm = run(Planted(), tiny_problem(), tiny_clients(6), config, engine=engine)
     assert result.final.state_sha256 == calm.final.state_sha256

@@ -16,7 +16,6 @@ from sparsekit.errors import InvalidValueError, NoUnitsError, UnknownNameError
 from sparsekit_fl.config import options_of
 from sparsekit_fl.methods import base, make_method, registry
 from sparsekit_fl.problem.metrics import accuracy
-from sparsekit_fl.server import check_answer
 from sparsekit_fl.spec import RunSpec
 
 
@@ -59,7 +58,7 @@ HOOKS = {"check", "sample", "assign", "train", "aggregate", "deploy"}
 def test_a_run_calls_the_hooks_in_the_order_that_is_written_down():
     written = [name for name in re.findall(r"`(\w+)`", base.__doc__) if name in HOOKS]
     functions = {name for name, made in vars(fl.Method).items() if name[0] != "_" and inspect.isfunction(made)}
-    assert set(written) == HOOKS == functions - {"describe", "options", "variant"}
+    assert set(written) == HOOKS == functions - {"describe", "least", "options", "variant"}
     Recorded.calls.clear()
     tiny_run(Recorded(), rounds=1, cohort=1)
     assert list(dict.fromkeys(Recorded.calls)) == written
@@ -168,14 +167,6 @@ ALONE = [
 )
 def test_a_mean_is_over_all_clients_or_the_holders_alike_or_by_examples(how, updates, expected):
     assert combine(how, updates)["w"].tolist() == [expected]
-
-
-def test_a_method_of_whole_entries_refuses_masked_updates():
-    part = update(0, [1.0, 1.0, 1.0], keep=[True, False, True], units=True)
-    with pytest.raises(fl.errors.UpdateError, match=r"client 0 leaves out parts of entries, .* Task\(partial=True\)"):
-        check_answer(part, fl.Task(), whole=1.0)
-    check_answer(part, fl.Task(partial=True), whole=1.0)
-    check_answer(part, fl.Task(mask=part.mask), whole=1.0)
 
 
 @pytest.mark.parametrize(("counts", "expected"), [((1, 2, 2), 12), ((1, 1, 2), 11), ((1, 4), 12), ((3, 4), 14)])
