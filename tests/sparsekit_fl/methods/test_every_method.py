@@ -194,7 +194,7 @@ def _run(method, *, norm, samples_itself):
 @pytest.mark.same_bits
 def test_without_what_is_its_own_a_method_is_fedavg_bit_for_bit(method, monkeypatch):
     # REFL waits for everybody, and everybody is there.
-    monkeypatch.setattr(fl.methods.refl, "_presence", lambda self, server, count: ([True] * count,) * 2)
+    monkeypatch.setattr(fl.methods.refl, "_presence", lambda self, server, ids: (ids >= 0,) * 2)
     name = method.partition(" ")[0]
     how = {"norm": name not in WITHOUT_NORM, "samples_itself": name == "oort"}
     ours, plain = _run(method, **how), _run(ANOTHER.get(method, "fedavg"), **how)
