@@ -269,13 +269,15 @@ def _write(pruned: Pruned, folder: Path, exported: ModelInputs | None, model: st
         export_onnx(pruned.model, exported.args, files["onnx"], exported.kwargs)
     sizes = {path.name: path.stat().st_size for path in files.values()}
     files["page"] = folder / PAGE
-    factory = f'"{model}"' if ":" in model else ""
+    place, _, maker = model.rpartition(":")
+    found = os.path.relpath(place, folder) if place.endswith(".py") else place  # as seen from the folder of the page
+    factory = f'"{found}:{maker}"' if place else ""
     text = prune_page(pruned.report, file=_SMALL, sizes=sizes, factory=factory, command=command_line())
     files["page"].write_text(text, encoding="utf-8")
-    found = {what: str(path) for what, path in (files | {"report": folder / _REPORT}).items()}
-    text = json.dumps({**pruned.report.to_dict(), "files": found}, indent=1)
+    paths = {what: str(path) for what, path in (files | {"report": folder / _REPORT}).items()}
+    text = json.dumps({**pruned.report.to_dict(), "files": paths}, indent=1)
     (folder / _REPORT).write_text(text, encoding="utf-8")  # last: where it is, the run is finished
-    return found
+    return paths
 
 
 def _log_epoch(record: EpochRecord) -> None:

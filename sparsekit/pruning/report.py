@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
+
+import torch
 
 from sparsekit.graph.groups import Unprunable
 from sparsekit.graph.refusals import by_cause
@@ -13,12 +17,17 @@ from sparsekit.measure import CostModel, format_cost
 from sparsekit.measure.timing import TimePair
 from sparsekit.page import bars, code, heading, page, paragraph, table
 from sparsekit.pruning.selection import makers
+from sparsekit.version import __version__
 
 PAGE = "report.html"
 
 _SECTIONS = (
     ("Costs", "Cost of one forward pass of the example inputs. The minimum keeps as few units as limits and multiples allow."),
-    ("Measured", "Scores of the dense model, after pruning, and after fine-tuning, where there was validation data."),
+    (
+        "Measured",
+        "Scores of the dense model, after pruning, and after fine-tuning, where there was validation data. The"
+        " reconstruction error is the share of the error in the outputs of refitted layers that is left: 0 is best.",
+    ),
     ("Time", "Both models timed in turns. Efficiency is the speed-up divided by the FLOPs reduction."),
     (
         "Candidates",
@@ -216,7 +225,12 @@ def prune_page(report: PruneReport, *, file: str, sizes: Mapping[str, int], fact
     parts += [paragraph(note) for note in report.notes]
     maker = f"{factory or report.model})  # a class or function that makes the dense model"
     load = f'import sparsekit as sk\n\nmodel = sk.load_compact("{file}", {maker}'
-    return page(f"{report.model}, pruned", [*parts, heading("Load the model"), code(load)])
+    made = f"sparsekit {__version__}, torch {torch.__version__}, {platform.machine()}, {datetime.date.today():%d %B %Y}"
+    about = "In the folder of this page:"
+    return page(
+        f"{report.model}, pruned",
+        [*parts, heading("Load the model"), paragraph(about, "soft"), code(load), paragraph(made, "soft")],
+    )
 
 
 _NOUNS = {"flops": "FLOPs", "params": "parameters", "bytes": "bytes", "latency_ms": "milliseconds"}
