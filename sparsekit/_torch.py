@@ -1,10 +1,12 @@
 """Every private name of torch that the package uses, each behind a small function or a public name."""
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter, methodcaller
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
+Module = TypeVar("Module", bound=nn.Module)
 NormBase = batchnorm._NormBase
 ConvNd = conv._ConvNd
 DropoutNd = dropout._DropoutNd
@@ -66,6 +69,25 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return name → buffer, for buffers in the state dict."""
     passing = module._non_persistent_buffers_set
     return {name: buffer for name, buffer in module._buffers.items() if buffer is not None and name not in passing}
+
+
+@functools.cache
+def _takes_mode(train: Callable[..., Any]) -> bool:
+    return "mode" in inspect.signature(train).parameters
+
+
+def set_mode(model: Module, training: bool) -> Module:
+    """Put a model into train or eval mode, and return it.
+
+    If a module has a `train` of another kind, such as one that starts a training, it is not called, and flags are set instead.
+    """
+    if all(_takes_mode(type(module).train) for module in model.modules()):
+        model.train(training)
+        return model
+    model.training = training
+    for child in model.children():
+        set_mode(child, training)
+    return model
 
 
 def pre_hooks(module: nn.Module) -> list[Any]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from sparsekit._torch import set_mode
 from sparsekit.cli import AsJson, command_app, command_line, in_flags, print_json, print_table, print_wrapped
 from sparsekit.cli.data_source import find_loss, load_data, metric_of
 from sparsekit.cli.model_source import Device, ExampleShape, Init, Model, load_with_inputs
@@ -175,7 +176,7 @@ def _prune(
             on_epoch=_log_epoch,
         )  # fmt: skip
         best_epochs[f"best_epoch{f'_step{step}' if cuts.steps > 1 else ''}"] = done.best_epoch
-        small.eval()
+        set_mode(small, False)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnprunableWarning)  # the report has the same facts
@@ -262,7 +263,7 @@ def _write(pruned: Pruned, folder: Path, exported: ModelInputs | None, model: st
     from sparsekit.surgery.onnx import export_onnx
 
     files = {"model": folder / _SMALL}
-    pruned.model.eval()
+    set_mode(pruned.model, False)
     pruned.save(files["model"], page=None)
     if exported is not None:
         files["onnx"] = folder / "model.onnx"

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ def without(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
     kept = {name: group for name, group in graph.groups.items() if name not in left_out}
     norms = (replace(site, units={name: at for name, at in site.units.items() if name in kept}) for site in graph.norms)
     constants = {piece.name for group in kept.values() for piece in group.constants}
-    return replace(
+    return _derived(
         graph,
         groups=kept,
         constants={name: constant for name, constant in graph.constants.items() if name in constants},
@@ -52,7 +53,7 @@ def only(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
 
 
 def inside(graph: UnitGraph, home: str) -> UnitGraph:
-    """Return the graph with the integers and free lengths of one module alone, under the names that they have there."""
+    """Return the graph with the integers, free lengths and leftovers of one module alone, under the names that they have there."""
 
     def is_inside(module: str) -> bool:
         return f"{module}.".startswith(f"{home}.")
@@ -62,7 +63,14 @@ def inside(graph: UnitGraph, home: str) -> UnitGraph:
         graph,
         sizes=tuple(replace(size, module=size.module[cut:]) for size in graph.sizes if is_inside(size.module)),
         free=tuple(replace(place, module=place.module[cut:]) for place in graph.free if is_inside(place.module)),
+        leftovers=tuple(replace(left, module=left.module[cut:]) for left in graph.leftovers if is_inside(left.module)),
     )
+
+
+def _derived(graph: UnitGraph, **changes: Any) -> UnitGraph:
+    derived = replace(graph, **changes)
+    derived.checks.extend(graph.checks)
+    return derived
 
 
 def compact_graph(graph: UnitGraph, mask: UnitMask) -> UnitGraph:
@@ -95,7 +103,7 @@ def compact_graph(graph: UnitGraph, mask: UnitMask) -> UnitGraph:
             found[name] = (place[positions[keep]], number[units[keep]])
         return replace(norm, size=int(stays.sum()), units=found)
 
-    return replace(
+    return _derived(
         graph,
         groups={name: smaller(group) for name, group in graph.groups.items()},
         constants={

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsekit.errors import ForeignMaskError, InvalidValueError
-from sparsekit.graph.groups import Constant, FreeLength, NormSite, SizeAttribute, UnitGroup, UnitSlice, Unprunable, group_order
+from sparsekit.graph.groups import (
+    Constant,
+    FreeLength,
+    Leftover,
+    NormSite,
+    SizeAttribute,
+    UnitGroup,
+    UnitSlice,
+    Unprunable,
+    group_order,
+)
 from sparsekit.graph.held import Path
 from sparsekit.graph.index import StateDict, gate, narrow_shape
 
@@ -39,6 +49,7 @@ class UnitGraph:
         aliases: State-dict keys that share one tensor, such as tied weights.
         constants: Name → tensor outside the state that holds units, and is cut with them.
         free: Lengths in calls of `reshape` that a narrow model leaves to torch.
+        leftovers: Attributes that a pass fills, and that are empty in a narrow model.
     """
 
     groups: Mapping[str, UnitGroup]
@@ -50,6 +61,7 @@ class UnitGraph:
     aliases: tuple[tuple[str, ...], ...] = ()
     constants: Mapping[str, Constant] = field(default_factory=dict)
     free: tuple[FreeLength, ...] = ()
+    leftovers: tuple[Leftover, ...] = ()
 
     def __repr__(self) -> str:
         """Return a summary on one line: `print(graph.groups[name])` shows one group, `sparsekit units` all of them."""
@@ -207,6 +219,14 @@ class UnitGraph:
     def _recent(self) -> dict[bytes, dict[str, dict[int, Tensor]]]:
         """Positions kept by the last few masks: loading, cutting, sending and checking all ask about the same mask."""
         return {}
+
+    @cached_property
+    def checks(self) -> list[Callable[[nn.Module, nn.Module | None], None]]:
+        """Functions that refuse a narrow model, given with the dense one; a trace adds one that runs it. They are not saved."""
+        return []
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name != "checks"}
 
     def fingerprint(self) -> tuple[tuple[str, int], ...]:
         """Names and sizes of the groups, which a mask must match."""

@@ -170,6 +170,15 @@ class Constant:
         return f"{self.module}.{shown(self.path)}".lstrip(".")
 
 
+@dataclass(frozen=True)
+class Leftover:
+    """An attribute in which a pass leaves tensors, such as a cache. A narrow model starts without them."""
+
+    module: str
+    name: str
+    before: str  # its value in a model that has not run: "absent", "None" or "container"
+
+
 @dataclass(frozen=True, eq=False)
 class NormSite:
     """A call that averages over an axis of units and, under a mask, over the kept ones only."""

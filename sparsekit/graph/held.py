@@ -8,19 +8,21 @@ import copy
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sparsekit._torch import buffers_of
+
 Path: TypeAlias = tuple[str | int, ...]
 """Name of an attribute, then the keys, indices and names that lead to a number or tensor inside of it."""
 
 _DEPTH = 3  # of containers in each other
 _LONGEST = 64  # a longer list holds data
-_OWN = frozenset(vars(nn.Module()))
+OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
 _SEALED = (nn.Module, type, types.ModuleType, torch.Generator, np.ndarray, str, bytes)
 
 
@@ -69,6 +71,38 @@ def set_held(module: nn.Module, path: Path, new: int | Tensor) -> bool:
     return bool(found)
 
 
+def empty(module: nn.Module, name: str, before: str) -> None:
+    """Remove the tensors that a pass has left in an attribute; `before`: "absent", "None" or "container"."""
+    value = vars(module).get(name, buffers_of(module).get(name))
+    if value is None:
+        return
+    if before != "container":
+        setattr(module, name, None)
+        if before == "absent":
+            delattr(module, name)
+    elif isinstance(value, MutableMapping):
+        twin = vars(module)[name] = copy.copy(value)
+        for key in [key for key, item in value.items() if tensors_in(item)]:
+            del twin[key]
+    elif isinstance(value, MutableSequence):
+        items = vars(module)[name] = copy.copy(value)
+        items.clear()
+        items.extend(item for item in value if not tensors_in(item))
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in a value and in containers inside of it."""
+    found: list[Tensor] = []
+
+    def note(_path: Path, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        return leaf
+
+    _mapped(value, (), note, _DEPTH)
+    return found
+
+
 def held_at(module: nn.Module, path: Path) -> Any:
     value = _attributes(module).get(str(path[0]))
     for step in path[1:]:
@@ -90,7 +124,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
         for name, value in vars(kind).items()
         if not name.startswith("__") and type(value) in (int, tuple, list, dict, Tensor)
     }
-    held |= {name: value for name, value in vars(module).items() if name not in _OWN}
+    held |= {name: value for name, value in vars(module).items() if name not in OWN_ATTRIBUTES}
     return held | dict(module.named_buffers(recurse=False))
 
 

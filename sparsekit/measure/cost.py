@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from sparsekit._torch import set_mode
 from sparsekit.errors import InvalidValueError, level_of_user
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask, WeightMask
@@ -276,10 +277,11 @@ def cost_model(model: nn.Module, example_inputs: Any, graph: UnitGraph | None = 
 
 def _measured(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], graph: UnitGraph) -> CostModel:
     if not is_large(model):  # unlike a deep copy, this one takes computed weights, as of weight norm
-        return _trace(copy_with(model, {}).eval(), args, kwargs, graph)
+        return _trace(set_mode(copy_with(model, {}), False), args, kwargs, graph)
     # On the meta device a pass costs no arithmetic, and the copy no memory. Tied entries stay tied.
     bare = {id(entry): entry.detach().to("meta") for entry in named_entries(model).values()}
-    copied = copy_with(model, {name: bare[id(entry)] for name, entry in named_entries(model).items()}).to("meta").eval()
+    copied = copy_with(model, {name: bare[id(entry)] for name, entry in named_entries(model).items()}).to("meta")
+    set_mode(copied, False)
     with told_failure():
         try:
             light = map_tensors(lambda tensor: tensor.to("meta"), (args, dict(kwargs)))
@@ -288,5 +290,5 @@ def _measured(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
             if is_meta(model):
                 raise
         # The model looks at values: it runs with its own, which the copy shares.
-        shared = copy_with(model, dict(model.named_parameters(remove_duplicate=False))).eval()
+        shared = set_mode(copy_with(model, dict(model.named_parameters(remove_duplicate=False))), False)
         return _trace(shared, args, kwargs, graph)

@@ -10,11 +10,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from sparsekit._torch import set_mode
 from sparsekit.errors import InvalidValueError, require
 from sparsekit.measure.budget import RUNTIMES
 from sparsekit.rng import same_random_state
 from sparsekit.surgery.onnx import onnx_of
 from sparsekit.tracing.inputs import find_tensors, map_tensors
+from sparsekit.tracing.passes import Snapshot
 
 _WARM, _TURNS = 2, 100
 """Turns that are not counted, and at most counted."""
@@ -40,14 +42,20 @@ def stopwatch(device: torch.device) -> Callable[[Callable[[], object]], float]:
 
 
 @contextlib.contextmanager
-def evaluated(*models: nn.Module) -> Iterator[None]:
-    """Put models into eval mode inside the block; afterwards, each module gets its own mode back."""
+def evaluated(*models: nn.Module, leaves: bool = False) -> Iterator[None]:
+    """Put models into eval mode inside the block; afterwards, each module gets its own mode back.
+
+    Unless it `leaves` them, attributes that passes set inside the block are put back as well, such as caches.
+    """
+    snapshots = [] if leaves else [Snapshot(model, inside=False) for model in models]
     modes = [(module, module.training) for model in models for module in model.modules()]
     try:
         for model in models:
-            model.eval()
+            set_mode(model, False)
         yield
     finally:
+        for snapshot in snapshots:
+            snapshot.restore()
         for module, mode in modes:
             module.training = mode
 

@@ -31,7 +31,6 @@ from sparsekit.pruning.reconstruction import (
 from sparsekit.pruning.report import CandidateReport
 from sparsekit.pruning.settings import Candidate, Settings
 from sparsekit.surgery.compaction import compact
-from sparsekit.tracing.trace import check_runs
 
 T = TypeVar("T")
 
@@ -186,9 +185,7 @@ class Stage:
     def _small(self, cut: Cut) -> nn.Module:
         if cut.model is not None:
             return cut.model
-        small = compact(self.model, self.graph, cut.mask, rules=self.settings.rules)
-        check_runs(small, self.settings.call)
-        return small
+        return compact(self.model, self.graph, cut.mask, rules=self.settings.rules)
 
     def _cut_to_share(
         self, candidate: Candidate, scores: Scored, target: Budget, share: float

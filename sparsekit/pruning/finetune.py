@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sparsekit._torch import set_mode
 from sparsekit.criteria.batches import Batch, Loss, loss_of, read_batches, run_model, split_batch
 from sparsekit.errors import InvalidValueError
 from sparsekit.measure.timing import evaluated, measured
@@ -158,7 +159,7 @@ def finetune(
 
     def train(epoch: int) -> float:
         """Train one epoch, and return the mean loss over its batches."""
-        model.train()
+        set_mode(model, True)
         for module in frozen:
             module.training = False
         losses: list[float] = []
@@ -202,7 +203,7 @@ def finetune(
     teachers = [] if distillation is None else [distillation.teacher]
     kept = copy.deepcopy(model.state_dict())
     with (
-        evaluated(model, *teachers),
+        evaluated(model, *teachers, leaves=True),
         torch_scope(np.random.default_rng(seed)),
         torch.inference_mode(mode=False),
         torch.enable_grad(),

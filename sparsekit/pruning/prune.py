@@ -42,7 +42,7 @@ from sparsekit.pruning.settings import (
 )
 from sparsekit.registry import calling
 from sparsekit.rng import torch_generator
-from sparsekit.tracing.trace import trace_units
+from sparsekit.tracing.trace import RunsOnExamples, trace_units
 
 AfterCut: TypeAlias = Callable[[nn.Module, int], object]
 """Called with the narrow model and the number of the step, from 1; trains it in place, or returns the model to continue
@@ -304,6 +304,7 @@ def _run(settings: Settings, metric: Metric | None, finetune: AfterCut | None) -
             small = _finetuned(finetune, small, step)
             score(f"finetuned{when}")
     assert first is not None
+    RunsOnExamples(settings.call)(small, settings.dense)
     report = _report(settings, first, mask, decision.cut.latency_ms, history, found)
     return Pruned(mask=mask, graph=settings.graph, report=report, scores=first.scores, model=small, inputs=settings.call)
 

@@ -46,6 +46,8 @@ def compact(
     Raises:
         ForeignMaskError: the mask or the model does not belong to the graph.
         InvalidValueError: the mask is not a UnitMask.
+        UnsupportedModelError: the narrow model fails on the inputs of the trace, on which it is run once, and the dense one
+            does not. A model that was cut in place must then be loaded again.
     """
     if not isinstance(mask, UnitMask):
         raise InvalidValueError(f"mask must be a UnitMask, got {type(mask).__name__}; UnitMask({{group: keep}}) makes one")
@@ -58,6 +60,8 @@ def compact(
                 " the model was traced; trace it again"
             )
     small = (narrow_in_place if inplace else narrow_module)(model, graph, mask, rules)
+    for check in graph.checks:
+        check(small, None if inplace else model)
     return bind_saving(small)
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from sparsekit._torch import DispatchMode, operator_packet, tree_leaves
+from sparsekit._torch import DispatchMode, operator_packet, set_mode, tree_leaves
 from sparsekit.errors import CompactFileError, SparsekitError
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit.rng import torch_generator, torch_scope
@@ -162,7 +162,7 @@ class _Rounded(DispatchMode):
 def _outputs(
     model: nn.Module, inputs: Any, seed: int, mode: contextlib.AbstractContextManager[Any] | None = None
 ) -> list[tuple[float, list[float]]]:
-    copied = copy_with(model, dict(model.named_parameters(remove_duplicate=False))).eval()
+    copied = set_mode(copy_with(model, dict(model.named_parameters(remove_duplicate=False))), False)
     device = next((entry.device for entry in named_entries(model).values()), torch.device("cpu"))
     drawn = _drawn(inputs, np.random.default_rng(_SEED), device)
     args, kwargs = ((), drawn) if isinstance(drawn, dict) else (drawn, {})

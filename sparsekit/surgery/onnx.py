@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from sparsekit._torch import set_mode
 from sparsekit.errors import InvalidValueError, require
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def export_program(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     Raises:
         InvalidValueError: the model cannot be exported.
     """
-    model.eval()
+    set_mode(model, False)
     try:
         if kwargs or not all(isinstance(value, Tensor) and value.dim() for value in args) or len({len(x) for x in args}) > 1:
             raise TypeError("the axis of examples is known of tensors by position alone, the first of all of them")

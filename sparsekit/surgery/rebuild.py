@@ -9,12 +9,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import ConvNd, parameters_of, persistent_buffers, refresh_flat_weights
+from sparsekit._torch import ConvNd, parameters_of, persistent_buffers, refresh_flat_weights, set_mode
 from sparsekit.errors import ForeignMaskError, UnsupportedModelError
 from sparsekit.graph import StateDict, UnitGraph, cut_axes, gather
 from sparsekit.graph.edit import inside
 from sparsekit.graph.groups import Constant
-from sparsekit.graph.held import held_at, held_tensors, set_held, shown
+from sparsekit.graph.held import OWN_ATTRIBUTES, empty, held_at, held_tensors, set_held, shown, tensors_in
 from sparsekit.graph.index import moved_axes
 from sparsekit.layers import LayerRule, resize
 from sparsekit.runtime.free_lengths import free_lengths
@@ -84,15 +84,15 @@ def copy_with(
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             refresh_flat_weights(module)  # its list may be that of an earlier pass; copying a module does this too
-        for held in vars(module).values():
+        for name, held in vars(module).items():
             if type(held) in _ATOMS:
                 continue
             if type(held) in (dict, OrderedDict, set) and not held:
                 memo[id(held)] = type(held)()  # hooks that a module has not: most of what copying it would look at
                 continue
-            for value in held if isinstance(held, list) else (held,):
-                if isinstance(value, Tensor) and not value.is_leaf:
-                    memo[id(value)] = value.detach().clone()  # deepcopy refuses tensors that have a history
+            for tensor in tensors_in(held) if name not in OWN_ATTRIBUTES or name == "_buffers" else ():
+                if not tensor.is_leaf:
+                    memo[id(tensor)] = tensor.detach().clone()  # deepcopy refuses tensors that have a history
     for name, own in named_entries(model).items():
         if id(own) not in memo and (name in tensors or _is_bare(own)):
             new = tensors[name].detach() if name in tensors else own.detach().clone()
@@ -252,11 +252,23 @@ def reshape_leaf(leaf: Tensor, value: Tensor) -> None:
     leaf.grad = None
 
 
+def begin_afresh(model: nn.Module, graph: UnitGraph) -> None:
+    """Drop what passes of the dense model have left in attributes: caches that train mode clears, and known leftovers."""
+    modes = [(module, module.training) for module in model.modules()]
+    set_mode(model, True)
+    for module, mode in modes:
+        module.training = mode
+    for left in graph.leftovers:
+        if not any(c.module == left.module and c.path[0] == left.name for c in graph.constants.values()):
+            empty(model.get_submodule(left.module), left.name, left.before)
+
+
 def _fit(
     small: nn.Module, graph: UnitGraph, keep: Mapping[str, Tensor], rules: Mapping[type[nn.Module], LayerRule] | None
 ) -> None:
     for module in _grouped_convolutions(small, graph):
         module.in_channels = 0  # with one channel left in each group it would look like a depthwise one, whose groups go
+    begin_afresh(small, graph)
     resize(small, rules)
     set_sizes(small, graph, {name: int(stays.sum()) for name, stays in keep.items()})
     guard_convolutions(small)

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import buffers_of, without_modes
+from sparsekit._torch import buffers_of, set_mode, without_modes
 from sparsekit.errors import UnsupportedModelError
 from sparsekit.graph.edit import inside, only
 from sparsekit.graph.graph import UnitGraph
@@ -82,10 +82,10 @@ def make_verifier(
     """Return what verifies the groups of a model; the arguments are as for `Session`."""
     numbers = _numbers(model)
     if not is_large(model):
-        return Verifier(Session(model, calls, rules, training, lean=numbers >= LEAN_NUMBERS))
+        return Verifier(Session(lent_copy(model), calls, rules, training, lean=numbers >= LEAN_NUMBERS))
     if numbers < LARGE_NUMBERS:  # on the meta device: it can be given values
         made = [_valued(replace(inputs, guard=nullcontext())) for inputs in calls]
-        session = Session(_with_values(model), made, rules, training, lean=numbers >= LEAN_NUMBERS)
+        session = Session(_with_values(lent_copy(model)), made, rules, training, lean=numbers >= LEAN_NUMBERS)
         if session.refusal is None:
             return Verifier(session)
     return BlockVerifier(model, calls, rules, training)
@@ -134,7 +134,7 @@ class BlockVerifier:
     training: Sequence[tuple[int, bool]] = ()
 
     def __post_init__(self) -> None:
-        self._copy = lent_copy(self.model).eval()
+        self._copy = lent_copy(self.model)
         self._modules = dict(self._copy.named_modules())
         self._meta = is_meta(self.model)
         self._numbers = _numbers(self.model)
@@ -224,7 +224,7 @@ class BlockVerifier:
         for number, inputs in enumerate(self._drawn) if wanted else ():
             noted: dict[str, ModelInputs] = {}
             copies = _Copies()
-            tape = self._whole_tapes[number] = Tape(self._copy.eval())
+            tape = self._whole_tapes[number] = Tape(self._copy)
 
             def note(
                 name: str, _module: nn.Module, args: Any, kwargs: Any, noted: Any = noted, copies: _Copies = copies
@@ -328,7 +328,7 @@ class BlockVerifier:
             narrow = narrow_module(self._copy, graph, keep, self.rules)
             for number, (training, inputs) in enumerate(passes):
                 for model in (self._copy, narrow):
-                    train_without_dropout(model) if training else model.eval()
+                    train_without_dropout(model) if training else set_mode(model, False)
                 if number not in self._whole_tapes:
                     self._whole_tapes[number] = Tape(self._copy).run(inputs)
                 reason = self._whole_tapes[number].difference(Tape(narrow).run(inputs), homes, shapes=shapes)
@@ -337,7 +337,7 @@ class BlockVerifier:
         except Exception as error:  # noqa: BLE001
             return f"the compacted model fails: {type(error).__name__}: {error}"
         finally:
-            self._copy.eval()
+            set_mode(self._copy, False)
         return None
 
 

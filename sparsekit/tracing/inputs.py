@@ -19,10 +19,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 from sparsekit._torch import buffers_of
 from sparsekit.errors import InvalidValueError, UnsupportedModelError
+from sparsekit.graph.held import OWN_ATTRIBUTES
 from sparsekit.tracing.passes import WithoutDropout
 
 _PLAIN = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device, nn.Module)
-_OWN = frozenset(vars(nn.Module()))
 _CONTAINERS = (Tensor, dict, list, tuple, deque)
 _DEPTH = 4  # how deep objects of unknown kinds are opened
 _STATES = frozenset({"transformers.cache_utils.Cache"})
@@ -100,7 +100,7 @@ def held_tensors(model: nn.Module) -> list[Tensor]:
     held: list[Any] = []
     for module in model.modules():
         held += buffers_of(module).values()
-        held += [value for name, value in vars(module).items() if name not in _OWN and isinstance(value, _CONTAINERS)]
+        held += [value for name, value in vars(module).items() if name not in OWN_ATTRIBUTES and isinstance(value, _CONTAINERS)]
     found: list[Tensor] = []
     for value in held:
         items = value.values() if isinstance(value, dict) else (value,) if isinstance(value, Tensor) else value or ()

@@ -2,7 +2,7 @@
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -18,10 +18,12 @@ from sparsekit._torch import (
     InstanceNorm,
     eager,
     operator_schema,
+    set_mode,
     storage_id,
     tree_map_only,
     without_fast_path,
 )
+from sparsekit.graph.held import OWN_ATTRIBUTES
 from sparsekit.rng import same_random_state
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.ops.call import tensors_of
@@ -116,28 +118,43 @@ def private_passes() -> Iterator[None]:
 
 
 def lent_copy(model: nn.Module) -> nn.Module:
-    """Return a copy that shares the parameters of the model and has buffers of its own; run it within `ReadOnly`."""
-    return copy_with(model, dict(model.named_parameters(remove_duplicate=False)))
+    """Return a copy in eval mode that shares the parameters of the model and has buffers of its own; run it in `ReadOnly`.
+
+    It is put into train mode before, where modules drop what they have cached for eval mode.
+    """
+    copied = copy_with(model, dict(model.named_parameters(remove_duplicate=False)))
+    for training in (True, False):
+        set_mode(copied, training)
+    return copied
 
 
-def keep_attributes(model: nn.Module) -> Callable[[], None]:
-    """Return a function that restores all attributes of the modules: a pass may fill a cache of the width of its model."""
-    held = [(vars(module), dict(vars(module))) for module in model.modules()]
-    containers = [
-        (value, value.copy()) for _, own in held for value in own.values() if type(value) in (dict, list, OrderedDict)
-    ]
+class Snapshot:
+    """The attributes of all modules of a model, and the items of dicts and lists there: a pass may fill a cache, for example.
 
-    def put_back() -> None:
-        for now, before in (*held, *containers):
+    `inside`: those of `nn.Module` itself too, among them the tables of buffers.
+    """
+
+    def __init__(self, model: nn.Module, *, inside: bool = True) -> None:
+        self._but = frozenset[str]() if inside else OWN_ATTRIBUTES
+        self._held: list[tuple[Any, Any]] = [(vars(module), dict(vars(module))) for module in model.modules()]
+        for _, own in [*self._held]:
+            self._held += [
+                (value, value.copy())
+                for name, value in own.items()
+                if name not in self._but and type(value) in (dict, list, OrderedDict)
+            ]
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for now, before in self._held:
             if not now and not before:
                 continue
             if isinstance(now, list):
                 now[:] = before
             elif now.keys() != before.keys() or any(now[key] is not value for key, value in before.items()):
+                kept = {key: value for key, value in now.items() if key in self._but}
                 now.clear()
-                now.update(before)
-
-    return put_back
+                now.update(before | kept)
 
 
 def train_without_dropout(model: nn.Module) -> nn.Module:
@@ -145,7 +162,7 @@ def train_without_dropout(model: nn.Module) -> nn.Module:
 
     An instance norm keeps channels apart in both modes; in train mode it also writes its statistics by operators of its own.
     """
-    model.train()
+    set_mode(model, True)
     for module in model.modules():
         if isinstance(module, DropoutNd | InstanceNorm):
             module.eval()

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import buffers_of
+from sparsekit._torch import buffers_of, set_mode
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.labels.facts import user_line
 from sparsekit.layers import Rules, find_rule
 from sparsekit.rng import seeded
 from sparsekit.surgery.rebuild import copy_with, find_constants, named_entries, narrow_module
 from sparsekit.tracing.inputs import ModelInputs, find_numbers, find_tensors, held_tensors, with_tokens
-from sparsekit.tracing.passes import InFloat64, ReadOnly, keep_attributes, train_without_dropout
+from sparsekit.tracing.passes import InFloat64, ReadOnly, Snapshot, train_without_dropout
 from sparsekit.tracing.perturbed import PerturbedState
 from sparsekit.tracing.record import PassRecord
 
@@ -91,13 +91,13 @@ class Session:
         """Run the dense copy, or a cut one, on all calls, and record what it computes."""
         guard, calls = self._calls[0].guard, self._calls
         unordered = [m for m in model.modules() if (rule := find_rule(m, self.rules)) is not None and rule.in_order_of_units]
-        before, put_back = held_tensors(model), keep_attributes(model)  # before the record has its hooks
+        before, snapshot = held_tensors(model), Snapshot(model)  # before the record has its hooks
         record = PassRecord(guard if isinstance(guard, ReadOnly) else None, model if self.by_module else None, unordered)
         if training:
             train_without_dropout(model)
             calls = [calls[number].doubled() if doubled else calls[number] for number, doubled in self.training]
         else:
-            model.eval()
+            set_mode(model, False)
         outputs: list[Tensor] = []
         try:
             with torch.no_grad(), seeded(seed):
@@ -112,7 +112,7 @@ class Session:
             # Buffers are written in place, if at all.
             buffers = {id(buffer) for buffer in model.buffers()} & {id(tensor) for tensor in before}
             record.finish(outputs, [tensor for tensor in held_tensors(model) if id(tensor) not in buffers])
-            put_back()
+            snapshot.restore()
         return record
 
     def cut(

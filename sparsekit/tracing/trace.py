@@ -3,7 +3,7 @@
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, MutableSequence, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from sparsekit._torch import DispatchMode
 from sparsekit.errors import NoUnitsError, TraceError, UnsupportedModelError, level_of_user
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.groups import Leftover
 from sparsekit.graph.refusals import by_cause
 from sparsekit.labels.facts import OUTPUT, Cause, Count, Keep, of
 from sparsekit.labels.tracer import Tracer
@@ -28,7 +29,7 @@ from sparsekit.tracing.grouping.sizes import compared_groups, literal_cause, oth
 from sparsekit.tracing.inputs import ModelInputs, find_tensors, refuse_inference
 from sparsekit.tracing.norms import NormRecorder
 from sparsekit.tracing.ops.call import tensors_of
-from sparsekit.tracing.passes import ReadOnly, lent_copy, private_passes, train_without_dropout
+from sparsekit.tracing.passes import ReadOnly, Snapshot, lent_copy, private_passes, train_without_dropout
 from sparsekit.tracing.verify import Verifier
 
 _REMEDY = (
@@ -101,13 +102,15 @@ def trace_units(
     """
     _check(model)
     guard = ReadOnly(model)
-    calls = [replace(call, guard=guard) for call in ModelInputs.several(example_inputs)]
+    given = ModelInputs.several(example_inputs)
+    calls = [replace(call, guard=guard) for call in given]
     tracer = Tracer(kept_norms=prune_hidden_size)
     with private_passes():
         training, refusal = _run(model, calls, tracer, rules)
         tracer.end()
         built = build(tracer, {name: entry.shape for name, entry in named_entries(model).items()}, tracer.facts, {})
         if verify and built.graph.groups:
+            built = replace(built, graph=replace(built.graph, leftovers=_leftovers(model, calls)))
             built = _verified(make_verifier(model, calls, rules, training), tracer, built)
     if is_large(model):
         gc.collect()  # copies that lend the parameters would keep them alive after a cut in place
@@ -129,6 +132,13 @@ def trace_units(
             " wrong; pass inputs that it accepts in both modes, such as a batch of two",
             TrainModeWarning,
         )
+    if len(unread) == sum(entry.is_parameter for entry in tracer.entries) > 0:
+        held = {name: sum(entry.numel() for entry in child.parameters()) for name, child in model.named_children()}
+        passed = f"model.{max(held, key=lambda name: held[name])}" if held else "the module that holds the layers"
+        raise NoUnitsError(
+            f"forward of {type(model).__name__} does not call its layers: no operator of a pass read a parameter of the model."
+            f" It is a wrapper, whose layers another object calls. Pass {passed} instead"
+        )
     if not built.graph.groups:
         found = built.graph.unprunable
         listed = "; ".join(f"{names} ({sizes}): {reason}" for names, sizes, reason in by_cause(found)) or "no layer makes units"
@@ -137,23 +147,38 @@ def trace_units(
             " A hidden layer of its own (Linear, convolution, LSTM, …) between input and output has units",
             found,
         )
+    built.graph.checks.append(RunsOnExamples(given[0]))
     return built.graph
 
 
-def check_runs(small: nn.Module, call: ModelInputs) -> None:
-    """Run a copy of a compact model once, so that a model that cannot run is never returned.
+class RunsOnExamples:
+    """Runs a narrow model on the inputs of a trace, so that one that cannot run is never returned; once for the same widths."""
 
-    Raises:
-        UnsupportedModelError: it fails.
-    """
-    try:
+    def __init__(self, call: ModelInputs) -> None:
+        self._call, self._seen = call, set[tuple[torch.Size, ...]]()
+
+    def __call__(self, small: nn.Module, dense: nn.Module | None) -> None:
+        widths = tuple(entry.shape for entry in named_entries(small).values())
+        if widths in self._seen:
+            return
+        try:
+            self._run(small)
+        except Exception as error:
+            if dense is not None:
+                try:
+                    self._run(dense)
+                except Exception:  # noqa: BLE001 (it takes other inputs than at the trace, such as of another dtype)
+                    return
+            raise UnsupportedModelError(
+                f"the compact {type(small).__name__} does not run on the example inputs ({type(error).__name__}: {error});"
+                " name the layers in the message in exclude=, and please report it"
+            ) from error
+        self._seen.add(widths)
+
+    def _run(self, model: nn.Module) -> None:
+        device = next((entry.device for entry in model.parameters()), None)
         with private_passes():
-            replace(call, guard=ReadOnly(small)).call(lent_copy(small).eval())
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"the compact {type(small).__name__} does not run on the example inputs ({type(error).__name__}: {error});"
-            " name the layers in the message in exclude=, and please report it"
-        ) from error
+            replace(self._call.map(lambda tensor: tensor.to(device)), guard=ReadOnly(model)).call(lent_copy(model))
 
 
 class _Reads(DispatchMode):
@@ -181,7 +206,7 @@ def entry_reads(model: nn.Module, example_inputs: Any) -> list[list[str]]:
     """
     try:
         with private_passes():
-            copied = lent_copy(model).eval()
+            copied = lent_copy(model)
             reads = _Reads(copied)
             replace(ModelInputs.of(example_inputs), guard=ReadOnly(model)).call(copied, reads)
     except Exception as error:
@@ -219,7 +244,7 @@ def _run(
     _enter(model, tracer)
     try:
         for inputs in calls:
-            _pass(lambda: lent_copy(model).eval(), inputs, tracer, rules)
+            _pass(lambda: lent_copy(model), inputs, tracer, rules)
     except UnsupportedModelError:
         raise
     except Exception as error:
@@ -242,11 +267,32 @@ def _run(
     return training, failure
 
 
+def _leftovers(model: nn.Module, calls: Sequence[ModelInputs]) -> tuple[Leftover, ...]:
+    """Return the attributes in which a pass in eval mode leaves tensors that were not there before."""
+    copied = lent_copy(model)
+    snapshot, before = Snapshot(copied), find_constants(copied)
+    try:
+        for inputs in calls:
+            inputs.call(copied)
+    except Exception:  # noqa: BLE001 (whatever the user's code raises)
+        return ()
+    found = {(place.module, str(place.path[0])) for name, (place, _) in find_constants(copied).items() if name not in before}
+    snapshot.restore()
+    leftovers = []
+    for module, name in sorted(found):
+        home = copied.get_submodule(module)
+        value = getattr(home, name, None)
+        kind = "absent" if not hasattr(home, name) else "None" if value is None else "container"
+        if kind != "container" or isinstance(value, MutableMapping | MutableSequence):
+            leftovers.append(Leftover(module, name, kind))
+    return tuple(leftovers)
+
+
 def _failure(model: nn.Module, inputs: ModelInputs, error: Exception) -> TraceError | UnsupportedModelError:
     """Return the error for a pass that failed under the tracer: the inputs or an operation of the model are at fault."""
     name, said = type(model).__name__, f"{type(error).__name__}: {error}"
     try:
-        inputs.call(lent_copy(model).eval())
+        inputs.call(lent_copy(model))
     except Exception:  # noqa: BLE001 - the first failure is the one that is told
         tensors = find_tensors((inputs.args, inputs.kwargs))
         given = ", ".join(f"{tuple(tensor.shape)} on {tensor.device}" for tensor in tensors)
@@ -342,7 +388,8 @@ def _verified(verifier: Verifier | BlockVerifier, tracer: Tracer, built: Built) 
             else:
                 cause = literal_cause(of(Count, facts), built.root, units) or Cause("", why, "inexact", remedy=_REMEDY)
                 facts.append(Keep(units, cause))
-        built = build(tracer, built.graph.shapes, facts, tried)
+        again = build(tracer, built.graph.shapes, facts, tried)
+        built = replace(again, graph=replace(again.graph, leftovers=built.graph.leftovers))
     return built
 
 
