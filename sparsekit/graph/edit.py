@@ -53,7 +53,7 @@ def only(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
 
 
 def inside(graph: UnitGraph, home: str) -> UnitGraph:
-    """Return the graph with the integers, free lengths and leftovers of one module alone, under the names that they have there."""
+    """Return the graph with the integers, free lengths and leftovers of one module, under the names that they have there."""
 
     def is_inside(module: str) -> bool:
         return f"{module}.".startswith(f"{home}.")
