@@ -131,6 +131,14 @@ def test_the_python_of_a_page_runs_from_its_top_to_its_end(page, tmp_path, monke
         assert execute(shlex.split(COMMANDS[page.stem])) == 0
 
 
+def test_code_of_tutorials_fits_a_page():
+    long = []
+    for page in sorted((DOCS / "tutorials").glob("*.md")):
+        blocks = re.findall(r"^```\w*\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+        long += [f"{page.name}: {line}" for block in blocks for line in block.splitlines() if len(line) > 76]
+    assert long == []
+
+
 def _text(node):
     """A string of the code, with `…` for what is computed."""
     parts = node.values if isinstance(node, ast.JoinedStr) else [node]
