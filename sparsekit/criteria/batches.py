@@ -137,7 +137,7 @@ def read_batches(
     """Yield at most `limit` batches, on the device of the model, or raise DataError; `what` names the work in messages."""
     _refuse_what_is_no_loader(batches)
     devices = {entry.device for entry in itertools.chain(model.parameters(), model.buffers())}
-    known = _length(batches)
+    known = batch_count(batches)
     total = known if limit is None else min(limit, known or limit)
     place = -1
     for place, batch in enumerate(track(itertools.islice(batches, limit), what, show=progress, total=total)):
@@ -184,7 +184,7 @@ def _refuse_what_is_no_loader(batches: Any) -> None:
         raise DataError(f"batches must be batches, got {found}; {advice}")
 
 
-def _length(batches: Iterable[Batch]) -> int | None:
+def batch_count(batches: Iterable[Batch]) -> int | None:
     """Return the number of batches, if it is known: a loader over an `IterableDataset` has `__len__` and raises in it."""
     try:
         return len(batches) if isinstance(batches, Sized) else None

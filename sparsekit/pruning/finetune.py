@@ -2,10 +2,12 @@
 
 import contextlib
 import copy
+import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,12 +15,14 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from sparsekit._torch import set_mode
-from sparsekit.criteria.batches import Batch, Loss, loss_of, read_batches, run_model, split_batch
+from sparsekit.criteria.batches import Batch, Loss, batch_count, example_count, loss_of, read_batches, run_model, split_batch
 from sparsekit.errors import InvalidValueError
 from sparsekit.measure.timing import evaluated, measured
-from sparsekit.pruning.distillation import Distillation
+from sparsekit.pruning.distillation import Distillation, Teaching
+from sparsekit.pruning.resume import CheckpointFile
 from sparsekit.registry import calling
 from sparsekit.rng import torch_scope
 from sparsekit.tracing.inputs import refuse_inference
@@ -70,12 +74,15 @@ def finetune(
     batches: Iterable[Batch],
     loss: Loss | None = None,
     *,
-    epochs: int,
+    epochs: int | None = None,
+    steps: int | None = None,
     optimizer: MakeOptimizer | torch.optim.Optimizer | None = None,
     scheduler: MakeScheduler | None = None,
     scheduler_step: str = "epoch",
     validation: Metric | Iterable[Batch] | None = None,
     distillation: Distillation | None = None,
+    accumulate: int = 1,
+    average: float | None = None,
     clip_norm: float | None = None,
     amp: torch.dtype | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -84,7 +91,7 @@ def finetune(
     progress: bool | None = None,
     on_epoch: Callable[[EpochRecord], None] | None = None,
 ) -> FineTuned:
-    """Train a model for some epochs.
+    """Train a model for some epochs or steps.
 
     Each submodule trains in its given mode, so that frozen batch norms stay frozen. If the model itself is in eval mode, all of
     it trains. If anything fails, or you press Ctrl-C, the model gets the weights of the best epoch so far; without validation,
@@ -94,21 +101,29 @@ def finetune(
         model: Changed in place; on the device of the batches.
         batches: A loader or a list, read once an epoch; batches as for data-driven criteria. A torch loader that shuffles draws
             from its own generator, or from torch's global one, which is seeded here.
-        loss: `loss(outputs, target)`; None takes `outputs.loss`.
+        loss: `loss(outputs, target)`; None takes `outputs.loss`. The parameters of a loss that is a module train along.
         epochs: Number of all epochs, at least 1; a resumed call trains the remaining ones.
+        steps: Number of all steps of the optimizer, in place of `epochs`. The batches are read again as often as needed, and
+            the last epoch ends early.
         optimizer: Makes one from the trainable parameters, or is one, with parameters of the model (and of the loss, if that is
             a module) alone; None is SGD with Nesterov momentum 0.9, rate 0.01 and weight decay 5e-4.
         scheduler: Makes a scheduler of learning rates from the optimizer.
-        scheduler_step: When it steps: after each "epoch", or after each "batch". A scheduler that follows a metric
-            (`ReduceLROnPlateau`) gets minus the score, or the training loss without validation, and steps by epoch.
-        validation: `metric(model)`, larger is better, or batches, on which minus the mean loss is the score. The weights of the
-            best epoch are kept; without it, the last weights.
+        scheduler_step: When it steps: after each "epoch", or after each step of the optimizer, "batch". A scheduler that
+            follows a metric (`ReduceLROnPlateau`) gets minus the score, or the training loss without validation, and steps by
+            epoch.
+        validation: `metric(model)`, larger is better, or batches, on which minus the mean loss over the examples is the score.
+            The weights of the best epoch are kept; without it, the last weights.
         distillation: The dense model as a teacher.
+        accumulate: Batches for each step of the optimizer, at least 1, for more examples than fit into memory at once. The
+            gradient is the mean over their examples.
+        average: Decay of an exponential moving average of weights and buffers, in (0, 1), such as 0.999. The averaged weights
+            are validated and kept.
         clip_norm: Largest norm of all gradients together, above 0; None does not clip.
         amp: Computes in this type, torch.bfloat16 or torch.float16 (whose gradients are scaled), with weights as they are.
         checkpoint: File that is written after each epoch; no code can hide in it.
-        resume: Whether to continue from the checkpoint if the file exists. The result is bit-identical to an uninterrupted call
-            on the same machine, if batches depend only on torch's generators.
+        resume: Whether to continue from the checkpoint if the file exists; False overwrites it. The result is bit-identical to
+            an uninterrupted call on the same machine, if batches depend only on torch's generators. A file of another training,
+            from other weights or with other settings, is refused.
         seed: Seed of torch's global generator in the call, for dropout and loaders without one; it is put back afterwards.
         progress: Whether to draw a progress bar for each epoch on stderr; None draws if that is a terminal.
         on_epoch: Called after each epoch.
@@ -118,66 +133,83 @@ def finetune(
 
     Raises:
         InvalidValueError: a number out of range, no trainable parameter, an optimizer of another model, a loss that is not
-            finite, a score that is not a number, or a checkpoint of another model.
+            finite, a score that is not a number, or a checkpoint of another training.
         DataError: an empty loader, or a batch on another device than the model.
-        UnsupportedModelError: the model was made inside `torch.inference_mode`.
+        UnsupportedModelError: the model was made inside `torch.inference_mode`, or `average` is asked of a mask that changes.
     """
-    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
-        raise InvalidValueError(f"epochs must be a whole number of at least 1, got {epochs!r}")
+    if (epochs is None) == (steps is None):
+        raise InvalidValueError(f"pass epochs= or steps=, one of the two; got epochs={epochs!r} and steps={steps!r}")
+    for name, count in (("epochs", epochs), ("steps", steps), ("accumulate", accumulate)):
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise InvalidValueError(f"{name} must be a whole number of at least 1, got {count!r}")
     if scheduler_step not in ("epoch", "batch"):
         raise InvalidValueError(f"scheduler_step must be 'epoch' or 'batch', got {scheduler_step!r}")
     if clip_norm is not None and not clip_norm > 0:
         raise InvalidValueError(f"clip_norm must be above 0, got {clip_norm}; None does not clip")
+    if average is not None and not 0 < average < 1:
+        raise InvalidValueError(f"average must be in (0, 1), got {average}; it is the decay of a moving average, such as 0.999")
     if amp not in (None, torch.bfloat16, torch.float16):
         raise InvalidValueError(f"amp must be torch.bfloat16, torch.float16 or None, got {amp}")
-    path = None if checkpoint is None else Path(checkpoint)
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise InvalidValueError(f"checkpoint must be a file in a folder that exists, got {str(path)!r}")
     refuse_inference(model)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not parameters:
+    teaching = None if distillation is None else _teaching(distillation, model, batches, loss)
+    helpers = [module for module in (loss, teaching) if isinstance(module, nn.Module)]
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InvalidValueError(f"no parameter of {type(model).__name__} requires gradients; call model.requires_grad_(True)")
-    optimizer = _optimizer(optimizer, model, parameters, loss)
+    parameters = [entry for module in (model, *helpers) for entry in module.parameters() if entry.requires_grad]
+    optimizer = _optimizer(optimizer, model, parameters, helpers)
     kind = parameters[0].device.type
     schedule = _schedule(scheduler, optimizer)
     follows_metric = isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
     by_batch = scheduler_step == "batch" and not follows_metric
     scaler = torch.amp.GradScaler(kind, enabled=amp is torch.float16)
-    every = {"model": model, "optimizer": optimizer, "scheduler": schedule, "scaler": scaler}
+    averaged = None
+    if average is not None:
+        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(average), use_buffers=True)
+    result = model if averaged is None else averaged.module
+    every: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": schedule, "scaler": scaler}
+    every |= {"average": averaged, **{type(module).__name__: module for module in helpers if list(module.parameters())}}
     parts = {name: part for name, part in every.items() if part is not None}
     history: list[EpochRecord] = []
     best: _Best = None, None, 0
+    done = 0  # steps of the optimizer
     frozen = [module for module in model.modules() if model.training and not module.training]
 
-    def compute(batch: Batch, teacher: Distillation | None = None) -> Tensor:
+    def compute(module: nn.Module, batch: Batch, teaching: Teaching | None = None) -> Tensor:
         args, kwargs, _ = split_batch(batch, keep_target=loss is None)
         with torch.autocast(kind, dtype=amp) if amp is not None else contextlib.nullcontext():
-            taught = None if teacher is None else teacher.teach(args, kwargs)
-            outputs, target = run_model(model, batch, keep_target=loss is None)
+            taught = None if teaching is None else teaching.teach(args, kwargs)
+            outputs, target = run_model(module, batch, keep_target=loss is None)
             value = loss_of(outputs, target, loss)
-            return value if teacher is None or taught is None else teacher.combine(value, outputs, taught)
+            return value if teaching is None or taught is None else teaching.combine(value, outputs, taught, target)
 
     def train(epoch: int) -> float:
-        """Train one epoch, and return the mean loss over its batches."""
+        """Train one epoch, or what is left of the steps, and return the mean loss over its batches."""
+        nonlocal done
         set_mode(model, True)
         for module in frozen:
             module.training = False
         losses: list[float] = []
-        for batch in read_batches(batches, model, f"Epoch {epoch}/{epochs}", progress=progress):
-            value = compute(batch, distillation)
-            losses.append(float(value.detach()))
-            if not math.isfinite(losses[-1]) and not scaler.is_enabled():  # a scaler leaves such a step out
-                raise InvalidValueError(
-                    f"the loss is {losses[-1]} in batch {len(losses) - 1} of epoch {epoch}; lower the learning rate, clip"
-                    " gradients with clip_norm=1.0, or look for NaN in the data"
-                )
+        reader = read_batches(batches, model, f"Epoch {epoch}{f'/{epochs}' if epochs else ''}", progress=progress)
+        while (steps is None or done < steps) and (group := list(itertools.islice(reader, accumulate))):
             optimizer.zero_grad(set_to_none=True)
-            scaler.scale(value).backward()
+            whole = sum(map(example_count, group))
+            for batch in group:
+                value = compute(model, batch, teaching)
+                losses.append(float(value.detach()))
+                if not math.isfinite(losses[-1]) and not scaler.is_enabled():  # a scaler leaves such a step out
+                    raise InvalidValueError(
+                        f"the loss is {losses[-1]} in batch {len(losses) - 1} of epoch {epoch}; lower the learning rate, clip"
+                        " gradients with clip_norm=1.0, or look for NaN in the data"
+                    )
+                scaler.scale(value * (example_count(batch) / whole) if len(group) > 1 else value).backward()
             if clip_norm is not None:
                 scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+                nn.utils.clip_grad_norm_(parameters, clip_norm)
             scaler.step(optimizer)
             scaler.update()
+            done += 1
+            if averaged is not None:
+                averaged.update_parameters(model)
             if schedule is not None and by_batch:
                 schedule.step()
         return sum(losses) / len(losses)
@@ -185,13 +217,16 @@ def finetune(
     def validate() -> float | None:
         if validation is None:
             return None
-        with measured(model):  # what validation draws must not move the draws of training
+        with measured(result):  # what validation draws must not move the draws of training
             if callable(validation):
                 with calling("validation"):
-                    found: Any = validation(model)
+                    found: Any = validation(result)
             else:
-                losses = [float(compute(batch)) for batch in read_batches(validation, model, "Validation")]
-                found = -sum(losses) / len(losses)
+                scored = [
+                    (float(compute(result, each)), example_count(each))
+                    for each in read_batches(validation, result, "Validation")
+                ]
+                found = -sum(value * count for value, count in scored) / sum(count for _, count in scored)
         try:
             score = float(found)
         except (TypeError, ValueError, RuntimeError):
@@ -200,20 +235,29 @@ def finetune(
             raise InvalidValueError("the score on validation is NaN; look at the metric and at the learning rate")
         return score
 
-    teachers = [] if distillation is None else [distillation.teacher]
+    told: dict[str, object] = {"seed": seed, "steps": steps, "accumulate": accumulate, "average": average}
+    told |= {"clip_norm": clip_norm, "amp": amp, "scheduler_step": scheduler_step}
+    told["distillation"] = None if distillation is None else distillation.settings
+    file = None if checkpoint is None else CheckpointFile(Path(checkpoint), parts, batches, told)
+    if schedule is not None and (length := batch_count(batches)) is not None:
+        an_epoch = math.ceil(length / accumulate)
+        every_step = steps or an_epoch * (epochs or 0)
+        _check_schedule(schedule, every_step if by_batch else math.ceil(every_step / an_epoch))
     kept = copy.deepcopy(model.state_dict())
     with (
-        evaluated(model, *teachers, leaves=True),
+        evaluated(model, *([] if teaching is None else [teaching.teacher]), leaves=True),
         torch_scope(np.random.default_rng(seed)),
         torch.inference_mode(mode=False),
         torch.enable_grad(),
+        contextlib.nullcontext() if teaching is None else teaching.watching(),
     ):
         try:
-            if path is not None and resume and path.exists():
-                history, best = _load(path, parts, batches)
-                kept = best[0] or copy.deepcopy(model.state_dict())
-            for epoch in range(len(history) + 1, epochs + 1):
-                begun = time.perf_counter()
+            if file is not None and resume and file.path.exists():
+                found = file.load()
+                history, best, done = [EpochRecord(**each) for each in found["history"]], found["best"], found["steps"]
+                kept = best[0] or copy.deepcopy(result.state_dict())
+            while len(history) < epochs if epochs else done < (steps or 0):
+                epoch, begun = len(history) + 1, time.perf_counter()
                 if getattr(model, "narrows", False):  # epochs of a wider model do not compete
                     best = None, None, 0
                 mean, score = train(epoch), validate()
@@ -224,22 +268,36 @@ def finetune(
                 rate = float(optimizer.param_groups[0]["lr"])
                 history.append(EpochRecord(epoch, mean, score, rate, time.perf_counter() - begun))
                 if score is None or best[1] is None or score > best[1]:
-                    kept = copy.deepcopy(model.state_dict())
+                    kept = copy.deepcopy(result.state_dict())
                     best = best if score is None else (kept, score, epoch)
-                if path is not None:
-                    _save(path, parts, history, best, batches)
+                if file is not None:
+                    file.save({"history": [asdict(record) for record in history], "best": best, "steps": done})
                 if on_epoch is not None:
                     on_epoch(history[-1])
         except BaseException:
             model.load_state_dict(kept)
             raise
-        if best[0] is not None:
-            model.load_state_dict(best[0])
+        if best[0] is not None or averaged is not None:
+            model.load_state_dict(kept)
+    if unmet := getattr(model, "unmet", ""):
+        warnings.warn(unmet, stacklevel=2)
     return FineTuned(model, tuple(history), best[2] or len(history))
 
 
+def _teaching(distillation: Distillation, model: nn.Module, batches: Iterable[Batch], loss: Loss | None) -> Teaching:
+    teaching = Teaching(distillation, model)
+    if distillation.pairs:
+        with measured(model, distillation.teacher):
+            args, kwargs, _ = split_batch(next(read_batches(batches, model, "Distillation")), keep_target=loss is None)
+            teaching.begin(args, kwargs)
+    return teaching
+
+
 def _optimizer(
-    given: MakeOptimizer | torch.optim.Optimizer | None, model: nn.Module, parameters: list[nn.Parameter], loss: Loss | None
+    given: MakeOptimizer | torch.optim.Optimizer | None,
+    model: nn.Module,
+    parameters: list[nn.Parameter],
+    helpers: list[nn.Module],
 ) -> torch.optim.Optimizer:
     if given is None:
         return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, nesterov=True, weight_decay=5e-4)
@@ -247,7 +305,7 @@ def _optimizer(
     advice = "pass a function that makes one, such as optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01)"
     if not isinstance(made, torch.optim.Optimizer):
         raise InvalidValueError(f"optimizer must be a torch.optim.Optimizer or make one, got {made!r}; {advice}")
-    own = {id(entry) for module in (model, loss) if isinstance(module, nn.Module) for entry in module.parameters()}
+    own = {id(entry) for module in (model, *helpers) for entry in module.parameters()}
     its = [entry for group in made.param_groups for entry in group["params"]]
     foreign = sum(id(entry) not in own for entry in its)
     if foreign:
@@ -255,6 +313,15 @@ def _optimizer(
             f"{foreign} of the {len(its)} parameters of the optimizer are not those of this {type(model).__name__}, such as"
             f" those of the dense model; {advice}"
         )
+    held = {id(entry) for entry in its}
+    for module in helpers:
+        left = sum(entry.requires_grad and id(entry) not in held for entry in module.parameters())
+        if left:
+            warnings.warn(
+                f"{left} parameters of {type(module).__name__} are in no optimizer, so they are not trained; {advice}, which"
+                " gets them too",
+                stacklevel=3,
+            )
     return made
 
 
@@ -270,66 +337,12 @@ def _schedule(make: MakeScheduler | None, optimizer: torch.optim.Optimizer) -> A
     return made
 
 
-def _save(path: Path, parts: Mapping[str, Any], history: list[EpochRecord], best: _Best, batches: Any) -> None:
-    found = {
-        "state": {name: part.state_dict() for name, part in parts.items()},
-        "history": [asdict(record) for record in history],
-        "best": best,
-        "rng": torch.random.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-        "loader": [generator.get_state() for generator in _loader_generators(batches)],
-    }
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        torch.save(found, temporary)
-        if not path.exists():  # what could not be read again is refused after the first epoch, not after the last
-            _read(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Read tensors, bit for bit and on the CPU, numbers and strings; no code can hide in the file."""
-    with path.open("rb") as file:  # torch reads a path by its ending
-        try:
-            return dict(torch.load(file, map_location="cpu", weights_only=True))
-        except Exception as error:  # damaged files fail in many ways
-            raise InvalidValueError(
-                f"{path} is damaged, or holds more than the state of a training made of numbers, strings and tensors:"
-                f" {type(error).__name__}"
-            ) from error
-
-
-def _load(path: Path, parts: Mapping[str, Any], batches: Any) -> tuple[list[EpochRecord], _Best]:
-    found = _read(path)
-    if parts.keys() != found["state"].keys():
-        raise InvalidValueError(
-            f"the checkpoint {path} is of a training with {', '.join(found['state'])}, this one has {', '.join(parts)}; pass"
-            " what it had, another file, or resume=False"
+def _check_schedule(schedule: Any, planned: int) -> None:
+    """Warn if a scheduler is made for another number of steps than it will make."""
+    asked = getattr(schedule, "total_steps", None) or getattr(schedule, "T_max", None)
+    if asked and abs(planned - asked) > 0.1 * asked:
+        warnings.warn(
+            f"the scheduler {type(schedule).__name__} is made for {asked} steps and will make {planned}, so the learning rate"
+            f" does not end where it should; make it for {planned} steps, or change scheduler_step= ('epoch' or 'batch')",
+            stacklevel=3,
         )
-    own = {name: entry.shape for name, entry in parts["model"].state_dict().items()}
-    theirs = {name: entry.shape for name, entry in found["state"]["model"].items()}
-    try:
-        for name, part in parts.items():
-            part.load_state_dict(found["state"][name])
-    except (RuntimeError, ValueError, KeyError) as error:
-        differing = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
-        raise InvalidValueError(
-            f"the checkpoint {path} is of another model: {', '.join(differing[:5]) or error} differ; pass another file, or"
-            " resume=False"
-        ) from error
-    torch.default_generator.set_state(found["rng"])
-    if found["cuda"]:
-        torch.cuda.set_rng_state_all(found["cuda"])
-    for generator, state in zip(_loader_generators(batches), found["loader"]):
-        generator.set_state(state)
-    return [EpochRecord(**record) for record in found["history"]], found["best"]
-
-
-def _loader_generators(loader: Any) -> list[torch.Generator]:
-    """Return the generators that a loader, its sampler and its batch sampler draw from, each once; none for a list."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    found = [getattr(holder, "generator", None) for holder in holders]
-    return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())

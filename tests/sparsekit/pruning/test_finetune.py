@@ -1,6 +1,7 @@
 """finetune(): the same bits after a resumption, the best epoch, distillation, half precision, schedulers, bad input."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,12 +14,13 @@ from small import make_batches, make_model
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, OneCycleLR, ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 from zoo_base import Lambda
 
 import sparsekit as sk
 from sparsekit.errors import InvalidValueError
-from sparsekit.finetuning import Distillation, EpochRecord
+from sparsekit.finetuning import EpochRecord
 
 
 def _data(examples: int = 48) -> TensorDataset:
@@ -53,7 +55,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
 
     whole = train(make_model(), 6, None)
     train(make_model(), 3, tmp_path / "run")
-    resumed = train(make_model(seed=9), 6, tmp_path / "run")  # other weights, which the checkpoint replaces
+    resumed = train(make_model(), 6, tmp_path / "run")
     torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
     assert whole.model[0].weight.dtype == torch.float32
     assert whole.history[-1].loss < whole.history[0].loss
@@ -65,6 +67,11 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"epochs": 1.5}, "epochs must be a whole number"),
+    ({"epochs": None}, "pass epochs= or steps="),
+    ({"steps": 3}, "pass epochs= or steps="),
+    ({"epochs": None, "steps": 0}, "steps must be a whole number"),
+    ({"accumulate": 0}, "accumulate must be a whole number"),
+    ({"average": 1.0}, "average must be in"),
     ({"optimizer": "adam"}, "optimizer must be a torch.optim.Optimizer or make one, got 'adam'"),
     ({"optimizer": lambda p: [*p]}, "optimizer must be"),
     (
@@ -136,25 +143,124 @@ def test_each_submodule_trains_in_the_mode_in_which_it_was_given_unless_the_mode
     assert (model.training, model[1].training) == (training, False)
 
 
-def test_a_teacher_alone_pulls_its_student_to_it() -> None:
-    teacher, student = make_model(1), make_model(2)
-    x = _data().tensors[0]
+@pytest.mark.parametrize("average", [None, 0.9])
+def test_a_training_is_resumed_by_the_model_that_began_it_or_that_it_left_behind_and_by_no_other(
+    average: float | None, tmp_path: Path
+) -> None:
+    def train(model: nn.Module, epochs: int = 2, rate: float = 0.1, **more: Any) -> Any:
+        options = {"optimizer": lambda p: SGD(p, rate), "average": average, "checkpoint": tmp_path / "run", **more}
+        return _tuned(model, epochs=epochs, **options)
 
-    def distance() -> float:
-        with torch.no_grad():
-            return float(F.mse_loss(student.eval()(x).softmax(1), teacher.eval()(x).softmax(1)))
+    first = train(make_model()).model
+    before = (tmp_path / "run").read_bytes()
+    for model, more, told in [
+        (make_model(seed=9), {}, "What differs: starting weights. Pass what it had"),
+        (make_model(), {"rate": 1e-4, "epochs": 3}, r"optimizer lr is 0.0001, was 0.1"),
+        (make_model(), {"seed": 4}, "seed is 4, was 0"),
+        (make_model(), {"optimizer": lambda p: Adam(p, 0.1)}, "optimizer is Adam, was SGD"),
+        (make_model(), {"clip_norm": 1.0}, "clip_norm is 1.0, was None"),
+        (make_model(), {"accumulate": 2}, "accumulate is 2, was 1"),
+    ]:
+        given = copy.deepcopy(model.state_dict())
+        with pytest.raises(InvalidValueError, match=told):
+            train(model, **more)
+        torch.testing.assert_close(model.state_dict(), given, rtol=0, atol=0)
+        assert (tmp_path / "run").read_bytes() == before
+    on = train(first, 3)
+    (tmp_path / "run").write_bytes(before)
+    again = train(make_model(), 3)
+    assert len(on.history) == 3
+    torch.testing.assert_close(again.model.state_dict(), on.model.state_dict(), rtol=0, atol=0)
+    assert len(train(make_model(seed=9), 1, resume=False).history) == 1
+    assert len(train(make_model(seed=9), 2).history) == 2
 
-    before = distance()
-    student.train()
-    pulled = {"optimizer": lambda p: SGD(p, 0.1, momentum=0.9), "distillation": Distillation(teacher, share=1.0)}
-    _tuned(student, epochs=25, **pulled)
-    assert distance() < 0.3 * before
+
+def test_a_scheduler_is_fingerprinted_by_its_settings(tmp_path: Path) -> None:
+    for gamma in (0.5, 0.9):
+        with nullcontext() if gamma == 0.5 else pytest.raises(InvalidValueError, match=r"scheduler gamma is 0.9, was 0.5"):
+            _tuned(make_model(), epochs=1, checkpoint=tmp_path / "run", scheduler=lambda o, g=gamma: MultiStepLR(o, [1], g))
 
 
-def test_distillation_of_equal_outputs_leaves_the_share_of_the_loss() -> None:
-    logits = torch.randn(4, 3)
-    mixed = Distillation(nn.Identity(), share=0.25).combine(torch.tensor(2.0), logits, logits)
-    assert float(mixed) == pytest.approx(1.5)
+@pytest.mark.same_bits
+def test_so_many_steps_are_those_of_so_many_epochs_and_end_within_one() -> None:
+    whole, steps = (_tuned(make_model(), **how) for how in ({"epochs": 3}, {"steps": 12}))
+    torch.testing.assert_close(whole.model.state_dict(), steps.model.state_dict(), rtol=0, atol=0)
+    counted: list[int] = []
+
+    class Counting(SGD):
+        def step(self, closure: Any = None) -> Any:
+            counted.append(1)
+            return super().step(closure)
+
+    found = _tuned(make_model(), steps=6, optimizer=lambda p: Counting(p, 0.1))
+    assert (len(counted), len(found.history)) == (6, 2)
+
+
+def test_accumulated_batches_are_one_batch_also_where_their_sizes_differ() -> None:
+    x, y = _data(36).tensors
+    parts = (
+        [(x[:24], y[:24]), (x[24:], y[24:])],
+        [(x[:10], y[:10]), (x[10:24], y[10:24]), (x[24:29], y[24:29]), (x[29:], y[29:])],
+    )
+    found = []
+    for batches, accumulate in zip(parts, (1, 2), strict=True):
+        model = _plain()
+        _tuned(model, batches, epochs=2, accumulate=accumulate, optimizer=lambda p: SGD(p, 0.1))
+        found.append(model.state_dict())
+    torch.testing.assert_close(*found)
+
+
+def _plain() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def test_the_average_of_the_weights_is_torchs_and_is_what_is_validated_and_kept() -> None:
+    model, by_hand, seen = _plain(), _plain(), []
+    mean = AveragedModel(by_hand, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+    optimizer = SGD(by_hand.parameters(), 0.1)
+    batches = [(x, y) for x, y in zip(_data().tensors[0].split(12), _data().tensors[1].split(12))]
+    by_hand.train()
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(by_hand(x), y).backward()
+        optimizer.step()
+        mean.update_parameters(by_hand)
+
+    def metric(module: nn.Module) -> float:
+        seen.append(copy.deepcopy(module.state_dict()))
+        return 1.0
+
+    _tuned(model, batches, epochs=1, average=0.5, optimizer=lambda p: SGD(p, 0.1), validation=metric)
+    torch.testing.assert_close(model.state_dict(), mean.module.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(dict(model.state_dict()), dict(seen[0]), rtol=0, atol=0)
+
+
+def test_validation_weighs_batches_by_their_examples() -> None:
+    x, y = _data(20).tensors
+    scores = [
+        _tuned(make_model(), epochs=1, validation=batches, optimizer=lambda p: SGD(p, 0.0)).history[0].score
+        for batches in ([(x, y)], [(x[:19], y[:19]), (x[19:], y[19:])])
+    ]
+    assert scores[0] == pytest.approx(scores[1], rel=1e-5)
+
+
+def test_a_scheduler_for_other_steps_and_a_loss_that_is_not_trained_are_said() -> None:
+    with pytest.warns(UserWarning, match="OneCycleLR is made for 8 steps and will make 2"):
+        _tuned(make_model(), epochs=2, scheduler=lambda o: OneCycleLR(o, 0.1, total_steps=8))
+    for by, epochs in (("epoch", 8), ("batch", 2)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            options = {"scheduler_step": by, "scheduler": lambda o: OneCycleLR(o, 0.1, total_steps=8)}
+            _tuned(make_model(), epochs=epochs, **options)
+    scale = nn.Parameter(torch.ones(()))
+    model, loss = make_model(), Lambda(lambda m, outputs, target: F.cross_entropy(m.scale * outputs, target), scale=scale)
+    with pytest.warns(UserWarning, match="1 parameters of Lambda are in no optimizer"):
+        _tuned(model, loss=loss, epochs=1, optimizer=SGD(model.parameters(), 0.1))
+    assert float(scale) == 1
+    for optimizer in (None, lambda p: SGD(p, 0.1)):
+        _tuned(make_model(), loss=loss, epochs=1, optimizer=optimizer)
+    assert float(scale) != 1
 
 
 def test_a_checkpoint_holds_no_code_and_says_so_when_it_is_first_written(tmp_path: Path) -> None:
