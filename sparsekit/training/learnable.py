@@ -203,7 +203,8 @@ class LearnableMask(MovingMask):
         """Return ratio or budget, number of units and rule, for `print`."""
         limit = f"ratio={self.ratio:g}" if self.budget is None else f"budget={self.budget}"
         kept = f"{sum(self.narrow_model.mask.counts().values())} of {self.graph.units} units kept"
-        return f"{limit}, {kept}, learning={None if self.learning is None else type(self.learning).__name__}"
+        left = ", cuts left" if self.narrows else ""
+        return f"{limit}, {kept}{left}, learning={None if self.learning is None else type(self.learning).__name__}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the sparse model: with the arguments and the result of the wrapped model."""

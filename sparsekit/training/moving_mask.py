@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -83,8 +84,13 @@ class MovingMask(nn.Module):
             self._shown = mask, identity(mask)
 
     def compact(self) -> nn.Module:
-        """Return the sparse model as a plain, smaller module with the same outputs; a copy."""
+        """Return the sparse model as a plain, smaller module with the same outputs; a copy.
+
+        Warns if `LearnedNarrowing` has cuts left: the model is then wider than asked.
+        """
         self._check_shown()
+        if self.unmet:
+            warnings.warn(self.unmet, stacklevel=2)
         return self.narrow_model.compact()
 
     def dense_state(self) -> dict[str, Tensor]:
@@ -140,6 +146,11 @@ class MovingMask(nn.Module):
         return isinstance(self._rule, NarrowingSteps) and self._rule.cuts_left > 0
 
     @property
+    def unmet(self) -> str:
+        """What `LearnedNarrowing` has not done yet, in a sentence; empty if nothing is left."""
+        return self._rule.unmet(self.narrow_model.mask) if isinstance(self._rule, NarrowingSteps) else ""
+
+    @property
     def may_change(self) -> bool:
         """Whether a step may change the mask."""
         return self.narrows or isinstance(self._rule, ImportanceSteps)
@@ -147,7 +158,7 @@ class MovingMask(nn.Module):
     @property
     def report(self) -> NarrowingReport | None:
         """Steps, cuts and cost of `LearnedNarrowing` so far; None for other masks."""
-        return self._rule.report() if isinstance(self._rule, NarrowingSteps) else None
+        return self._rule.report(self.narrow_model.mask) if isinstance(self._rule, NarrowingSteps) else None
 
     def importance(self) -> dict[str, Tensor]:
         """Group name → float (units,): copies of the present importance."""

@@ -110,12 +110,14 @@ class NarrowingReport:
         flops: FLOPs of these steps and of the refits: three forward passes a step, one to refit. None without example inputs.
         dense_flops: FLOPs of as many steps of the dense model.
         cuts: Number of the step → units that stayed in each group.
+        unmet: What is not done yet, in a sentence; empty after the last cut.
     """
 
     steps: int
     flops: float | None
     dense_flops: float | None
     cuts: Mapping[int, Mapping[str, int]]
+    unmet: str = ""
 
     def __str__(self) -> str:
         cost = ""
@@ -123,7 +125,7 @@ class NarrowingReport:
             cost = f", {format_cost('flops', self.flops)} ({self.flops / self.dense_flops:.1%} of as many dense steps)"
         lines = [f"{self.steps} steps{cost}"]
         lines += [f"after step {step}: {sum(counts.values())} units" for step, counts in self.cuts.items()]
-        return "\n".join([*lines, _WHERE_IT_PAYS])
+        return "\n".join([*lines, *([self.unmet] if self.unmet else []), _WHERE_IT_PAYS])
 
 
 class GateSquares:
@@ -305,10 +307,23 @@ class NarrowingSteps:
         if self.costs is not None:
             self._flops += float(sum(map(example_count, self.batches))) * self.costs.forward_flops(old)
 
-    def report(self) -> NarrowingReport:
+    def unmet(self, mask: UnitMask) -> str:
+        """Return what is not done yet, in a sentence; empty after the last cut."""
+        if not self.cuts_left:
+            return ""
+        limits = [f"{name} of at most {format_cost(name, end)}" for name, (_, end) in self._limits.items()]
+        asked = " and ".join(limits) or f"a ratio of {self._ratio:g}"
+        cuts, steps = self.settings.cuts, self.settings.steps
+        return (
+            f"LearnedNarrowing(steps={steps}) has made {cuts - self.cuts_left} of {cuts} cuts after {self._steps} steps, so"
+            f" {sum(mask.counts().values())} of {self.graph.units} units are kept, and {asked} is not met; the last cut comes"
+            f" after step {self.cut_steps[-1]}: train on, or pass the number of steps that you make"
+        )
+
+    def report(self, mask: UnitMask) -> NarrowingReport:
         cuts = {step: dict(zip(self.graph.groups, counts, strict=True)) for step, counts in self._cuts}
         flops, dense = (None, None) if self.costs is None else (self._flops, self._dense_flops)
-        return NarrowingReport(self._steps, flops, dense, cuts)
+        return NarrowingReport(self._steps, flops, dense, cuts, self.unmet(mask))
 
     def state(self) -> dict[str, Tensor]:
         """Return the state under keys and in shapes that never change."""

@@ -88,27 +88,46 @@ def _before_step(reference: Callable[[], Any], optimizer: Optimizer, args: Any, 
     masked.optimizers.just_loaded.discard(optimizer)
     masked.optimizers.finish(optimizer)
     masked.optimizers.stepping.append(optimizer)
-    overflow: Tensor | None = getattr(optimizer, "found_inf", None)
-    # A fused optimizer divides by the scale of a GradScaler itself, and skips a step that overflowed.
-    if masked._rule is not None and masked._rule.due and (overflow is None or not bool(overflow)):
-        scale = getattr(optimizer, "grad_scale", None)
-        masked._rule.take(masked.scores, masked.vectors, None, scale, masked.optimizers.process_group)
-    if len(args) == 1 and not kwargs:
+    closures = [value for value in (*args[1:], *kwargs.values()) if callable(value)]
+    if not closures:
+        _take(masked, optimizer, None)
         return None
+    due = masked._rule is not None and masked._rule.due
+    # A backward pass before a closure is of batches that the step adds up, or of a step that climbs and forgets it.
+    before = {leaf: leaf.grad.clone() for leaf in masked.weights() if leaf.grad is not None} if due else None
+    calls: list[object] = []
 
     def watched(value: Any) -> Any:
         """Return an argument of the step; a closure that fails ends the step, and no hook is called after it."""
 
         def run() -> Any:
+            rule = masked._rule
+            if not calls and rule is not None:
+                rule.due = False
             try:
-                return value()
+                result = value()
             except BaseException:
                 _after_step(reference, optimizer)
                 raise
+            if not calls and rule is not None:
+                gradients = None if rule.due else before
+                rule.due = rule.due or due
+                _take(masked, optimizer, gradients)
+            calls.append(value)
+            return result
 
         return functools.wraps(value)(run) if callable(value) else value
 
     return (args[0], *map(watched, args[1:])), {name: watched(value) for name, value in kwargs.items()}
+
+
+def _take(masked: Any, optimizer: Optimizer, gradients: Mapping[Tensor, Tensor] | None) -> None:
+    """Learn importance from the latest backward pass, if there was one; `gradients` None reads those of the weights."""
+    overflow: Tensor | None = getattr(optimizer, "found_inf", None)
+    # A fused optimizer divides by the scale of a GradScaler itself, and skips a step that overflowed.
+    if masked._rule is not None and masked._rule.due and (overflow is None or not bool(overflow)):
+        scale = getattr(optimizer, "grad_scale", None)
+        masked._rule.take(masked.scores, masked.vectors, gradients, scale, masked.optimizers.process_group)
 
 
 def _after_step(reference: Callable[[], Any], optimizer: Optimizer, *_: Any) -> None:

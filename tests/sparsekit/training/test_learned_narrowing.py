@@ -2,8 +2,10 @@
 
 import copy
 import os
+import re
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -297,3 +299,23 @@ def test_the_rule_of_the_paper_keeps_the_units_of_largest_magnitude_here(kind: s
     _, own, _ = task.trained(ratio=0.2, learning=sk.LearnedNarrowing(steps=150))
     assert not torch.equal(own, first)
     assert masked.report is None
+
+
+@pytest.mark.parametrize("limit", [{"ratio": 0.25}, {"budget": "flops=20%"}])
+def test_a_training_that_ends_before_the_last_cut_says_that_its_limit_is_not_met(limit: Any, tmp_path: Path) -> None:
+    model, x, y = convolutions()
+    masked = sk.LearnableMask(model, (x,), learning=sk.LearnedNarrowing(steps=200), **limit)
+    told = r"LearnedNarrowing\(steps=200\) has made 0 of 3 cuts after 4 steps, so 24 of 24 units are kept, and .* is not met"
+    with pytest.warns(UserWarning, match=told):
+        sk.finetune(masked, [(x, y)] * 4, F.cross_entropy, epochs=1)
+    assert "cuts left" in repr(masked)
+    assert re.search(told, str(masked.report))
+    with pytest.warns(UserWarning, match=told):
+        masked.compact()
+    with pytest.warns(UserWarning, match=told):
+        sk.save_compact(masked, tmp_path / "small.safetensors")
+    masked = sk.LearnableMask(model, (x,), learning=sk.LearnedNarrowing(steps=8), **limit)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sk.finetune(masked, [(x, y)] * 8, F.cross_entropy, epochs=1).model.compact()
+    assert masked.unmet == ""

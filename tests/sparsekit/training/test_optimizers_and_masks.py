@@ -334,3 +334,39 @@ def test_memory_does_not_grow_with_the_widths_that_were_tried() -> None:
     assert len(widths) > 3
     del optimizer
     assert _live_bytes() - before < 5 * dense
+
+
+@pytest.mark.parametrize("learning", [GradientImportance(lr=0.1, refresh_every=1), LearnedNarrowing(steps=24, least_steps=2)])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.same_bits
+def test_a_closure_learns_what_the_same_training_without_one_learns(learning: Any, accumulate: int, by_name: bool) -> None:
+    """Also where a step adds up batches, of which the closure computes the last."""
+    found = []
+    for closure in (False, True):
+        model, x, y = classifier()
+        masked = LearnableMask(model, (x,), ratio=0.5, learning=learning)
+        optimizer = torch.optim.AdamW(masked.parameters(), lr=0.02)
+        for step in range(24):
+            parts = torch.randperm(12, generator=torch.Generator().manual_seed(step)).chunk(accumulate)
+            for number, part in enumerate(parts):
+
+                def compute(part: torch.Tensor = part, number: int = number) -> torch.Tensor:
+                    loss = F.cross_entropy(masked(x[part]), y[part]) / accumulate  # noqa: B023
+                    if number == 0:
+                        optimizer.zero_grad()  # noqa: B023
+                    loss.backward()
+                    return loss
+
+                if not closure or number + 1 < accumulate:
+                    compute()
+                elif by_name:
+                    optimizer.step(closure=compute)
+                else:
+                    optimizer.step(compute)
+            if not closure:
+                optimizer.step()
+        found.append((masked.importance_vector(), masked.unit_mask(), masked.report, masked.dense_state()))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1:3] == found[1][1:3]
+    torch.testing.assert_close(found[0][3], found[1][3], rtol=0, atol=0)
