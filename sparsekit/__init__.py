@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from sparsekit.tracing import trace_units as trace_units
     from sparsekit.training import GradientImportance as GradientImportance, LearnableMask as LearnableMask
     from sparsekit.training import LearnedNarrowing as LearnedNarrowing, NarrowModel as NarrowModel
+    from sparsekit.transformers.gguf import export_gguf as export_gguf
     from sparsekit.transformers.pretrained import fit_config as fit_config
     from sparsekit.transformers.pretrained import load_pretrained as load_pretrained, save_pretrained as save_pretrained
 
@@ -47,6 +48,7 @@ _HOMES = {
     "sparsekit.surgery": "compact expand export_onnx load_compact save_compact",
     "sparsekit.tracing": "trace_units",
     "sparsekit.training": "LearnableMask LearnedNarrowing",
+    "sparsekit.transformers.gguf": "export_gguf",
     "sparsekit.transformers.pretrained": "load_pretrained save_pretrained",
 }
 """What a script can rely on."""

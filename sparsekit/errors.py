@@ -19,6 +19,7 @@ _EXTRAS: Mapping[str, tuple[str, ...]] = {
     "export": ("onnx", "onnxruntime", "onnxscript"),
     "fl": ("PIL", "pandas", "pyarrow", "pydantic", "sklearn"),
     "flower": ("flwr", "ray"),
+    "gguf": ("gguf",),
     "log": ("tensorboard",),
     "privacy": ("opacus",),
     "torch-pruning": ("torch_pruning",),

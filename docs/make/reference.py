@@ -23,7 +23,7 @@ TASKS: dict[str, str] = {
     "Criteria and allocations": "criteria.Magnitude criteria.Fisher criteria.Wanda criteria.Taylor"
     " criteria.Random allocation.by_cost allocation.by_loss allocation.uniform allocation.by_ratio"
     " allocation.Schedule",
-    "Save and export": "save_compact load_compact export_onnx save_pretrained load_pretrained",
+    "Save and export": "save_compact load_compact export_onnx export_gguf save_pretrained load_pretrained",
     "Bandits": "bandit.SplitUCBV bandit.Interval bandit.Box bandit.BanditSampler bandit.PUCBV",
     "Errors": "errors fl.errors",
     "Run federated learning": "fl.run fl.Problem fl.Client fl.ClientData fl.RunConfig fl.TrainingConfig fl.methods fl.RunResult"

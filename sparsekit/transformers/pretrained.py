@@ -74,7 +74,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **options:
     config.architectures, config.dtype = [kind.__name__], pruned.config.dtype
     if narrow:
         config.architectures = [f"Pruned{kind.__name__}"]
-        config.auto_map = dict.fromkeys(_auto_classes(kind, config, transformers), f"{FILE}.{config.architectures[0]}")
+        config.auto_map = dict.fromkeys(_auto_classes(kind, config, transformers), f"{FILE}.{kind.__name__}")
         setattr(config, KEY, widths)
         Path(folder, f"{FILE}.py").write_text(modeling_file(model, kind.__name__), encoding="utf-8")
     config.save_pretrained(folder)
@@ -88,7 +88,7 @@ def _kind(model: nn.Module, transformers: Any) -> Any:
         return None
     config = getattr(model, "config", None)
     # What transformers loaded from a folder that has the class in a file: that of the dense model is its base.
-    own = type(model).__bases__[0] if hasattr(config, KEY) and type(model).__name__.startswith("Pruned") else type(model)
+    own = type(model).__bases__[0] if hasattr(config, KEY) and type(model).__module__.endswith(FILE) else type(model)
     if known and getattr(transformers, own.__name__, None) is own:
         return own
     raise UnsupportedModelError(

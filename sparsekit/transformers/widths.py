@@ -44,17 +44,20 @@ def set_widths(model: torch.nn.Module, widths: dict) -> None:  # type: ignore[ty
     model.tie_weights()  # type: ignore[operator]
 
 
-_CODE = '''"""A pruned {base}: its layers have the widths that config.json lists under "{key}"."""
+_CODE = '''"""A pruned {base}: its layers have the widths that config.json lists under "{key}".
+
+The class keeps its name, by which transformers finds how to convert weights.
+"""
 
 import copy
 
 import torch
-from transformers import {base}
+import transformers
 
 
 {source}
 
-class Pruned{base}({base}):
+class {base}(transformers.{base}):
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         set_widths(self, config.{key})

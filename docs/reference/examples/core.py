@@ -295,6 +295,9 @@ llama = LlamaForCausalLM(LlamaConfig(vocab_size=9, hidden_size=8, intermediate_s
 sk.save_pretrained(llama, "small")  # or what `prune` made of it, with layers of any widths
 again = sk.load_pretrained("small")  # generates as before
 
+# sparsekit.export_gguf
+sk.export_gguf(again, "small.gguf", dtype="q8_0")  # for llama.cpp, Ollama and LM Studio
+
 # sparsekit.LearnedNarrowing
 learning = sk.LearnedNarrowing(steps=500)
 masked = sk.LearnableMask(model, (x[:2],), budget="flops=50%", learning=learning)

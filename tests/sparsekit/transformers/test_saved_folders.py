@@ -47,6 +47,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     },
     "Mixtral": {**_TEXT, **_EXPERTS},
     "FalconH1": {**_TEXT, **_FALCON_H1},
+    "GPTNeoX": _TEXT,  # its weights are stored under other names
     "GPT2": {"vocab_size": 17, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32},
 }
 IDS = torch.arange(10).reshape(2, 5)
