@@ -56,7 +56,7 @@ def random_mask(graph: sk.UnitGraph, ratio: float, seed: int) -> sk.UnitMask:
     generator = torch.Generator().manual_seed(seed)
     keep = {}
     for name, group in graph.groups.items():
-        count = max(1, round(ratio * group.size))
+        count = group.rounded(max(1, round(ratio * group.size)))
         keep[name] = torch.zeros(group.size, dtype=torch.bool)
         keep[name][torch.randperm(group.size, generator=generator)[:count]] = True
     return sk.UnitMask(keep)

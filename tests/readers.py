@@ -155,7 +155,9 @@ def uneven_mask(graph: UnitGraph, seed: int) -> sk.UnitMask:
         for name in tied:
             size = graph.groups[name].size
             keep[name] = torch.zeros(size, dtype=torch.bool)
-            keep[name][torch.from_numpy(rng.permutation(size)[: max(graph.groups[name].least, round(share * size))])] = True
+            keep[name][torch.from_numpy(rng.permutation(size)[: graph.groups[name].rounded(max(1, round(share * size)))])] = (
+                True
+            )
     return sk.UnitMask(keep)
 
 

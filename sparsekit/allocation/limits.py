@@ -122,10 +122,11 @@ def free_counts(graph: UnitGraph, limits: Limits, multiple_of: Multiples) -> dic
                 f"the limits of {told}, which keep equally many units, leave no number: at least {least} and at most {largest};"
                 " widen one of them"
             )
-        step = math.lcm(*(step_of(graph.groups[name], multiple_of) for name in groups))
+        own = math.lcm(*(graph.groups[name].multiple for name in groups))
+        step = math.lcm(own, *(step_of(graph.groups[name], multiple_of) for name in groups))
         counts = tuple(n for n in range(least, largest + 1) if n % step == 0 or n == size)
         if not counts and isinstance(multiple_of, PreferredMultiple):
-            counts = tuple(range(least, largest + 1))
+            counts = tuple(n for n in range(least, largest + 1) if n % own == 0)
         if not counts:
             raise InvalidValueError(
                 f"no multiple of {step} is between {least} and {largest} units of {told}; widen the limit or lower multiple_of"

@@ -73,17 +73,26 @@ class Problem:
             if allowed[0] > 1:
                 one = self.costs.costs({**counts, **dict.fromkeys(groups, 1)})
                 saved = max((least[name] - one[name]) / dense[name] for name in above)
-                size = self.graph.groups[groups[0]].size
-                holders.append((saved, f"{', '.join(groups)} (at least {allowed[0]} of {size})"))
+                holders.append((saved, f"{', '.join(groups)} ({self._held(groups, allowed[0])})"))
         holders = sorted((each for each in holders if each[0] > 0), key=lambda item: -item[0])[:5]
         because = (
-            f"held up by {', '.join(text for _, text in holders)}, which limits or multiples keep wide: lower these"
+            f"held up by {', '.join(text for _, text in holders)}"
             if holders
             else "every group is at its last unit there; the rest is spent on layers that cannot be pruned, such as the output"
             " layer, and on what was kept"
         )
         asked = "" if self.budget is None else self.budget.question(*above)
         raise BudgetError(f"the budget cannot be met: {told}; {because}. Ask for the minimum or more.{asked}", least)
+
+    def _held(self, groups: tuple[str, ...], least: int) -> str:
+        """Return why some tied groups cannot keep fewer units than `least`."""
+        found = [self.graph.groups[name] for name in groups]
+        size, own = found[0].size, max(group.rounded(1) for group in found)
+        if least > own:
+            return f"at least {least} of {size}, by limits or multiples: lower these"
+        if any(group.multiple > 1 for group in found):
+            return f"at least {least} of {size}, since its kernel takes multiples of {found[0].multiple}"
+        return f"each token takes {least} of {size} experts" if found[0].kind == "expert" else f"at least {least} of {size}"
 
 
 Allocation: TypeAlias = Callable[[Problem], Counts]

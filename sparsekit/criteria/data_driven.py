@@ -101,7 +101,8 @@ def position_fisher() -> Fisher:
 class Wanda(DataDriven):
     """Σ |w|·‖x‖ over the weights w that read a unit; ‖x‖ is the root mean square of their inputs.
 
-    An expert of a mixture scores gate · ‖output‖, averaged over the tokens that are routed to it; 0 without any.
+    An expert of a mixture scores gate · ‖output‖, averaged over the tokens that are routed to it; 0 without any. Features
+    inside of experts score Σ |w| alone: no layer shows their inputs.
 
     No loss and no target is needed; a tuple's last item and a mapping's labels are ignored.
 
@@ -114,7 +115,7 @@ class Wanda(DataDriven):
         model = self._model(context, graph)
         squares: dict[nn.Module, Tensor] = {}
         counts: dict[nn.Module, int] = {}
-        readers = unit_readers(model, graph)
+        readers, entries = unit_readers(model, graph), unit_entries(model, graph)
         axes = {layer: axis for found in readers.values() for layer, _, axis in found or ()}
         with self._passes(model) as passes, _routed_outputs(model, graph) as routed:
             for batch in passes:
@@ -132,6 +133,11 @@ class Wanda(DataDriven):
             if name in routed:
                 total, count = routed[name]
                 found[name] = check_finite(name, (total / count.clamp(min=1)).cpu().double(), "Wanda")
+                continue
+            stacked = [(entry, piece) for entry, piece in entries[name] if piece.gated]
+            if not each and all(piece.side == "in" and entry.dim() == 3 for entry, piece in stacked):
+                parts = [along_axis(wide(entry.detach()).abs(), p.dim).cpu().double()[p.index].sum(1) for entry, p in stacked]
+                found[name] = check_finite(name, sum_up(parts), "Wanda")
                 continue
             if not each or not all(layer in sizes for layer, _, _ in each):
                 raise InvalidValueError(

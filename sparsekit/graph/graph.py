@@ -125,7 +125,16 @@ class UnitGraph:
         return {key: place for key, place in keys.items() if key in self.shapes}
 
     def check_counts(self, counts: Mapping[str, int]) -> None:
-        """Raise InvalidValueError unless tied groups keep equally many units. `counts`: group name → units kept."""
+        """Raise InvalidValueError unless tied groups keep equally many units, and numbers that their kernels take.
+
+        `counts`: group name → units kept.
+        """
+        for name, group in self.groups.items():
+            if counts[name] % group.multiple and counts[name] != group.size:
+                raise InvalidValueError(
+                    f"group {name!r} must keep all of its {group.size} units or a multiple of {group.multiple}, which its"
+                    f" kernel takes, got {counts[name]}"
+                )
         for tied in self.ties:
             kept = {name: counts[name] for name in tied}
             if len(set(kept.values())) > 1:

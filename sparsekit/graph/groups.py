@@ -62,6 +62,7 @@ class UnitGroup:
         slices: Every tensor axis that holds the units.
         least: Smallest number of units that must stay, such as the number of experts that each token uses.
         constants: Axes of tensors outside the state that hold the units: cut with them, never gated.
+        multiple: A number that a kernel divides widths by: a multiple of it stays, or all units.
     """
 
     name: str
@@ -70,6 +71,11 @@ class UnitGroup:
     slices: tuple[UnitSlice, ...]
     least: int = 1
     constants: tuple[UnitSlice, ...] = ()
+    multiple: int = 1
+
+    def rounded(self, count: int) -> int:
+        """Return the smallest number of units of at least `count` that may stay."""
+        return min(self.size, -(-max(count, self.least) // self.multiple) * self.multiple)
 
     @property
     def modules(self) -> tuple[str, ...]:

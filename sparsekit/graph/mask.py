@@ -75,7 +75,8 @@ class UnitMask(_Mask):
 
         Raises:
             ForeignMaskError: the groups or their sizes differ.
-            InvalidValueError: a group would keep fewer units than its `least`, or tied groups keep different numbers.
+            InvalidValueError: a group would keep fewer units than its `least` or a number that its kernel does not take,
+                or tied groups keep different numbers.
         """
         given = tuple((name, keep.numel()) for name, keep in self.items())
         expected = graph.fingerprint()

@@ -17,6 +17,9 @@ import torch
 from sparsekit.graph.groups import FreeLength, Kind, Refusal
 from sparsekit.labels.numbers import Held, IntArray, Source
 
+ALIGNED = 8
+"""Numbers in a row of 16 bytes, as kernels for products of experts want, in types of two bytes."""
+
 LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).resolve().parents[1]) + os.sep)
 """Folders of torch and of this package."""
 
@@ -97,6 +100,14 @@ class Least:
 
 
 @dataclass(frozen=True, eq=False)
+class Multiple:
+    """A kernel takes an axis whose length is a multiple of a number."""
+
+    nodes: IntArray  # along the axis
+    number: int
+
+
+@dataclass(frozen=True, eq=False)
 class Heads:
     """The units are attention heads: each makes a map of its own over the positions."""
 
@@ -145,7 +156,7 @@ class Compare:
     sources: frozenset[Source]
 
 
-Fact: TypeAlias = Merge | Keep | Make | Read | Tie | Least | Heads | Average | Count | Borrow | Compare
+Fact: TypeAlias = Merge | Keep | Make | Read | Tie | Least | Multiple | Heads | Average | Count | Borrow | Compare
 F = TypeVar("F")
 
 

@@ -200,7 +200,7 @@ def _counts(graph: UnitGraph, lost: Mapping[str, int], halved: Collection[str]) 
 def _half(graph: UnitGraph, tied: Sequence[str]) -> int:
     """Return how many units less are half of a width. Two stay where there are more: with one, a copy may become a view."""
     size = min(graph.groups[name].size for name in tied)
-    return size - max(min(2, size - 1), size // 2, *(graph.groups[name].least for name in tied))
+    return size - max(graph.groups[name].rounded(max(min(2, size - 1), size // 2)) for name in tied)
 
 
 def _lengths(amount: Fraction, shape: Sequence[int], spans: Sequence[Mapping[str, float]], graph: UnitGraph) -> Lengths | None:

@@ -109,9 +109,12 @@ class Masks:
         for name, group in graph.groups.items():
             first[name], keep[name] = (torch.ones(group.size, dtype=torch.bool) for _ in range(2))
             if name in names:
-                dropped = self._dropped(name, group.size, trial, number[name])[: group.size - group.least]
-                first[name][dropped[: len(dropped) // 2]] = False
-                keep[name][dropped] = False
+                dropped = self._dropped(name, group.size, trial, number[name])
+                if len(dropped) < group.multiple:  # too few for the kernel of its reader
+                    dropped = torch.cat([dropped, torch.tensor([n for n in range(group.size) if n not in dropped])])
+                    dropped = dropped[: group.multiple]
+                for stays, gone in ((first, len(dropped) // 2), (keep, len(dropped))):
+                    stays[name][dropped[: group.size - group.rounded(group.size - gone)]] = False
         return first, keep
 
     def _dropped(self, name: str, size: int, trial: Trial, number: int) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor, nn
 
-from sparsekit.labels.facts import Average, Least
+from sparsekit.labels.facts import ALIGNED, Average, Least, Multiple
 from sparsekit.labels.values import IntArray
 from sparsekit.layers import Args, Kwargs, Labels, LayerRule, Run, TensorLabels, Tracer, of_type
 
@@ -143,8 +143,12 @@ class ExpertsRule(LayerRule):
             parts = halves.nodes.reshape(2, -1) if is_concatenated else halves.nodes.reshape(-1, 2).T
             tracer.unite_rows(np.concatenate([columns.nodes[None], parts]))
             tracer.read(columns.without_zero(), columns.nodes)
-            if getattr(getattr(module, "config", None), "_experts_implementation", "eager") != "eager":
-                reason = "fused products of experts take few widths; set_experts_implementation('eager') takes any"
+            kernel = getattr(getattr(module, "config", None), "_experts_implementation", None)
+            if kernel == "grouped_mm":
+                widths = (columns, first.axes[column])
+                tracer.facts += [Multiple(axis.nodes, ALIGNED) for axis in widths if axis is not None]
+            elif kernel not in (None, "eager", "batched_mm"):
+                reason = f"products of experts by {kernel!r} take few widths; set_experts_implementation('eager') takes any"
                 tracer.fix(columns, reason, quiet=True)
         return out
 

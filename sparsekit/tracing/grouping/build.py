@@ -1,5 +1,6 @@
 """From the facts of a trace to groups of units: who is connected, who stays whole, and where gates act."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ import torch
 
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import NormSite, Refusal, UnitGroup, UnitSlice, Unprunable
-from sparsekit.labels.facts import Average, Borrow, Cause, Count, Fact, Heads, Keep, Least, Make, Merge, Read, Tie, of
+from sparsekit.labels.facts import Average, Borrow, Cause, Count, Fact, Heads, Keep, Least, Make, Merge, Multiple, Read, Tie, of
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import NOT_ZERO, Entry, IntArray
 from sparsekit.tracing.grouping.sizes import (
@@ -30,6 +31,7 @@ _UNREAD = Cause("", "nothing reads its units", "expected")
 _AVERAGED = Cause("", "nothing but an average over its units reads them")
 _RANKS: Mapping[Refusal, int] = {"output": 2, "expected": 0}  # of several causes the one of the highest rank is told
 _SINGLE = Cause("", "all its positions go together, and a single unit cannot go", "expected")
+_KERNEL = Cause("", "its kernel takes multiples of a number of units, and there are no more than that", "expected")
 _TIED = Cause("", "the other layers of the same recurrent module stay whole", "expected")
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
@@ -279,14 +281,16 @@ def build(tracer: Tracer, shapes: Mapping[str, torch.Size], facts: Iterable[Fact
             kind = "head" if heads[roots[0]] else kind
             slices, constants = _slices(nodes, group, gates.get(int(roots[0])))
             least = [fact.number for fact in of(Least, facts) if np.isin(roots, root[fact.nodes]).any()]
-            groups[name] = UnitGroup(name, len(group), kind, tuple(slices), max([1, *least]), tuple(constants))
+            step = _multiple(of(Multiple, facts), root, roots)
+            groups[name] = UnitGroup(name, len(group), kind, tuple(slices), max([1, *least]), tuple(constants), step)
             members[name] = roots
             group_of |= dict.fromkeys(roots.tolist(), name)
         equal, broken = _tied_groups(of(Tie, facts), root, group_of, groups)
         norms, changing = _find_norms(of(Average, facts), root, members)
-        if not broken and not changing:
+        stuck = [Keep(members[name], _KERNEL) for name, group in groups.items() if group.multiple >= group.size]
+        if not broken and not changing and not stuck:
             break
-        facts += [*broken, *changing]
+        facts += [*broken, *changing, *stuck]
     candidates = find_sizes(of(Count, facts), root, group_of, groups)
     sizes, shared = chosen_sizes(candidates, tried)
     used = {piece.name for group in groups.values() for piece in group.constants}
@@ -302,6 +306,15 @@ def build(tracer: Tracer, shapes: Mapping[str, torch.Size], facts: Iterable[Fact
         free=find_free(of(Borrow, facts), root, group_of),
     )
     return Built(graph, members, candidates, root, facts)
+
+
+def _multiple(facts: Sequence[Multiple], root: IntArray, units: IntArray) -> int:
+    """Return the number by which kernels divide the number of some units that stay."""
+    found = 1
+    for fact in facts:
+        spans = Counter(unit for unit in root[fact.nodes].tolist() if unit in units)
+        found = math.lcm(found, *(fact.number // math.gcd(fact.number, span) for span in {*spans.values()}))
+    return found
 
 
 def _tied_groups(

@@ -16,7 +16,7 @@ SAME_IN_TRAIN_MODE = frozenset(normalization.BATCH_NORMS.split())
 """Operators whose numbers and flags, such as whether they train, say nothing about units."""
 
 
-_OWN = frozenset(("aten", "prims", "quantized"))
+_OWN = frozenset(("aten", "prims", "quantized", "transformers"))
 """Libraries of operators that the handlers are about."""
 
 

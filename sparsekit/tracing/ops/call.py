@@ -62,13 +62,14 @@ class Call:
             names: Of the argument; of several with spaces between the first that is a tensor, since overloads differ.
             whole: Axes that the operator needs whole: units of joint labels are then along another axis.
         """
-        return self.tracer.labels(self._tensor(names), *whole)
+        return self.tracer.labels(self.tensor(names), *whole)
 
     def joint_labels(self, names: str) -> TensorLabels:
         """Labels of a tensor argument, joint ones as they are."""
-        return self.tracer.joint_labels(self._tensor(names))
+        return self.tracer.joint_labels(self.tensor(names))
 
-    def _tensor(self, names: str) -> Tensor:
+    def tensor(self, names: str) -> Tensor:
+        """Return a tensor argument, by names as in `labels`."""
         given = (self.arguments.get(name) for name in names.split())
         return next(value for value in given if isinstance(value, Tensor))
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from sparsekit.labels.facts import Count, Heads
+from sparsekit.graph.groups import Kind
+from sparsekit.labels.facts import ALIGNED, Count, Heads, Multiple
 from sparsekit.labels.values import Labels, TensorLabels
 from sparsekit.tracing.ops.call import Call, Outputs, handles
 from sparsekit.tracing.ops.pointwise import combine
@@ -58,9 +59,9 @@ def _attention(call: Call) -> Outputs:
     return [labels] + [None] * (len(call.outputs) - 1)
 
 
-def _outer(call: Call, owner: TensorLabels, dim: int) -> Labels | None:
+def _outer(call: Call, owner: TensorLabels, dim: int, kind: Kind | None = None) -> Labels | None:
     """Return an axis of a factor that stays in the product; a state entry makes units there."""
-    call.tracer.make(owner, dim)
+    call.tracer.make(owner, dim, kind)
     return owner.units[dim]
 
 
@@ -94,6 +95,21 @@ def _multiply(call: Call) -> Outputs:
     b = call.labels(names[-1], max(call.arguments[names[-1]].dim() - 2, 0))
     product = _product(call, a, b)
     return product if first == "self" else _with_bias(call, product, "self")
+
+
+@handles("_grouped_mm grouped_mm_fallback")
+def _grouped(call: Call) -> Outputs:
+    """Follow units through (rows, k) times (groups, k, n), of which each group of rows takes its own matrix."""
+    tracer, rows, matrices = call.tracer, call.tensor("self input"), call.tensor("mat2 weight")
+    if (rows.dim(), matrices.dim()) != (2, 3):
+        call.fix_inputs(f"{call.name!r} of tensors with {rows.dim()} and {matrices.dim()} axes")
+        return None
+    a, b = tracer.labels(rows, -1), tracer.labels(matrices, 1)
+    tracer.fix([a.axes[0], b.axes[0]], "an axis of units is divided into groups of rows")
+    tracer.contract(a, 1, b, 1)
+    aligned = [a.axes[1], b.axes[1], b.axes[2] if matrices.stride(2) == 1 else None]
+    tracer.facts += [Multiple(axis.nodes[axis.nodes >= 0], ALIGNED) for axis in aligned if axis is not None]
+    return _with_bias(call, TensorLabels((None, _outer(call, b, 2, "feature"))), "bias")
 
 
 @handles("linear")

@@ -131,7 +131,8 @@ def test_a_preferred_multiple_gives_way_to_the_budget_to_limits_and_to_narrow_gr
 
 def test_a_budget_that_cannot_be_met_names_the_minimum_and_what_holds_it_up() -> None:
     graph, costs, scores = _traced(LINEAR)
-    with pytest.raises(sk.BudgetError, match=r"is the minimum; held up by 0 \(at least 40 of 40\)") as caught:
+    told = r"is the minimum; held up by 0 \(at least 40 of 40, by limits or multiples: lower these\)"
+    with pytest.raises(sk.BudgetError, match=told) as caught:
         allocate(by_cost, graph, scores, costs, budget=sk.Budget(flops="5%"), limits={"0": (1.0, 1.0)})
     assert caught.value.least["flops"] == costs.costs({"0": 40, "2": 1, "4": 1})["flops"]
     with pytest.raises(sk.BudgetError, match="every group is at its last unit"):
