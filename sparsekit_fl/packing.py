@@ -27,6 +27,18 @@ def clone(state: StateDict) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in state.items()}
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which values of a type are added up."""
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def change(after: Tensor, before: Tensor) -> Tensor:
+    """Return after - before. Integers and flags are subtracted as int64, where nothing wraps around."""
+    if before.is_floating_point() or before.is_complex():
+        return after - before
+    return after.to(torch.int64) - before.to(torch.int64)
+
+
 def is_finite(tensor: Tensor) -> bool:
     """Tell whether a tensor holds neither NaN nor infinity; a finite sum says so in a twentieth of the time."""
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())

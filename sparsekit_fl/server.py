@@ -235,7 +235,8 @@ class Server:
             told = f"the update of client {update.client_id} could not be checked: {type(error).__name__}: {error}"
             raise UpdateError(told) from error
         # What was rounded on the way is added up as exactly as anything else.
-        return replace(update, delta={name: tensor.to(ctx.state[name].dtype) for name, tensor in update.delta.items()})
+        delta = {name: t.to(ctx.state[name].dtype) if t.is_floating_point() else t for name, t in update.delta.items()}
+        return replace(update, delta=delta)
 
     def _with_share(self, ctx: ServerContext, update: Update, task: Task) -> Update:
         """Return an update with the share of the model that was trained, and the ratio that ran.
@@ -356,5 +357,10 @@ def _check_change(who: str, name: str, delta: Tensor, before: Tensor) -> None:
     if delta.is_floating_point():
         if not is_finite(before + delta.to(before.dtype)):
             raise UpdateError(f"{who} takes {name!r} beyond the largest {before.dtype}")
-    elif not delta.is_complex() and delta.numel() and max(-int(delta.min()), int(delta.max())) > _MAX_COUNTED:
-        raise UpdateError(f"{who} changes the integers in {name!r} by more than {_MAX_COUNTED}")
+    elif not delta.is_complex() and delta.numel():
+        least, most = int(delta.min()), int(delta.max())
+        if max(-least, most) > _MAX_COUNTED:
+            raise UpdateError(f"{who} changes the integers in {name!r} by more than {_MAX_COUNTED}")
+        after = before.to(torch.int64) + delta
+        if not torch.equal(after, after.to(before.dtype).to(torch.int64)):
+            raise UpdateError(f"{who} takes {name!r} beyond the values of {before.dtype}")

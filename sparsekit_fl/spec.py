@@ -15,8 +15,9 @@ from pydantic_core import to_json
 from torch import Tensor, nn
 
 from sparsekit.allocation import check_ratio
-from sparsekit.errors import InvalidValueError, NoUnitsError
+from sparsekit.errors import DataError, InvalidValueError, NoUnitsError
 from sparsekit.graph import StateDict, UnitGraph, UnitMask
+from sparsekit.graph.edit import without
 from sparsekit.measure import CostModel, cost_model
 from sparsekit.pruning import signs_of_training
 from sparsekit.rng import torch_scope
@@ -33,7 +34,7 @@ from sparsekit_fl.layers import Layer, trace_layers
 from sparsekit_fl.methods.base import Method, Setup
 from sparsekit_fl.methods.client import Model, Result, Task, keep_model, kept_model, load
 from sparsekit_fl.models import model_path, read_initial
-from sparsekit_fl.packing import Kept, Mask, clone, digest, mask_state, plain_bytes
+from sparsekit_fl.packing import Kept, Mask, change, clone, digest, mask_state, pack, plain_bytes
 from sparsekit_fl.problem.data import CAPABILITY_LEVELS, Client, TensorData
 from sparsekit_fl.problem.problem import Problem
 
@@ -69,9 +70,12 @@ class RunSpec:
         """Make the model from the run's seed or from `init` (see `read_initial`), and trace its units and costs."""
         check_training(config.training)
         model, graph, layers = _traced(problem, config)
-        setup = method.check(Setup(problem=problem, graph=graph, layers=layers, config=config))
+        groups = _trained_groups(model, graph)
+        setup = method.check(Setup(problem=problem, graph=graph, layers=layers, config=config, groups=groups))
         if setup.problem is not problem:
             model, graph, layers = _traced(setup.problem, config)
+            setup = replace(setup, groups=_trained_groups(model, graph))
+        graph = without(graph, set(graph.groups).difference(setup.groups))
         costs = cost_model(model, setup.problem.example_inputs, graph)
         initial = clone(model.state_dict())
         leaves = dict(model.named_parameters(remove_duplicate=False))
@@ -172,12 +176,43 @@ def _fresh(problem: Problem, config: RunConfig) -> nn.Module:
 
 def _traced(problem: Problem, config: RunConfig) -> tuple[nn.Module, UnitGraph, tuple[Layer, ...]]:
     model = _fresh(problem, config)
+    _check_state(model)
     try:
         graph = trace_units(model, problem.example_inputs)
     except NoUnitsError:
         # Methods that train the whole model need no units; the others say so before the run.
         graph = UnitGraph(groups={}, shapes={name: t.shape for name, t in model.state_dict().items()})
     return model, graph, trace_layers(model, problem.example_inputs)
+
+
+def _check_state(model: nn.Module) -> None:
+    """Raise InvalidValueError if an entry of the state is not a tensor that can be sent, and of which there is a mean.
+
+    Of integers it is the rounded mean, of flags the majority.
+    """
+    for name, entry in model.state_dict().items():
+        try:
+            if name.rpartition(".")[2] == "_extra_state" or not isinstance(entry, Tensor):
+                raise DataError("it is extra state, not a tensor")
+            pack({name: entry.reshape(-1)[:1]}, {})
+        except DataError as error:
+            raise InvalidValueError(
+                f"the entry {name!r} of the model's state cannot take part in a mean over clients: {error}; keep it outside of"
+                " the state, or in a buffer of floats, integers or flags"
+            ) from error
+
+
+def _trained_groups(model: nn.Module, graph: UnitGraph) -> tuple[str, ...]:
+    """Return the groups whose units no frozen weight makes, nor a group of the same size: the others stay whole."""
+    frozen = {
+        name for name, leaf in model.named_parameters(remove_duplicate=False) if not leaf.requires_grad and leaf.dim() > 1
+    }
+    stuck = {
+        name
+        for name, group in graph.groups.items()
+        if any(piece.side == "out" and piece.name in frozen for piece in group.slices)
+    }
+    return tuple(name for tied in graph.tied_sets if not stuck.intersection(tied) for name in tied)
 
 
 def short_digest(value: Any) -> str:
@@ -277,8 +312,8 @@ def _upload(
     delta = {}
     for name in received:
         value = trained[name] if narrow else kept.gather(name, trained[name])
-        change = value.detach() - kept.gather(name, start[name])
-        delta[name] = change.to(upload_dtype(change.dtype, spec.config.upload))
+        moved = change(value.detach(), kept.gather(name, start[name]))
+        delta[name] = moved.to(upload_dtype(moved.dtype, spec.config.upload))
     return delta, upload
 
 

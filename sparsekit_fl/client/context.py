@@ -180,9 +180,11 @@ class ClientContext:
             mask: The part that trains; None for the whole model.
             padded_examples: Number of passes by the paper's convention; None: `examples`.
         """
-        compact = self.costs.forward_flops(mask if isinstance(mask, UnitMask) else None)
+        units = mask if isinstance(mask, UnitMask) else None
+        # A frozen weight has no gradient of its own.
+        step = 3 * self.costs.forward_flops(units) - frozen_flops(self.costs, units, self.frozen)
         padded = examples if padded_examples is None else padded_examples
-        return Cost(flops=3 * compact * examples, flops_paper=3 * rowmask_flops(self.costs, mask) * padded)
+        return Cost(flops=step * examples, flops_paper=3 * rowmask_flops(self.costs, mask) * padded)
 
     def score(self, split: Split, *, positions: Tensor | None = None) -> Scores:
         """Score the narrow model on one split of this client; an empty split has no scores. Its FLOPs are counted.
@@ -269,6 +271,14 @@ def rowmask_flops(costs: CostModel, mask: UnitMask | WeightMask | None = None) -
     else:
         sizes = costs.sizes(mask, sides=("out",))
     return _flops(costs, sizes, bias=True, others=costs.other_flops)
+
+
+def frozen_flops(costs: CostModel, mask: UnitMask | None, frozen: frozenset[str]) -> int:
+    """Return the FLOPs of a forward pass of one example that are spent on frozen weights."""
+    if not frozen:
+        return 0
+    counts = {name: group.size for name, group in costs.graph.groups.items()} if mask is None else mask.counts()
+    return int(sum(cost["flops"] for name, cost in costs.entry_costs(counts).items() if name in frozen))
 
 
 def part_flops(costs: CostModel, weights: Collection[str], *, bias: bool = False) -> int:

@@ -168,7 +168,10 @@ class Reply:
 
 
 def upload_dtype(dtype: torch.dtype, upload: Upload) -> torch.dtype:
-    return torch.bfloat16 if upload == "bfloat16" and dtype.is_floating_point else dtype
+    """Return the type in which changes of an entry are sent."""
+    if not dtype.is_floating_point:
+        return dtype if dtype.is_complex else torch.int64
+    return torch.bfloat16 if upload == "bfloat16" else dtype
 
 
 _HOW = ("task", "memory_round", "with_shared", "with_model")

@@ -19,6 +19,7 @@ order of the updates.
 """
 
 import dataclasses
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -41,7 +42,7 @@ from sparsekit_fl.client.messages import Update
 from sparsekit_fl.config import CapabilityOf, Checked, RunConfig
 from sparsekit_fl.layers import Layer
 from sparsekit_fl.methods.client import Model, Result, Task, kept_model, sgd
-from sparsekit_fl.packing import Kept
+from sparsekit_fl.packing import Kept, wide
 from sparsekit_fl.problem.data import Capability
 from sparsekit_fl.problem.problem import Problem
 
@@ -50,7 +51,7 @@ __all__ = [
     "Update", "mean", "sgd", "units",
 ]  # fmt: skip
 
-_LEAST_OFFER = 1e-3
+_LEAST_OFFER, _CLOSE = 1e-3, 1.05
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -63,17 +64,19 @@ class Setup:
         layers: Its layers, in forward order.
         config: The options of the run.
         private: State-dict keys of entries that stay on each client from round to round; at first with the values of round 0.
+        groups: Names of the groups of units that may be cut: at first all whose units no frozen weight makes.
     """
 
     problem: Problem
     graph: UnitGraph
     layers: tuple[Layer, ...]
     config: RunConfig
+    groups: Collection[str] = ()
     private: Collection[str] = ()
 
     def require_units(self, name: str) -> None:
         """Raise NoUnitsError if the model has no units; `name` is the method's, for the message."""
-        if not self.graph.groups:
+        if not self.groups:
             raise NoUnitsError(
                 f"the model has no units, so {name} has nothing to choose from; `sparsekit units` shows why; or run a method"
                 " that trains the whole model"
@@ -277,22 +280,40 @@ def drawn(
 
 
 def offered(server: ServerContext, client_id: int, ratio: float) -> float:
-    """Return a ratio for a client, at most half of the ratio that it last failed with; twice as much after each success."""
-    return min(ratio, float(server.client[client_id].get("limit", 1.0)))
+    """Return a ratio for a client: `ratio`, unless the client failed with one as large.
+
+    Then it is halved until it works. From there the limit is approached by halving the distance, on a scale of octaves. Each
+    attempt that fails doubles the number of participations before the next one.
+    """
+    limit = server.client[client_id].get("limit")
+    if limit is None:
+        return ratio
+    works, fails = limit["works"], limit["fails"]
+    if not works:
+        return min(ratio, max(_LEAST_OFFER, fails / 2))
+    # Once both are close, the device may have more memory than it had.
+    attempt = fails if fails <= _CLOSE * works else math.sqrt(works * fails)
+    return min(ratio, works if limit["wait"] else attempt)
 
 
 def learn_limits(server: ServerContext, updates: Sequence[Update]) -> None:
-    """Offer less to the clients whose own code failed in this round, and more again to those that did not fail this time.
+    """Learn which ratios work, from the clients whose own code failed in this round, and from those that had failed before.
 
     A lost message changes nothing.
     """
     for client_id, ratio in server.failed.items():
-        server.client[client_id]["limit"] = max(_LEAST_OFFER, ratio / 2)
+        limit = server.client[client_id].setdefault("limit", {"works": 0.0, "pause": 1})
+        if limit["works"] >= ratio:
+            limit["works"] = 0.0
+        limit["pause"] *= 2 if limit["works"] or "fails" not in limit else 1
+        limit.update(fails=ratio, wait=limit["pause"])
     for update in updates:
         memory = server.client[update.client_id]
-        limit = 2 * memory.pop("limit", 1.0)
-        if limit < 1.0:
-            memory["limit"] = limit
+        if limit := memory.get("limit"):
+            if update.ratio >= limit["fails"]:
+                del memory["limit"]
+            else:
+                limit.update(works=max(limit["works"], update.ratio), wait=max(0, limit["wait"] - 1))
 
 
 Weights = Literal["examples", "uniform"]
@@ -338,16 +359,16 @@ def mean_change(
     if total == 0:
         return {}
     parts = [(update.delta, Kept(graph, update.mask)) for update in updates]
-    sums = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in state.items()}
+    sums = {name: torch.zeros(tensor.shape, dtype=wide(tensor.dtype)) for name, tensor in state.items()}
     for (deltas, kept), weight in zip(parts, weights, strict=True):
         for name, delta in deltas.items():
             # The product of a 24-bit mantissa and a small number is exact in float64; only the sum rounds.
-            kept.add(name, delta.to(torch.float64, copy=True).mul_(weight), sums[name])
+            kept.add(name, delta.to(wide(delta.dtype), copy=True).mul_(weight), sums[name])
     if over == "all":
         return {name: change / total for name, change in sums.items()}
     changes = {}
     for name, change in sums.items():
-        part, holders = torch.zeros_like(change), list(zip(parts, weights, strict=True))
+        part, holders = torch.zeros(change.shape, dtype=torch.float64), list(zip(parts, weights, strict=True))
         for (_, kept), weight in holders:
             if not kept.is_whole(name):
                 kept.add(name, weight, part)
@@ -357,14 +378,24 @@ def mean_change(
 
 
 def moved(state: StateDict, changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return `state` plus changes, float64, in its own types; integers are rounded to the nearest, halves to even."""
+    """Return `state` plus changes, float64, in its own types; integers are rounded to the nearest, halves to even.
+
+    Flags, which change by -1, 0 or 1, become what the majority has.
+    """
     result: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if name not in changes:
             result[name] = tensor.clone()
             continue
-        value = tensor.to(torch.float64) + changes[name]
-        result[name] = (value if tensor.is_floating_point() else value.round()).to(tensor.dtype)
+        value = tensor.to(wide(tensor.dtype)) + changes[name]
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            value = value.round()
+            if tensor.dtype != torch.int64:
+                limits = (
+                    (0, 1) if tensor.dtype == torch.bool else (torch.iinfo(tensor.dtype).min, torch.iinfo(tensor.dtype).max)
+                )
+                value = value.clamp(*limits)
+        result[name] = value.to(tensor.dtype)
     return result
 
 

@@ -101,11 +101,11 @@ class HeteroFL(Submodels):
 
 
 def _unit_layers(client: ClientContext) -> Iterator[nn.Module]:
-    """Return every convolution and linear layer of the narrow model whose outputs are units."""
+    """Return every convolution and linear layer of the narrow model that trains, and whose outputs are units."""
     for name, pieces in client.graph.slices_of.items():
         owner, _, attribute = name.rpartition(".")
         layer = client.masked.model.get_submodule(owner)
-        makes_units = attribute == "weight" and any(piece.side == "out" for _, piece in pieces)
+        makes_units = attribute == "weight" and name not in client.frozen and any(piece.side == "out" for _, piece in pieces)
         if makes_units and isinstance(layer, (nn.Linear, *CONVOLUTIONS)):
             yield layer
 

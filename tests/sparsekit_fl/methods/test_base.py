@@ -1,22 +1,26 @@
 """Methods: one class, whose fields are its options; its hooks in the written order; the means that aggregate, exactly."""
 
 import dataclasses
+import functools
 import inspect
+import math
 import re
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
 import torch
-from personal import chain, server_context, tiny_config, tiny_problem, tiny_run, update
+from personal import chain, client_context, server_context, tiny_clients, tiny_config, tiny_problem, tiny_run, update, watched
 from torch import nn
 
 import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError, NoUnitsError, UnknownNameError
 from sparsekit_fl.config import options_of
-from sparsekit_fl.methods import base, make_method, registry
+from sparsekit_fl.methods import base, make_method, registry, submodels
 from sparsekit_fl.problem.metrics import accuracy
 from sparsekit_fl.spec import RunSpec
+from sparsekit_fl.testing import TinyNet
 
 
 def test_a_name_or_every_option_set_to_what_it_is_makes_the_method_again_and_each_option_has_a_meaning():
@@ -174,3 +178,116 @@ def test_integer_entries_are_rounded_to_the_nearest_and_halves_to_even(counts, e
     result = combine(ALL, [update(k, [0.0, 0.0, 0.0], n=count) for k, count in enumerate(counts)])
     assert result["n"].item() == expected
     assert result["n"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("memory_of_device", [0.9, 0.3, 0.06, 0.002])
+def test_a_device_that_fails_above_its_memory_is_found_in_few_failures_and_used_nearly_in_full(memory_of_device):
+    memory, failures, offers = defaultdict(dict), [], []
+    for _ in range(200):
+        ctx = server_context(client=memory)
+        ratio = base.offered(ctx, 0, 1.0)
+        works = ratio <= memory_of_device
+        ctx.failed.update({} if works else {0: ratio})
+        base.learn_limits(ctx, [update(0, [0.0] * 3, ratio=ratio)] if works else [])
+        failures.append(not works)
+        offers.append(ratio)
+    assert sum(failures) <= 12 + math.ceil(-math.log2(memory_of_device))
+    assert sum(failures[100:]) <= 2
+    assert max(offers[150:]) > 0.9 * memory_of_device
+    # It has more memory again.
+    for _ in range(200):
+        ctx = server_context(client=memory)
+        base.learn_limits(ctx, [update(0, [0.0] * 3, ratio=base.offered(ctx, 0, 1.0))])
+    assert base.offered(ctx, 0, 1.0) == 1.0
+
+
+BUFFERS = {
+    torch.bool: ([True, True, False], True), torch.uint8: ([4, 5, 9], 6), torch.int8: ([-100, 100, 60], 20),
+    torch.int16: ([-30000, 30000, 3], 1), torch.int32: ([1, 2, 3], 2), torch.float16: ([1.0, 2.0, 6.0], 3.0),
+    torch.complex64: ([1j, 2.0, 1.0], 1.0 + 1j / 3), torch.float64: ([1e-9, 2e-9, 3e-9], 2e-9),
+}  # fmt: skip
+
+
+class Seen(torch.nn.Module):
+    """A linear layer, with a buffer that training sets to what its first input says."""
+
+    def __init__(self, dtype, values):
+        super().__init__()
+        self.layer, self.values = torch.nn.Linear(6, 3), torch.tensor(values)
+        self.register_buffer("seen", torch.zeros((), dtype=dtype))
+
+    def forward(self, inputs):
+        if self.training:
+            self.seen.copy_(self.values[int(inputs[0, 0])].to(self.seen.dtype))
+        return self.layer(inputs)
+
+
+@pytest.mark.parametrize("dtype", BUFFERS, ids=str)
+@pytest.mark.parametrize("method", ["fedavg", "heterofl"])
+def test_buffers_of_every_type_become_the_mean_of_what_clients_have(dtype, method):
+    values, expected = BUFFERS[dtype]
+    clients = []
+    for place, client in enumerate(tiny_clients(9)[::4]):
+        for split in (client.data.train, client.data.val, client.data.test):
+            split.inputs[0][:, 0] = place
+        clients.append(replace(client, capability=fl.Capability()))
+    made = functools.partial(Seen, dtype, values)
+    if method == "heterofl":
+        made = functools.partial(_with_units, dtype, values)
+    problem = fl.Problem(model=made, example_inputs=(torch.zeros(2, 6),))
+    given = {"problem": problem, "clients": clients, "cohort": 3, "capability_levels": None}
+    result = tiny_run(method, rounds=1, **given)
+    assert result.rounds[0].dropped == ()
+    (seen,) = (tensor for name, tensor in result.state.items() if name.endswith("seen"))
+    assert seen.dtype == dtype
+    assert seen.item() == pytest.approx(expected, rel=1e-3)
+    assert tiny_run(method, rounds=1, engine=fl.Processes(2), **given).final.state_sha256 == result.final.state_sha256
+
+
+def _with_units(dtype, values):
+    return torch.nn.Sequential(Seen(dtype, values), torch.nn.ReLU(), torch.nn.Linear(3, 3))
+
+
+class Extra(TinyNet):
+    def get_extra_state(self):
+        return {"epoch": 3}
+
+    def set_extra_state(self, state): ...
+
+
+def test_state_of_which_there_is_no_mean_is_refused_before_the_first_round():
+    problem = fl.Problem(model=Extra, example_inputs=(torch.zeros(2, 6),))
+    with pytest.raises(InvalidValueError, match="the entry '_extra_state' of the model's state cannot take part in a mean"):
+        tiny_run(problem=problem)
+
+
+class Adapted(torch.nn.Module):
+    """A frozen network of two hidden layers with an adapter of rank 4 beside each; the head trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = torch.nn.ModuleList([torch.nn.Linear(6, 8), torch.nn.Linear(8, 8)]).requires_grad_(False)
+        self.down = torch.nn.ModuleList([torch.nn.Linear(6, 4, bias=False), torch.nn.Linear(8, 4, bias=False)])
+        self.up = torch.nn.ModuleList([torch.nn.Linear(4, 8, bias=False), torch.nn.Linear(4, 8, bias=False)])
+        self.head = torch.nn.Linear(8, 3)
+
+    def forward(self, inputs):
+        for layer, down, up in zip(self.base, self.down, self.up, strict=True):
+            inputs = torch.relu(layer(inputs) + up(down(inputs)))
+        return self.head(inputs)
+
+
+def test_frozen_weights_are_neither_cut_nor_scaled_and_have_no_gradient_to_pay_for(monkeypatch):
+    problem, scaled = fl.Problem(model=Adapted, example_inputs=(torch.zeros(2, 6),)), []
+    units_of = submodels._unit_layers
+    monkeypatch.setattr(submodels, "_unit_layers", lambda client: (scaled.append(one) or one for one in units_of(client)))
+    spec = RunSpec.build(make_method("heterofl"), problem, tiny_config())
+    cut = {piece.name for group in spec.graph.groups.values() for piece in group.slices}
+    assert cut == {f"{kind}.{place}.weight" for kind in ("down", "up") for place in (0, 1)}
+    _, updates = watched("heterofl", problem=problem, rounds=1, capability_levels=(0.85,))
+    assert {layer.out_features for layer in scaled} <= {1, 2, 3, 4}
+    assert not any(name.startswith("base") for name in updates[0].delta)
+    # A step of the whole network is three forward passes, less the gradients of the frozen weights.
+    forward, frozen = spec.costs.forward_flops(None), 2 * (6 * 8 + 8 * 8)
+    *_, ctx = client_context(make_method("heterofl"), problem)
+    assert ctx.work_on(10).flops == 10 * (3 * forward - frozen)
