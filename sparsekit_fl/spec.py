@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from sparsekit.allocation import check_ratio
 from sparsekit.errors import DataError, InvalidValueError, NoUnitsError
-from sparsekit.graph import StateDict, UnitGraph, UnitMask
-from sparsekit.graph.edit import without
+from sparsekit.graph import StateDict, UnitGraph, UnitMask, without
 from sparsekit.measure import CostModel, cost_model
 from sparsekit.pruning import signs_of_training
 from sparsekit.rng import torch_scope

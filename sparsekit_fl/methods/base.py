@@ -288,7 +288,7 @@ def offered(server: ServerContext, client_id: int, ratio: float) -> float:
     limit = server.client[client_id].get("limit")
     if limit is None:
         return ratio
-    works, fails = limit["works"], limit["fails"]
+    works, fails = float(limit["works"]), float(limit["fails"])
     if not works:
         return min(ratio, max(_LEAST_OFFER, fails / 2))
     # Once both are close, the device may have more memory than it had.
