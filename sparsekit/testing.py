@@ -219,6 +219,22 @@ class BanditContract:
             resumed.load_state_dict(json.loads(json.dumps(bandit.state_dict(), allow_nan=False)))
             assert resumed.ask() == bandit.ask()
 
+    @pytest.mark.parametrize("seed", [0, 1, 2])
+    def test_a_region_with_huge_losses_changes_nothing_outside_of_it(
+        self, make: MakeBandit, space: Interval, seed: int
+    ) -> None:
+        """A loss that diverges above 0.75 of the way: its size changes no proposal, and the best value is near the top."""
+        asked = []
+        for large in (1e3, 1e6, 1e12):
+            bandit, noise = make(space, np.random.default_rng(seed)), np.random.default_rng(seed)
+            asked.append([])
+            for _ in range(60):
+                pull = bandit.ask()
+                asked[-1].append(share := space.to_unit(pull.value))
+                bandit.tell(pull, -large if share > 0.75 else -abs(share - 0.5) + 0.01 * float(noise.normal()))
+            assert abs(space.to_unit(bandit.best().value) - 0.5) < 0.2
+        assert asked[0] == asked[1] == asked[2]
+
     def test_a_search_in_which_all_fails_tries_many_values(self, bandit: Bandit) -> None:
         values = []
         for _ in range(40):

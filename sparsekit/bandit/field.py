@@ -7,9 +7,7 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
-import numpy.typing as npt
 
-from sparsekit.bandit.base import Side
 from sparsekit.bandit.tree import DEEPEST, NARROWEST, Floats, Integers, Tree
 
 _LINE, _CUBE = 5, 6
@@ -24,36 +22,39 @@ _REPEATS, _REPEATED = 2, 0.2
 _EXACT = 0.01
 _SETTLED, _FADED = 8, 0.05
 _ALLOWANCE, _ALARM, _LARGEST = 0.5, 9.0, 3.0
+_FAR, _FEWEST, _PART = 10.0, 3, 0.1
+_BROAD = 3
 
 
 class Field(Tree):
     """Arms with their rewards. Arm k belongs to cell k; its points are in the unit cube."""
 
-    def __init__(self, axes: int, *, discount: float | None, rng: np.random.Generator) -> None:
-        """Cut the cube into a few equal cells, in random order, each with an arm near its middle.
-
-        `discount`: share of knowledge that survives a reward, in (0, 1]; None keeps all of it until rewards fall.
-        """
+    def __init__(self, axes: int, rng: np.random.Generator) -> None:
+        """Cut the cube into a few equal cells, in random order, each with an arm near its middle."""
         super().__init__(_LINE if axes == 1 else _CUBE, axes, rng)
         self._rng = rng
-        self._discount, self._watches = (1.0, True) if discount is None else (discount, False)
         self._begin = size = self.size
         self.points: Floats = np.zeros((self.capacity, axes))
         self.points[:size] = [self._middle(*box) for box in zip(self.low[:size], self.high[:size])]
+        # Of the told pulls of each arm: how many rewards they count for, and their mean; and how many pulls have failed.
         self._weights: Floats = np.zeros(self.capacity)
         self._rewards: Floats = np.zeros(self.capacity)
+        self._failures: Floats = np.zeros(self.capacity)
         # Rewards of points that were executed in place of the arm, and whether there were any.
         self._tries: Floats = np.zeros(self.capacity)
         self._tried = False
+        self._asked = 0
+        self._missed: set[int] = set()
         self._pulls: Integers = np.zeros(self.capacity, dtype=np.int64)
         # Place of the first told pull of each arm among all told.
         self._first: Integers = np.full(self.capacity, -1)
-        self._dropped: npt.NDArray[np.bool_] = np.zeros(self.capacity, dtype=np.bool_)
-        self._drops = False
         self._told = 0.0
-        # Arms that have failed; the smallest and the largest reward.
+        # Arms that have failed or diverged; those of them without another reward.
         self._failed: set[int] = set()
-        self._least, self._most = math.inf, -math.inf
+        self._diverged: set[int] = set()
+        self._void: Integers = np.zeros(0, dtype=np.int64)
+        self._floor, self._worst = -math.inf, 0.0  # rewards below the floor have diverged; the reward of a failure
+        self._shown = self.means  # the means that other cells see
         # Of repeated rewards: squared deviations from the mean before them, effective number, and number. Differences between
         # points never count as noise: if noise counts as variation, cells are split, points are not repeated, and the mistake
         # is never noticed.
@@ -102,7 +103,7 @@ class Field(Tree):
         Source: Page, "Continuous Inspection Schemes", Biometrika 1954 (the sum); Liu, Lee, Shroff, "A Change-Detection Based
             Framework for Piecewise-Stationary Multi-Armed Bandit Problem", AAAI 2018 (restarting a bandit on it).
         """
-        if not self._watches or not self.scale or self._repeats < _SETTLED:
+        if not self.scale or self._repeats < _SETTLED:
             return False
         deviations = max(-_LARGEST, min(_LARGEST, surprise / math.sqrt(self._noise * share)))
         self._fall = max(0.0, self._fall - deviations - _ALLOWANCE)
@@ -113,30 +114,27 @@ class Field(Tree):
 
     # --- learning ---
 
-    def learn(self, arm: int, reward: float, weight: float, place: int) -> None:
-        """Learn from a reward that counts for `weight` rewards and is at this place among all told."""
-        faded = self._discount < 1.0
-        if faded:
-            self._weights[: self.size] *= self._discount
-            self._tries[: self.size] *= self._discount
-            self._told *= self._discount
-            self._within *= self._discount
-            self._replicates *= self._discount
+    def learn(self, arm: int, reward: float, place: int) -> None:
+        """Learn from a reward that is at this place among all told."""
         had, mean, fallen = self._weights.item(arm), self._rewards.item(arm), False
         if self._pulls.item(arm):
             self._repeats += 1.0
-            if had > 0.0:
-                fallen = self._falls(reward - mean, 1.0 / had + 1.0 / weight)
-                self._within += (reward - mean) ** 2 * had * weight / (had + weight)
-                # A faded mean is as exact as before, so its deviation tells less than its weight says.
-                self._replicates += min(1.0, 2.0 * had / (had + weight)) if faded else 1.0
+            if had > 0.0 and min(mean, reward) >= self._floor:
+                fallen = self._falls(reward - mean, 1.0 / had + 1.0)
+                self._within += (reward - mean) ** 2 * had / (had + 1.0)
+                self._replicates += 1.0
         else:
             self._stale = True
         self._told += 1.0
-        self._least, self._most = min(self._least, reward), max(self._most, reward)
         if self._first.item(arm) < 0:
             self._first[arm] = place
-        self._add(arm, reward, weight)
+        self._weights[arm] = had + 1.0
+        self._rewards[arm] = mean + (reward - mean) / (had + 1.0)
+        self._count(arm)
+        if reward < self._floor or arm in self._failed:
+            self._stale = True
+        elif self.scale:
+            self.observe(arm, reward, self._noise)
         if fallen:
             np.minimum(self._weights, _FADED, out=self._weights)
             self._stale = True
@@ -147,68 +145,120 @@ class Field(Tree):
             self._index[arm] = self._index_of(arm, 0)  # only this arm has learned anything yet
 
     def fail(self, arm: int) -> None:
-        """Count a failed trial as a visit with the worst reward, which says nothing about the noise.
+        """Count a failed trial as a visit with the worst reward, which says nothing about the noise or about other arms.
 
         The arm's cell is split before the arm is pulled again.
         """
         self._failed.add(arm)
+        self._failures[arm] += 1.0
         if self.scale:
-            self._add(arm, self._worst, 1.0)
+            self._count(arm)
             self._stale, self._index = True, None
         else:
             self._tries[arm] += 1.0
 
-    @property
-    def _worst(self) -> float:
-        """The smallest reward, or a smaller number if all are equal."""
-        return self._least if self._least < self._most else self._least - abs(self._least)
-
-    def _add(self, arm: int, reward: float, weight: float) -> None:
-        had, mean = self._weights.item(arm), self._rewards.item(arm)
-        self._weights[arm] = had + weight
-        self._rewards[arm] = mean + (reward - mean) * (weight / (had + weight))
+    def _count(self, arm: int) -> None:
         self._since += 1.0
         self._clock += 1.0
         self._pulls[arm] += 1
-        if self.scale:
-            self.observe(arm, reward, self._noise / weight)
 
-    def miss(self, arm: int, weight: float) -> None:
+    def miss(self, arm: int) -> None:
         """Count an arm as told, in place of which another point was executed.
 
-        Otherwise, a proposal that is always executed elsewhere, such as rounded, would be repeated forever.
+        Otherwise, a proposal that is always executed elsewhere, such as rounded, would be repeated forever. Among the first
+        arms, the first time does not count, so that all of them are tried.
         """
-        self._tries[arm] += weight
+        if self.scale or arm in self._missed:
+            self._tries[arm] += 1.0
+        self._missed.add(arm)
         self._repeats += 1.0
         self._tried = True
+
+    def _sort_out(self) -> None:
+        """Find the arms whose rewards are so far below all others that their distance says nothing, as of a loss that diverges.
+
+        Sorted from the best, arms from k + 1 on have diverged if the step from arm k is many times as large as the distance
+        from the best to arm k, and the cells of the first k are a good part of the cube; or if they are many times further
+        below the best than the better half of the cube.
+        """
+        ran = np.flatnonzero(self._weights[: self.size])
+        order = ran[np.argsort(-self._rewards[ran], kind="stable")]
+        below = self._rewards[order[0]] - self._rewards[order] if len(order) else np.zeros(0)
+        self._diverged, self._floor = set(), -math.inf
+        if len(order) > _FEWEST and below[-1] > _FAR * below[_FEWEST - 1]:
+            volumes = np.cumsum((self.high[order] - self.low[order]).prod(axis=1))
+            half = below[np.searchsorted(volumes, 0.5 * volumes[-1])]
+            reach = np.maximum(below, math.sqrt(self._within / max(1.0, self._replicates)))
+            apart = (np.diff(below) > _FAR * reach[:-1]) & (volumes[:-1] >= _PART) & (below[:-1] > 0.0)
+            apart[: _FEWEST - 1] = False
+            kept = int(apart.argmax()) + 1 if apart.any() else len(order)
+            if half > 0.0:
+                kept = min(kept, int((below <= _FAR * max(half, reach[0])).sum()))
+            if kept < len(order):
+                self._diverged = set(order[kept:].tolist())
+                self._floor = self._rewards.item(order[kept - 1])
+        known = self._rewards[order[: len(order) - len(self._diverged)]]
+        if len(known):
+            self._worst = float(known[-1] if known[-1] < known[0] else known[-1] - abs(known[-1]))
+        failed = np.flatnonzero(self._failures[: self.size]).tolist()
+        self._failed = self._diverged.union(failed)
+        self._void = np.array(sorted(self._diverged.union(arm for arm in failed if not self._weights[arm])), dtype=np.int64)
+
+    def _set_scale(self) -> None:
+        """Take the scale and the level from the first arms."""
+        arms = np.flatnonzero(self._pulls[: self._begin if self.scale else self.size])
+        means = np.where(np.isin(arms, self._void), self._worst, self._rewards[arms])
+        # Equal rewards have no scale; any will do.
+        spread = float(means.var(ddof=1)) if len(means) > 1 else 0.0
+        scale = next((s for s in (spread, float(np.square(means).max())) if s > _LEAST_SCALE), 1.0)
+        self.means[:-1] = 0.0
+        self.begin(scale, float(means.mean()))
+
+    def _face_the_best(self) -> None:
+        """Let failed cells face the best arm on each side, of those that face them."""
+        size = self.size
+        order = np.argsort(self._shown[:size], kind="stable")
+        for side in range(self.facing.shape[1]):
+            beyond = self.facing[order, side ^ 1]
+            chosen = np.isin(beyond, self._void)
+            self.facing[beyond[chosen], side] = order[chosen]  # the last one counts
 
     def _refresh(self) -> None:
         """Let all arms learn from each other if that is due; the first rewards set the scale."""
         if not self.scale:
             if not self._told or self._told + len(self._failed) < self._begin:
                 return
-            means = self._rewards[np.flatnonzero(self._pulls[: self.size])]
+            means = self._rewards[np.flatnonzero(self._weights[: self.size])]
             self._distinct = len(means) > 1 and len(set(means.tolist())) == len(means)
-            for arm in self._failed:
-                self._add(arm, self._worst, 1.0)
-            means = self._rewards[np.flatnonzero(self._pulls[: self.size])]
-            # Equal rewards have no scale; any will do.
-            spread = float(means.var(ddof=1)) if len(means) > 1 else 0.0
-            scale = next((s for s in (spread, float(np.square(means).max())) if s > _LEAST_SCALE), 1.0)
-            self.begin(scale, float(means.mean()))
+            self._pulls[: self.size] += self._failures[: self.size].astype(np.int64)
+            self._tries[: self.size] -= self._failures[: self.size]
         elif not self._stale and self._since < _REFRESH * min(self._told, self._clock):
             return
-        size = self.size
-        self.sweep(self._weights[:size], self._rewards[:size], self._noise, self._told)
+        size, before = self.size, self._diverged
+        self._sort_out()
+        if not self.scale or any((arm in before) != (arm in self._diverged) for arm in range(self._begin)):
+            self._set_scale()
+        weights, rewards = self._weights[:size], self._rewards[:size]
+        if self._failed:
+            failures = self._failures[:size]
+            rewards = (weights * rewards + failures * self._worst) / np.maximum(weights + failures, 1e-9)
+            weights = weights + failures
+            weights[self._void], rewards[self._void] = 0.0, self._worst
+        self.sweep(weights, rewards, self._noise, self._told)
         self._since, self._stale, self._index = 0.0, False, None
+        self._shown = self.means
+        if len(self._void):
+            self._shown = self.means.copy()
+            self._shown[self._void] = self._worst - self.level
+            self._face_the_best()
         # Along the first axis: numpy reduces a short last one slowly.
-        better = np.maximum.reduce(self.means.take(self.facing[:size].T))
+        better = np.maximum.reduce(self._shown.take(self.facing[:size].T))
         self._beside = better + np.sqrt(_FACING * self.room.take(self.depth[:size]))
 
     # --- the index ---
 
     def indices(self, pending: Mapping[int, int]) -> Floats:
-        """Return the index of each arm, float (arms,); -inf for dropped ones. `pending`: arm → number of open pulls."""
+        """Return the index of each arm, float (arms,). `pending`: arm → number of open pulls."""
         size = self.size
         if not self.scale:
             # Nothing is known yet: the arms in turn, from the widest cells to the narrowest.
@@ -222,13 +272,13 @@ class Field(Tree):
                     variances = variances / (1.0 + variances * self._tries[:size] / self._noise)
                 self._index = np.sqrt(_CERTAINTY * variances + self.room.take(self.depth[:size]))
                 self._index += self.means[:size]
+                if len(self._void):
+                    self._index[self._void] = [self._worth(arm, 0) for arm in self._void.tolist()]
                 known = self._index[: len(self._beside)]
                 np.maximum(known, self._beside, out=known)
             index = self._index.copy()
             for arm, times in pending.items():
                 index[arm] = self._index_of(arm, times)
-        if self._drops:
-            index[self._dropped[:size]] = -math.inf
         return index
 
     def _index_of(self, arm: int, times: int) -> float:
@@ -238,7 +288,12 @@ class Field(Tree):
 
     def _worth(self, arm: int, times: int) -> float:
         room = self.room.item(self.depth.item(arm))
+        if arm in self._failed and not self._has_run(arm):
+            return self._worst - self.level + math.sqrt(room)
         return self.means.item(arm) + math.sqrt(_CERTAINTY * self._variance(arm, times) + room)
+
+    def _has_run(self, arm: int) -> bool:
+        return arm not in self._diverged and self._weights.item(arm) > 0.0
 
     def _variance(self, arm: int, times: int) -> float:
         variance, rewards = self.variances.item(arm), times + self._tries.item(arm)
@@ -256,9 +311,17 @@ class Field(Tree):
             if arm >= 0 and id >= lost:
                 pending[arm] = pending.get(arm, 0) + 1
         bound = math.inf if upper is None else upper
+        self._asked += 1
+        broad = 0  # 0: cells of any depth
+        if len(self._void) and self.points.shape[1] > 1 and self._asked % _BROAD == 0:
+            broad = 1 + self._asked // _BROAD % int(2.0 * math.log2(self.size))
         for _ in range(_SPLITS):
             self._refresh()
             index = self.indices(pending)
+            if broad:
+                deep = self.depth[: len(index)] > broad
+                if not deep.all():
+                    index[deep] = -math.inf
             if upper is not None:
                 index[self.low[: len(index), 0] >= upper] = -math.inf
             cell = int(index.argmax())
@@ -280,7 +343,7 @@ class Field(Tree):
             return self._halve(cell) if ready else cell
         if self._beside.item(cell) >= index and self._beside.item(cell) > self._worth(cell, pending.get(cell, 0)):
             sides = self.facing[cell]
-            side = int(self.means[sides].argmax())
+            side = int(self._shown[sides].argmax())
             better = int(sides[side])
             return self._halve_towards(cell, side) if self._ripe(better, cell, pending) else better
         return self._halve(cell) if self._ripe(cell, cell, pending) else cell
@@ -299,7 +362,6 @@ class Field(Tree):
         """Cut a cell in two and return the new arm, at `point`. `keeps_low`: the part of the old arm, if that is on the cut."""
         new = self.cut(cell, axis, at, keeps_low=bool(self.points[cell, axis] < at) if keeps_low is None else keeps_low)
         self.points[new] = point
-        self._dropped[new] = self._dropped[cell]
         self._stale = True
         return new
 
@@ -324,6 +386,10 @@ class Field(Tree):
         between = at >= middle if above else at < middle
         (low if above else high)[axis] = at if between else middle
         point = self._middle(low, high)
+        if cell in self._failed:  # at the place of the better arm along the other axes
+            better = self.points[self.facing[cell, side]].copy()
+            better[axis] = point[axis]
+            point = np.clip(better, low, high)
         return self._split(cell, axis, 0.5 * (at + float(point[axis])) if between else middle, point)
 
     def _below(self, index: Floats, upper: float) -> int:
@@ -352,22 +418,9 @@ class Field(Tree):
             return cell
         return self._split_between(cell, point)
 
-    def eliminate_side(self, arm: int, side: Side) -> None:
-        """Eliminate one side of an arm in its cell, along the first axis; does nothing if that side is too narrow."""
-        low, at, high = float(self.low[arm, 0]), float(self.points[arm, 0]), float(self.high[arm, 0])
-        if min(at - low, high - at) < 2.0 * NARROWEST or self.full:
-            return
-        point = self.points[arm].copy()
-        point[0] = 0.5 * (low + at if side == "below" else at + high)
-        self._dropped[self._split(arm, 0, at, point, keeps_low=side == "above")] = self._drops = True
-
     def best(self) -> int:
         """Return the place, among all told, of the first pull of the arm that is best with some confidence."""
         size = self.size
         merit = self.means[:size] - np.sqrt(self.variances[:size]) if self.scale else self._rewards[:size].copy()
-        told = self._first[:size] >= 0
-        merit[~told] = -math.inf
-        standing = told & ~self._dropped[:size]
-        if standing.any():
-            merit[~standing] = -math.inf
+        merit[(self._first[:size] < 0) | (self._rewards[:size] < self._floor)] = -math.inf
         return int(self._first[int(merit.argmax())])

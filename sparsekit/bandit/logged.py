@@ -69,31 +69,29 @@ class LoggedBandit(ABC):
         self._log.append({"forget": pull.id, "value": value} if elsewhere else {"forget": pull.id})
         return value, elsewhere
 
-    def _take(self, pull: Pull, reward: float, eliminate: Side | None, *, cost: float = 1.0) -> tuple[Any, float, bool]:
+    def _take(self, pull: Pull, reward: float, eliminate: Side | None) -> tuple[Any, float, bool]:
         """Check, note and close a told pull; return the executed value, the reward, and whether another value was proposed."""
         value, elsewhere = self._executed_value(pull)
         number = reward if type(reward) is float else check_number(reward, "reward")
-        if not max(abs(number / cost), abs(number)) <= LARGEST_REWARD:
+        if not abs(number) <= LARGEST_REWARD:
             raise InvalidValueError(
-                f"reward must be finite and at most {LARGEST_REWARD:g} in magnitude, also divided by its cost, got {reward!r}"
-                f"{'' if cost == 1.0 else f' at cost {cost!r}'}; forget a trial that has failed"
+                f"reward must be finite and at most {LARGEST_REWARD:g} in magnitude, got {reward!r}; forget a trial that failed"
             )
         if eliminate not in (None, "below", "above"):
             raise InvalidValueError(f"eliminate must be 'below', 'above' or None, got {eliminate!r}")
         if eliminate is not None and not isinstance(self.space, Interval):
             raise InvalidValueError("eliminate rules out one side of a value of an Interval; a Box has no sides")
         del self._open[pull.id]
-        said: dict[str, Any] = {} if cost == 1.0 else {"cost": cost}
-        said |= {} if eliminate is None else {"eliminate": eliminate}
+        said = {} if eliminate is None else {"eliminate": eliminate}
         self._log.append({"tell": pull.id, "value": value, "reward": number, **said})
-        self._told.append((self._pull(pull.id, value), number / cost))
+        self._told.append((self._pull(pull.id, value), number))
         return value, number, elsewhere
 
     # --- called by users ---
 
     @property
     def told(self) -> tuple[tuple[Pull, float], ...]:
-        """The told pulls with the values that were executed, and their rewards per cost, in the order of telling."""
+        """The told pulls with the values that were executed, and their rewards, in the order of telling."""
         return tuple(self._told)
 
     def ask(self, *, upper: float | None = None) -> Pull:

@@ -32,12 +32,11 @@ Source: ours. After Bubeck, Munos, Stoltz, Szepesvári, "X-Armed Bandits", JMLR 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
-from sparsekit.bandit.base import Box, Interval, Pull, Side, check_number
+from sparsekit.bandit.base import Box, Interval, Pull, Side
 from sparsekit.bandit.field import Field
 from sparsekit.bandit.logged import LoggedBandit
 from sparsekit.errors import InvalidValueError
@@ -69,30 +68,21 @@ class SplitUCBV(LoggedBandit):
     How it chooses is described at the top of `sparsekit/bandit/split_ucbv.py`.
     """
 
-    def __init__(self, space: Interval | Box, *, rng: np.random.Generator, discount: float | None = None) -> None:
+    def __init__(self, space: Interval | Box, *, rng: np.random.Generator) -> None:
         """Start a search.
 
         Args:
             space: The interval or box to search. Pulls of an `Interval` have a number as value, pulls of a `Box` a dict of
                 numbers.
             rng: Draws the points within their cells; the same generator gives the same proposals.
-            discount: Factor in (0, 1] of the weight of earlier rewards at each reward. Use about 1 - 1 / (number of
-                rewards over which the function changes), or 1 if it does not change. With `None`, nothing is forgotten until
-                repeated rewards of one point fall by more than chance; then nearly all rewards are.
 
         Raises:
-            InvalidValueError: `space` is neither, or `discount` is outside (0, 1].
+            InvalidValueError: `space` is neither.
         """
         if not isinstance(space, (Interval, Box)):
             raise InvalidValueError(f"space must be an Interval or a Box, got {space!r}; pass Interval(low, high)")
-        self.discount = None if discount is None else check_number(discount, "discount")
-        if self.discount is not None and not 0.0 < self.discount <= 1.0:
-            raise InvalidValueError(
-                f"discount must be in (0, 1], got {discount!r}; 1 forgets nothing, None only when rewards fall"
-            )
-        super().__init__(space, {"discount": self.discount}, rng)
-        self._field = Field(1 if isinstance(space, Interval) else len(space.intervals), discount=self.discount, rng=rng)
-        self._unit_cost: float | None = None
+        super().__init__(space, {}, rng)
+        self._field = Field(1 if isinstance(space, Interval) else len(space.intervals), rng)
         self._values: dict[int, Any] = {}  # arm → value, of arms proposed so far
 
     def _choose(self, bound: float | None) -> Any:
@@ -112,37 +102,22 @@ class SplitUCBV(LoggedBandit):
     def _point(self, value: Any) -> tuple[float, ...]:
         return (self.space.to_unit(value),) if isinstance(self.space, Interval) else self.space.to_unit(value)
 
-    def tell(self, pull: Pull, reward: float, *, cost: float = 1.0, eliminate: Side | None = None) -> None:
-        """Report the reward of a pull; see `Bandit.tell`.
-
-        Args:
-            pull: The pull that `ask` returned, or `Pull(pull.id, tried)` if another value was tried.
-            reward: Larger is better.
-            cost: Cost of the trial, above 0, in any unit. If given, the search maximizes Σ reward / Σ cost.
-            eliminate: "below" or "above": never propose that side of the value in its cell again. For an `Interval` only.
-        """
-        price = cost if type(cost) is float else check_number(cost, "cost")
-        weight = price / (self._unit_cost or price) if price > 0.0 else 0.0
-        if not (price < math.inf and 0.0 < weight < math.inf):
-            raise InvalidValueError(f"cost must be finite and above 0, got {cost!r}; leave it out if every pull costs the same")
-        value, number, elsewhere = self._take(pull, reward, eliminate, cost=price)
-        self._unit_cost = price / weight
-        arm = self._executed(pull.id, value, weight, elsewhere=elsewhere)
-        self._field.learn(arm, number / price, weight, len(self._told) - 1)
-        if eliminate is not None:
-            self._field.eliminate_side(arm, eliminate)
+    def tell(self, pull: Pull, reward: float, *, eliminate: Side | None = None) -> None:
+        """Report the reward of a pull; see `Bandit.tell`. `eliminate` has no effect."""
+        value, number, elsewhere = self._take(pull, reward, eliminate)
+        self._field.learn(self._executed(pull.id, value, elsewhere=elsewhere), number, len(self._told) - 1)
 
     def forget(self, pull: Pull) -> None:
         value, elsewhere = self._close(pull)
-        self._field.fail(self._executed(pull.id, value, 1.0, elsewhere=elsewhere))
+        self._field.fail(self._executed(pull.id, value, elsewhere=elsewhere))
 
-    def _executed(self, id: int, value: Any, weight: float, *, elsewhere: bool) -> int:
+    def _executed(self, id: int, value: Any, *, elsewhere: bool) -> int:
         """Close a pull of the field; return the arm at the executed value."""
         arm = self._field.open.pop(id)
         if arm >= 0 and not elsewhere:
             return arm
         if arm >= 0:
-            self._field.miss(arm, weight)
+            self._field.miss(arm)
         return self._field.arm_at(np.array(self._point(value)))
 
     def _place_of_best(self) -> int:
