@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import optuna
 from filelock import FileLock, Timeout
+from optuna.distributions import CategoricalDistribution, IntDistribution
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
@@ -22,6 +23,17 @@ from sparsekit.bandit.search_space import Axis, rounded, text_of
 from sparsekit.cli.commands import Commands, filled
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.registry import calling
+
+_REPEATED = 16
+"""Known values that a sampler may propose in a row before one is drawn at random."""
+_SAME = "same values as trial"
+
+
+def _size(axis: Axis) -> float:
+    """Return the number of values of an axis."""
+    if isinstance(axis, CategoricalDistribution):
+        return len(axis.choices)
+    return (axis.high - axis.low) // axis.step + 1 if isinstance(axis, IntDistribution) else math.inf
 
 
 class Search:
@@ -37,6 +49,7 @@ class Search:
         self.command, self.axes, self.settings = command, dict(axes), settings
         self.trials, self.jobs, self.horizon = trials, jobs, trials
         self.maximize: bool = settings["maximize"]
+        self._repeated = 0  # proposals in a row whose values were known
 
     def open(self, storage: JournalStorage | None) -> None:
         """Create the study in a storage, or resume it; refuse a storage with other settings."""
@@ -79,18 +92,22 @@ class Search:
 
         A trial whose process died runs first, with the same values.
         """
-        bandit = isinstance(self.study.sampler, BanditSampler)
         running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        interrupted = [(trial.number, trial.params) for trial in running if set(trial.params) == set(self.axes)]
+        waiting = [(trial.number, trial.params) for trial in running if set(trial.params) == set(self.axes)]
         while not stopped.is_set():
             while len(commands.running) < self.jobs and len(self.ended) + len(commands.running) < self.trials:
-                if interrupted:
-                    number, params = interrupted.pop(0)
-                else:
-                    if not bandit:
-                        self.study.sampler = self.sampler(len(self.study.get_trials(deepcopy=False)))
-                    trial = self.study.ask(dict(self.axes))
-                    number, params = trial.number, trial.params
+                if not waiting:
+                    if self.used_up:
+                        break
+                    waiting.append(self._ask())
+                number, params = waiting[0]
+                if self.settings["deterministic"]:
+                    if self._takes_known_score(number, params):
+                        waiting.pop(0)
+                        continue
+                    if self.texts(params) in [self.texts(self.study.trials[each].params) for each in commands.running]:
+                        break  # its score will be known
+                waiting.pop(0)
                 commands.start(number, self.line(number, params))
             if not commands.running:
                 return
@@ -99,6 +116,33 @@ class Search:
                     self.study.set_user_attr(f"error of trial {number}", reason)
                 self.study.tell(number, score, state=TrialState.FAIL if score is None else None)
                 yield self.study.trials[number]
+
+    def _ask(self) -> tuple[int, dict[str, Any]]:
+        kept, asked = self.study.sampler, len(self.study.get_trials(deepcopy=False))
+        if self._repeated >= _REPEATED:
+            self.study.sampler = RandomSampler(seed=self.settings["seed"] + asked)
+        elif not isinstance(kept, BanditSampler):
+            kept = self.study.sampler = self.sampler(asked)
+        trial = self.study.ask(dict(self.axes))
+        self.study.sampler = kept
+        return trial.number, trial.params
+
+    def _takes_known_score(self, number: int, params: Mapping[str, Any]) -> bool:
+        """Give a trial the score of an earlier one with the same values, if there is one; it then counts as no trial."""
+        texts = self.texts(params)
+        known = next((trial for trial in self.ended if self.texts(trial.params) == texts), None)
+        self._repeated = 0 if known is None else self._repeated + 1
+        if known is None:
+            return False
+        self.study.set_user_attr(f"{_SAME} {number}", known.number)
+        self.study.tell(number, known.value, state=TrialState.FAIL if known.value is None else None)
+        return True
+
+    @property
+    def used_up(self) -> bool:
+        """Whether a deterministic command has been run with all combinations of values that there are."""
+        size = math.prod(_size(axis) for axis in self.axes.values())
+        return self.settings["deterministic"] and len({str(self.texts(trial.params)) for trial in self.ended}) >= size
 
     def line(self, number: int, params: Mapping[str, Any]) -> str:
         return filled(self.command, self.texts(params), trial=number)
@@ -112,9 +156,10 @@ class Search:
 
     @property
     def ended(self) -> list[FrozenTrial]:
-        """The trials that have ended, in the order of their numbers."""
-        trials = self.study.get_trials(deepcopy=False)
-        return [trial for trial in trials if trial.state.is_finished() and set(trial.params) == set(self.axes)]
+        """The trials that were run and have ended, in the order of their numbers."""
+        trials, known = self.study.get_trials(deepcopy=False), self.study.user_attrs
+        ended = [trial for trial in trials if trial.state.is_finished() and set(trial.params) == set(self.axes)]
+        return [trial for trial in ended if f"{_SAME} {trial.number}" not in known]
 
     def best(self) -> FrozenTrial | None:
         """Return the first trial with the best score; None if no trial has a score."""

@@ -66,7 +66,7 @@ def _tune(
     ] = DEFAULT,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Random seed of the sampler.")] = 0,
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="The command is deterministic: never repeat a trial with the same values.")
+        bool, typer.Option("--deterministic", help="The command is deterministic: never run it again with the same values.")
     ] = False,
     jobs: Annotated[int, typer.Option(metavar="N", min=1, help="Trials at a time.")] = 1,
     timeout: Annotated[float | None, typer.Option(help="Seconds after which a trial is stopped and counts as failed.")] = None,
@@ -102,6 +102,8 @@ def _tune(
         for trial in search.run(commands, stopped):
             if not silent:
                 typer.echo(_line(search, trial), err=True)
+        if search.used_up and len(search.ended) < trials:
+            typer.echo(f"all {len(search.ended)} combinations of values have been tried", err=True)
         best = search.best()
         if stopped.is_set():
             so_far = "" if best is None else f"; best so far {best.value:g} with {_values(search.texts(best.params))}"

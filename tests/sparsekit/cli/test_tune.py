@@ -216,6 +216,21 @@ def test_a_search_whose_process_died_resumes_with_the_same_trials(tmp_path: Path
     assert len({row["values"]["x"] for row in whole}) > 2
 
 
+@pytest.mark.parametrize("sampler", [*sorted(registry), "tpe", "random"])
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_a_deterministic_command_runs_once_with_each_combination_of_values(tmp_path: Path, sampler: str, jobs: int) -> None:
+    for space, size in ((("x=1:8:int",), 8), (("x=1:4:int", "mode=0.5,0.1,b"), 12)):
+        found = rows(None, *space, trials=30, jobs=jobs, sampler=sampler, deterministic=True)
+        assert len(found) == len({str(row["values"]) for row in found}) == size
+    out = tmp_path / "run"
+    part = rows(out, "x=1:8:int", trials=5, sampler=sampler, deterministic=True)
+    whole = rows(out, "x=1:8:int", trials=30, sampler=sampler, deterministic=True)
+    assert whole[:5] == part
+    assert len({row["values"]["x"] for row in whole}) == len(whole) == 8
+    free = rows(None, "x=0:1", trials=12, jobs=jobs, sampler=sampler, deterministic=True)
+    assert len({row["values"]["x"] for row in free}) == len(free) == 12
+
+
 def test_a_line_that_was_not_written_whole_is_done_again(tmp_path: Path) -> None:
     whole = rows(None)
     rows(tmp_path, trials=3)
