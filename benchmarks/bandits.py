@@ -2,6 +2,7 @@
 
     python benchmarks/bandits.py measure SplitUCBV --seeds 40     adds to results/bandits.csv
     python benchmarks/bandits.py measure VHCT --set moved         the same for others; each seed has its maxima elsewhere
+    python benchmarks/bandits.py measure Random --set failing     functions that fail or diverge somewhere
     python benchmarks/bandits.py table                            regret, mean and standard error, from that file
     python benchmarks/bandits.py time                             microseconds per ask + tell
 
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise, product
-from math import cos, exp, floor, log1p, pi, sin, sqrt
+from math import cos, exp, floor, hypot, log1p, pi, sin, sqrt
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -37,7 +38,7 @@ Point = Sequence[float]
 
 @dataclass(frozen=True)
 class Objective:
-    """A function on the unit cube of `axes`: point and number of earlier pulls → mean reward, at most `rise`.
+    """A function on the unit cube of `axes`: point and number of earlier pulls → mean reward, at most `rise`; -inf fails.
 
     If `moved`, each seed has its maxima elsewhere; see `placed`.
     """
@@ -46,9 +47,10 @@ class Objective:
     value: Callable[[Point, int], float]
     rise: float = 0.0
     moved: bool = False
+    worst: float = -math.inf  # a lower reward counts as this in the regret
 
     def regret(self, point: Point, pull: int) -> float:
-        return self.rise - self.value(point, pull)
+        return self.rise - max(self.worst, self.value(point, pull))
 
     def placed(self, title: str, seed: int) -> Objective:
         """The objective of one seed: if `moved`, axes are mirrored at random and bent by x → x^γ, ln γ in ±0.35.
@@ -136,12 +138,33 @@ SHAPES: dict[str, Callable[[float], float]] = {  # chosen after the constants
     "Step": lambda x: 0.0 if x >= 0.55 else -0.75,
 }
 MOVED_SHAPES = {f"{title}~": replace(scaled(shape), moved=True) for title, shape in SHAPES.items()}
-OBJECTIVES = PYXAB | HELD_OUT | DRIFTING | MOVED | MOVED_SHAPES
+
+
+def rate(large: float) -> Objective:
+    """The loss of a learning rate, which diverges to a number above 0.8."""
+    return replace(scaled(lambda x: -large if x > 0.8 else -2.0 * min(1.0, abs(x - 0.5) / 0.3) ** 1.5), worst=-3.0)
+
+
+def beside(function: Callable[[float, float], float], fails: Callable[[float, float], bool], rise: float) -> Objective:
+    return replace(scaled(lambda a, b: -math.inf if fails(a, b) else function(a, b), 2, rise=rise), worst=-1.0)
+
+
+FAILING = {
+    "RateFails": rate(math.inf),
+    "Rate1e3": rate(1e3),
+    "Rate1e6": rate(1e6),
+    "Diagonal": beside(lambda a, b: a + b - 1.2 - 0.5 * (a - 0.5) ** 2, lambda a, b: a + b > 1.2, 0.0),
+    "Steep": beside(lambda a, b: a + 0.7 * b, lambda a, b: 2.0 * a + b > 1.5, 0.95),
+    "Circle": beside(
+        lambda a, b: hypot(a - 0.2, b - 0.3) - 0.3 * (a - b) ** 2, lambda a, b: hypot(a - 0.2, b - 0.3) > 0.6, 0.6
+    ),
+}
+OBJECTIVES = PYXAB | HELD_OUT | DRIFTING | MOVED | MOVED_SHAPES | FAILING
 
 RESULTS = Path(__file__).parents[1] / "results" / "bandits.csv"
 HORIZONS = (100, 500, 1000)
 NOISE = 0.1
-SETS = {"pyxab": PYXAB, "held-out": HELD_OUT, "drifting": DRIFTING, "moved": MOVED, "shapes": MOVED_SHAPES}
+SETS = {"pyxab": PYXAB, "held-out": HELD_OUT, "drifting": DRIFTING, "moved": MOVED, "shapes": MOVED_SHAPES, "failing": FAILING}
 UNIT = Interval(0.0, 1.0)
 
 Play = tuple[Callable[[], list[float]], Callable[[float], None], Callable[[], list[float]]]
@@ -160,7 +183,10 @@ def ours(name: str, options: dict[str, Any], axes: int, horizon: int, seed: int)
         pulls.append(bandit.ask())
         return point(pulls[-1])
 
-    return ask, lambda reward: bandit.tell(pulls[-1], reward), lambda: point(bandit.best())
+    def tell(reward: float) -> None:
+        bandit.forget(pulls[-1]) if reward == -math.inf else bandit.tell(pulls[-1], reward)
+
+    return ask, tell, lambda: point(bandit.best())
 
 
 def pyxab(name: str, axes: int, horizon: int, seed: int) -> Play:
@@ -190,7 +216,7 @@ def pyxab(name: str, axes: int, horizon: int, seed: int) -> Play:
 
 def optuna(name: str, axes: int, seed: int) -> Play:
     """A sampler of Optuna with its default settings; recommends the point of largest reward, as a study does."""
-    from optuna import create_study, logging, samplers
+    from optuna import create_study, logging, samplers, trial
 
     logging.set_verbosity(logging.ERROR)
     study = create_study(direction="maximize", sampler=getattr(samplers, f"{name.removeprefix('Optuna-')}Sampler")(seed=seed))
@@ -200,7 +226,11 @@ def optuna(name: str, axes: int, seed: int) -> Play:
         trials.append(study.ask())
         return [trials[-1].suggest_float(f"x{axis}", 0.0, 1.0) for axis in range(axes)]
 
-    return ask, lambda reward: study.tell(trials[-1], reward), lambda: list(study.best_params.values())
+    def tell(reward: float) -> None:
+        failed = reward == -math.inf
+        study.tell(trials[-1], None if failed else reward, state=trial.TrialState.FAIL if failed else None)
+
+    return ask, tell, lambda: list(study.best_params.values())
 
 
 def at_random(axes: int, seed: int) -> Play:
@@ -220,7 +250,6 @@ WITH_HORIZON = {"T_HOO", "POO", "PCT", "VPCT", "StoSOO", "VROOM", "P-UCBV"}
 PYXAB_NAMES = ("T_HOO", "HCT", "VHCT", "POO", "PCT", "VPCT", "Zooming", "StoSOO", "VROOM")
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "SplitUCBV": ("split-ucbv", {}),
-    "SplitUCBV-0.98": ("split-ucbv", {"discount": 0.98}),
     "P-UCBV": ("p-ucbv", {}),
 }
 NAMES = (*OURS, *PYXAB_NAMES, "Optuna-TPE", "Optuna-GP", "Random")

@@ -1,7 +1,7 @@
 """Tune a number whose best value moves: how long a cache keeps an entry, while the traffic changes in the middle.
 
-A bandit that forgets nothing goes on betting on what was best once; one that discounts old rewards follows, and so does one
-that notices by itself that they fall. Run it with `python examples/tune_drifting.py`; it needs numpy alone.
+SplitUCBV notices by itself that rewards fall, and follows. Run it with `python examples/tune_drifting.py`; it needs numpy
+alone.
 """
 
 import math
@@ -18,9 +18,7 @@ BEST_BEFORE, BEST_AFTER = 400.0, 12.0  # seconds to keep an entry, before and af
 SPACE = sk.bandit.Interval(1.0, 3600.0, scale="log")
 
 BANDITS: dict[str, Callable[[np.random.Generator], Bandit]] = {
-    "split-ucbv, discount 0.98": lambda rng: make_bandit("split-ucbv", SPACE, rng=rng, discount=0.98),
-    "split-ucbv, as it comes": lambda rng: make_bandit("split-ucbv", SPACE, rng=rng),
-    "split-ucbv, no discount": lambda rng: make_bandit("split-ucbv", SPACE, rng=rng, discount=1.0),
+    "split-ucbv": lambda rng: make_bandit("split-ucbv", SPACE, rng=rng),
     "p-ucbv": lambda rng: make_bandit("p-ucbv", SPACE, rng=rng, horizon=PULLS),
 }
 

@@ -64,6 +64,14 @@ def test_an_infinite_value_counts_as_the_worst_known_or_is_not_told(direction: s
     assert [entry["value"] for entry in bandit.state_dict()["log"] if "forget" in entry] == [0.1]
 
 
+@pytest.mark.parametrize("space", [None, {"x": UNIT}])
+def test_a_study_looks_at_every_part_first_with_and_without_its_space(space: Any) -> None:
+    for seed in range(6):
+        study = study_of(BanditSampler(seed=seed, space=space))
+        study.optimize(lambda trial: -((trial.suggest_float("x", 0.0, 1.0) - 0.3) ** 2), n_trials=5)
+        assert {int(5.0 * trial.params["x"]) for trial in study.trials} == set(range(5))
+
+
 def test_a_pruned_trial_is_told_its_last_intermediate_value() -> None:
     sampler = BanditSampler("p-ucbv", seed=0)
     study = study_of(sampler)
