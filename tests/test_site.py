@@ -131,6 +131,38 @@ def test_the_python_of_a_page_runs_from_its_top_to_its_end(page, tmp_path, monke
         assert execute(shlex.split(COMMANDS[page.stem])) == 0
 
 
+QUESTIONS = {
+    "How do I resume a federated run?": ("howto/results.md", r"--resume"),
+    "How do I use a criterion of my own?": ("howto/criteria.md", "CriterionContract"),
+    "How do I export to ONNX?": ("howto/deploy.md", r"export_onnx|--onnx"),
+    "How do I load the small model elsewhere?": ("howto/save.md", r"load_compact"),
+    "Does it run on a GPU?": ("howto/devices.md", r"GPU"),
+    "Can I prune a Hugging Face model?": ("howto/transformers.md", r"from_pretrained"),
+    "How do I keep a layer?": ("howto/pruning.md", r"exclude"),
+    "How do I bring my own data?": ("howto/data.md", r"load"),
+    "What changed?": ("../CHANGELOG.md", r"## "),
+    "How do I prune to 5 ms?": ("howto/deploy.md", r"latency_ms"),
+    "How many rounds until x %?": ("howto/results.md", r"time to an accuracy"),
+    "Does it work with Lightning?": ("howto/trainers.md", r"lightning"),
+    "Why is my layer not pruned?": ("howto/not-pruned.md", r"\| the reason says"),
+    "May I use it commercially?": ("howto/license.md", r"commercially"),
+    "How do I cite it?": ("howto/license.md", r"@software"),
+}
+"""Question → the page that answers it, and words there."""
+
+
+def test_readers_find_an_answer_within_two_clicks_from_home():
+    reached = {DOCS / "index.md"}
+    for _ in range(2):
+        for page in [page for page in reached if page.suffix == ".md" and page.exists()]:
+            targets = re.findall(r"\]\(([^)#\s]+\.md)", page.read_text(encoding="utf-8"))
+            reached |= {(page.parent / target).resolve() for target in targets if "://" not in target}
+    for question, (page, words) in QUESTIONS.items():
+        path = (DOCS / page).resolve()
+        assert path in reached, question
+        assert re.search(words, path.read_text(encoding="utf-8")), question
+
+
 def test_code_of_tutorials_fits_a_page():
     long = []
     for page in sorted((DOCS / "tutorials").glob("*.md")):
