@@ -1,10 +1,10 @@
-"""Which public models can be pruned: some forty implementations with random weights, traced, cut and compared.
+"""Which public models can be pruned: implementations with random weights, traced, cut and compared.
 
     python benchmarks/models.py                # every model whose package is installed: the table, and models.json
     python benchmarks/models.py levit gpt-oss  # some of them; the others keep their rows in models.json
-    python benchmarks/models.py --before OLD.json --page   # write docs/evidence/models.md from models.json and OLD.json
+    python benchmarks/models.py --page         # write docs/evidence/models.md from models.json
 
-A name selects the models that contain it, and `--version` names that of OLD.json. The packages are the dependency group
+A name selects the models that contain it. The packages are the dependency group
 `models`; install them with --no-deps where torch is there already. A model runs in its own process, and its seconds are
 processor time of `trace_units` on one thread. Sizes are small where the class allows it.
 """
@@ -15,6 +15,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,10 @@ def ids(length: int = 12, words: int = 96) -> dict[str, Tensor]:
 
 def timm(name: str, size: int = 64, **options: Any) -> Any:
     return importlib.import_module("timm").create_model(name, num_classes=10, **options), image(size)
+
+
+def vision(name: str, size: int = 64) -> Any:
+    return importlib.import_module("torchvision.models").get_model(name, num_classes=10, weights=None), image(size)
 
 
 def yolo(file: str, size: int = 64) -> Any:
@@ -178,9 +183,38 @@ def mambapy() -> Any:
     return package.Mamba(package.MambaConfig(d_model=32, n_layers=2)), (torch.randn(2, 8, 32),)
 
 
+_VISION = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32,
+           "patch_size": 8}  # fmt: skip
+_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+           "moe_intermediate_size": 32, "n_shared_experts": 1}  # fmt: skip
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
+_TORCHVISION = {"alexnet": 64, "densenet121": 64, "efficientnet_v2_s": 64, "mnasnet0_5": 64, "mobilenet_v2": 64,
+                "mobilenet_v3_small": 64, "regnet_y_400mf": 64, "resnet18": 64, "resnet50": 64, "resnext50_32x4d": 64,
+                "shufflenet_v2_x1_0": 64, "squeezenet1_1": 64, "vgg11_bn": 64, "convnext_tiny": 64, "swin_t": 64,
+                "vit_b_16": 224}  # fmt: skip
+_TIMM = {"resnet18": 64, "mobilenetv3_small_100": 64, "vit_tiny_patch16_224": 224, "xcit_nano_12_p16_224": 224,
+         "vit_small_patch16_dinov3": 64, "eva02_tiny_patch14_224": 224, "gcvit_xxtiny": 224, "focalnet_tiny_srf": 64,
+         "shvit_s1": 64, "fasternet_t0": 64, "repvit_m0_9": 64, "mobileone_s0": 64, "tiny_vit_5m_224": 224,
+         "mambaout_femto": 64, "starnet_s1": 64, "hgnetv2_b0": 64, "mobilenetv4_conv_small": 64}  # fmt: skip
+
 MODELS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "BERT": ("transformers", lambda: language("BertForSequenceClassification")),
+    "GPT-2": ("transformers", lambda: language("GPT2LMHeadModel", n_embd=64, n_layer=2, n_head=4, n_positions=64)),
+    "ViT": ("transformers", lambda: hugging("ViTForImageClassification", image(32), **_VISION)),
+    "OLMo-2": ("transformers", lambda: language("Olmo2ForCausalLM")),
+    "ModernBERT": ("transformers", lambda: language("ModernBertForMaskedLM")),
+    "GLM-4 MoE": ("transformers", lambda: language("Glm4MoeForCausalLM", **_ROUTED, head_dim=16)),
+    "MiniMax": (
+        "transformers",
+        lambda: language(
+            "MiniMaxForCausalLM", **_EXPERTS, head_dim=16, block_size=8, layer_types=["linear_attention", "full_attention"]
+        ),
+    ),
+    "OLMoE": ("transformers", lambda: language("OlmoeForCausalLM", num_experts=4, num_experts_per_tok=2)),
+    "Phi-3.5 MoE": ("transformers", lambda: language("PhimoeForCausalLM", **_EXPERTS)),
+    **{f"{name}, torchvision": ("torchvision", partial(vision, name, size)) for name, size in _TORCHVISION.items()},
+    **{name: ("timm", partial(timm, name, size)) for name, size in _TIMM.items()},
     "YOLOv8n": ("ultralytics", lambda: yolo("yolov8n.yaml")),
     "YOLO11n": ("ultralytics", lambda: yolo("yolo11n.yaml")),
     "UNet2DCondition": ("diffusers", lambda: unet(32, 64, attention=8, context=32)),
@@ -270,7 +304,7 @@ def examine(build: Callable[[], Any]) -> dict[str, Any]:
     touched = {piece.name for group in units.groups.values() for piece in group.slices}
     share = sum(p.numel() for name, p in model.named_parameters() if name in touched) / parameters
     costs = sk.cost_model(model, inputs, units)
-    least = {name: group.least for name, group in units.groups.items()}
+    least = {name: group.rounded(1) for name, group in units.groups.items()}
     floor = costs.costs(least)["flops"] / costs.dense_costs()["flops"]
     reasons: Counter[str] = Counter()
     for each in units.unprunable:
@@ -288,23 +322,18 @@ def examine(build: Callable[[], Any]) -> dict[str, Any]:
     }
 
 
-def line(name: str, row: dict[str, Any], before: dict[str, Any]) -> str:
-    cells = [name, MODELS[name][0], _change(before.get("seconds"), row.get("seconds"), "{:.1f}")]
+def line(name: str, row: dict[str, Any]) -> str:
+    cells = [name, MODELS[name][0], f"{row['seconds']:.1f}" if "seconds" in row else "–"]
     if "failed" in row or "error" in row:
         cells += ["–"] * 4 + [row.get("failed") or _short(row["error"].split("Found: ")[-1])]
         return f"| {' | '.join(cells)} |"
-    cells += [_change(before.get("groups"), row["groups"], "{}"), _change(before.get("share"), row["share"], "{:.0%}")]
-    cells += [_change(before.get("floor"), row["floor"], "{:.0%}"), f"{row['difference']:.0e}" if row["difference"] else "0"]
+    cells += [str(row["groups"]), f"{row['share']:.0%}", f"{row['floor']:.0%}"]
+    cells.append(f"{row['difference']:.0e}" if row["difference"] else "0")
     whole: Counter[str] = Counter()
     for reason, units in row["reasons"]:
         whole[_short(reason)] += units if reason != "model output" else 0
     cells.append("; ".join(f"{reason}: {units}" for reason, units in whole.most_common(2) if units))
     return f"| {' | '.join(cells)} |"
-
-
-def _change(before: Any, after: Any, form: str) -> str:
-    texts = [form.format(value) for value in (before, after) if value is not None]
-    return " → ".join(dict.fromkeys(texts)) or "–"
 
 
 def _short(reason: str) -> str:
@@ -315,16 +344,14 @@ def _short(reason: str) -> str:
 HEAD = """# Supported models
 
 Public implementations with random weights, traced without any option, cut to half of their units at random, and compared with
-the masked model. Written by `python benchmarks/models.py --before OLD.json --page` with the dependency group `models`. Most
-models are small configurations of their class, so seconds compare versions, not models. {versions}
+the masked model, one run of each. Written by `python benchmarks/models.py` and `--page`, with the dependency group `models`.
+Most models are small configurations of their class, so their seconds say little about larger ones. {versions}
 
-- **Seconds**: processor time of `sk.trace_units` on one thread.
+- **Seconds**: processor time of `sk.trace_units` on one thread of a busy machine.
 - **Groups** of units, and **parameters**: the share that is in tensors with units.
 - **Least FLOPs**: the share that is left where every group keeps as few units as it may.
 - **Error**: largest difference between the outputs of the cut and of the masked model, in float32, as a share of the largest.
 - **Not prunable**: why units stay whole, and how many; outputs of the model, which must stay, are left out.
-
-Where a cell has an arrow, the first value is that of version {before}.
 
 | Model | Package | Seconds | Groups | Parameters | Least FLOPs | Error | Not prunable |
 |---|---|---|---|---|---|---|---|
@@ -340,21 +367,16 @@ def versions() -> str:
     return f"Versions: {', '.join(found)}.{without}"
 
 
-def write_page(rows: dict[str, Any], before: dict[str, Any], version: str) -> None:
-    lines = [line(name, rows[name], before.get(name, {})) for name in MODELS if name in rows]
-    old = [name for name in MODELS if name in before and name not in rows]
-    if old:
-        lines += ["", f"At version {version} alone:", "", *HEAD.strip().split("\n")[-2:]]
-        lines += [line(name, before[name], {}) for name in old]
-    PAGE.write_text(HEAD.format(before=version, versions=rows["versions"]) + "\n".join(lines) + "\n", encoding="utf-8")
+def write_page(rows: dict[str, Any]) -> None:
+    lines = [line(name, rows[name]) for name in MODELS if name in rows]
+    PAGE.write_text(HEAD.format(versions=rows["versions"]) + "\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main() -> None:
-    options = options_of(__doc__, "names*", out=Path("models.json"), before=Path, version="before", page=False)
+    options = options_of(__doc__, "names*", out=Path("models.json"), page=False)
     rows = json.loads(options.out.read_text()) if options.out.exists() else {}
-    before = json.loads(options.before.read_text()) if options.before else {}
     if options.page:
-        write_page(rows, before, options.version)
+        write_page(rows)
         return
     wanted = [name for name in MODELS if not options.names or any(part.lower() in name.lower() for part in options.names)]
     for module in ("transformers.modeling_utils", "diffusers.models.modeling_utils", "timm"):  # once, for all child processes
@@ -362,7 +384,7 @@ def main() -> None:
             importlib.import_module(module)
     for name in wanted:
         rows[name] = in_process(lambda build=MODELS[name][1]: examine(build), LIMIT)  # type: ignore[misc]
-        print(line(name, rows[name], before.get(name, {})), flush=True)
+        print(line(name, rows[name]), flush=True)
         options.out.write_text(json.dumps(rows | {"versions": versions()}, indent=1) + "\n")
 
 

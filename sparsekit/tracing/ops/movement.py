@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsekit.labels.facts import Count
-from sparsekit.labels.numbers import Number
+from sparsekit.labels.numbers import Given, Number
 from sparsekit.labels.values import IntArray, Labels, TensorLabels, aligned, constant, uniform, without_repeats
 from sparsekit.tracing.ops.call import MOST_POSITIONS, Call, Outputs, handles, tensors_of
 
@@ -221,7 +221,10 @@ def _take_parts(call: Call, axis: Labels, parts: Sequence[IntArray]) -> bool:
         counted = 2 * length != size or any(len(given[place].factors) > 1 for place in ends & given.keys())
         if aligned_parts and not (call.name == "slice" and follows and counted):
             tracer.unite_rows(axis.nodes.reshape(-1, length))
-            tracer.sized(axis.nodes[:length], [length])
+            if (sizes := _sizes_of(tracer.given, parts)) is not None:
+                _follow_sizes(call, axis, parts, sizes)
+            else:
+                tracer.sized(axis.nodes[:length], [length])
             return True
         step = size // length
         if step > 1 and all(np.array_equal(part, part[0] % step + step * np.arange(length)) for part in parts):
@@ -231,9 +234,8 @@ def _take_parts(call: Call, axis: Labels, parts: Sequence[IntArray]) -> bool:
     if any(not np.array_equal(part, part[0] + np.arange(part.size)) for part in parts):
         return False
     if call.name != "slice":
-        for part in parts:
-            tracer.sized(axis.nodes[part], [part.size])
-        return given.keys() >= {part.size for part in parts}
+        sizes = _sizes_of(tracer.given, parts)
+        return sizes is not None and _follow_sizes(call, axis, parts, sizes)
     for place in ends if follows else ():
         if place not in given:
             tracer.sized(axis.nodes[place:], [size - place])
@@ -243,6 +245,28 @@ def _take_parts(call: Call, axis: Labels, parts: Sequence[IntArray]) -> bool:
             taken = given[stop] - given.get(start, 0)
             tracer.facts.append(Count(axis.nodes[start:stop], (taken.held if isinstance(taken, Number) else frozenset(),)))
     return follows
+
+
+def _sizes_of(given: Given, parts: Sequence[IntArray]) -> tuple[int, ...] | None:
+    """Return the integers of a call that are the sizes of parts, one for each in their order; None if it has none."""
+    sizes = tuple(part.size for part in parts)
+    starts = range(len(given.shape) - len(sizes) + 1)
+    return next(
+        (given.shape[start : start + len(sizes)] for start in starts if given.shape[start:][: len(sizes)] == sizes), None
+    )
+
+
+def _follow_sizes(call: Call, axis: Labels, parts: Sequence[IntArray], sizes: Sequence[int]) -> bool:
+    """Note which integer gave the size of each part; False if some were read from nowhere."""
+    tracer, total, before = call.tracer, 0, call.tracer.given
+    for part, size in zip(parts, sizes, strict=True):
+        tracer.given = Given.of(size)
+        tracer.sized(axis.nodes[part], [part.size])
+        total += size
+        if isinstance(size, Number) and not size.factors and isinstance(total, Number):  # width - 4, after a part of 4
+            tracer.facts.append(Count(axis.nodes[: int(total)], (total.held,)))
+    tracer.given = before
+    return all(isinstance(size, Number) for size in sizes)
 
 
 def _layers_apart(call: Call, layers: Sequence[TensorLabels], dim: int) -> Outputs:
