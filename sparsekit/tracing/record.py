@@ -174,6 +174,12 @@ class PassRecord(DispatchMode):
                 live.update(op.reads)
         return live
 
+    @property
+    def is_cast(self) -> bool:
+        """Whether the pass computes values in a lesser dtype than float64."""
+        values = (value.tensor for op in self._ops for value in op.values)
+        return any(tensor.is_floating_point() and tensor.dtype != torch.float64 for tensor in values)
+
     def has_operators_of(self, other: "PassRecord") -> bool:
         """Tell whether two passes have run the same operators in the same order."""
         return _have_same_names([self._ops, other._ops])

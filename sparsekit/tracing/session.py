@@ -36,6 +36,7 @@ class Session:
 
     Attributes:
         refusal: Why the model runs on no inputs; None if it runs.
+        wide: Whether what the model casts to a lesser dtype stays in float64; gradients do not.
         by_module: Whether passes are recorded by module, because operators differ somewhere.
         generator: Draws scales, biases, inputs and masks.
     """
@@ -48,7 +49,7 @@ class Session:
     outside: Sequence[tuple[object, object]] = ()
 
     def __post_init__(self) -> None:
-        self.by_module, self.generator = False, torch.Generator().manual_seed(20130)
+        self.by_module, self.wide, self.generator = False, False, torch.Generator().manual_seed(20130)
         own = [t.dtype for t in named_entries(self.model).values() if t.is_floating_point()]
         # A model may fix its dtype, or its device may lack float64; it may refuse disturbed inputs.
         lesser: list[tuple[torch.dtype | None, bool]] = [(torch.float32, False)] if self.lean else []
@@ -79,13 +80,24 @@ class Session:
         try:
             disturbed = [inputs.prepared(dtype, self.generator) for inputs in calls]
             for self._calls in (disturbed, [inputs.prepared(dtype, None) for inputs in calls]):
-                outputs = self.run(self.dense).outputs
-                if all(bool(torch.isfinite(t).all()) for t in outputs if t.is_floating_point()):
+                record = self.run(self.dense)
+                if _is_finite(record):
+                    self.wide = not self.lean and dtype == torch.float64 and record.is_cast and self._runs_wide()
                     return None
             self._calls = disturbed
         except Exception as error:  # noqa: BLE001 (whatever the user's code raises)
             return f"the model fails: {described(error)}"
         return None
+
+    def _runs_wide(self) -> bool:
+        """Tell whether the model runs with all its casts in float64, so that what they round is compared as exactly."""
+        self.wide = True
+        try:
+            return _is_finite(self.run(self.dense))
+        except Exception:  # noqa: BLE001 (whatever the user's code raises)
+            return False
+        finally:
+            self.wide = False
 
     def run(self, model: nn.Module, *, training: bool = False, seed: int = 0) -> PassRecord:
         """Run the dense copy, or a cut one, on all calls, and record what it computes."""
@@ -104,7 +116,9 @@ class Session:
                 self.state.restore_buffers()
                 for inputs in calls:
                     # A record guards what is written to itself: two modes take twice the time.
-                    returned = replace(inputs, guard=InFloat64() if self.lean else nullcontext()).call(model, record)
+                    returned = replace(inputs, guard=InFloat64() if self.lean or self.wide else nullcontext()).call(
+                        model, record
+                    )
                     outputs += find_tensors(returned)
                     numbers = find_numbers(returned)
                     outputs += [torch.tensor(n, dtype=self.precision if type(n) is float else None) for n in numbers]
@@ -154,6 +168,10 @@ class Session:
         except Exception:  # noqa: BLE001
             return False
         return all(torch.allclose(a, b, equal_nan=True) for a, b in zip(whole, again, strict=False))
+
+
+def _is_finite(record: PassRecord) -> bool:
+    return all(bool(torch.isfinite(t).all()) for t in record.outputs if t.is_floating_point())
 
 
 def keep_buffers(model: nn.Module) -> Callable[[], None]:
