@@ -41,7 +41,6 @@ def with_transformers(folder: Path) -> nn.Module:
         str(folder),
         num_train_epochs=len(RATIOS),
         report_to="none",
-        remove_unused_columns=False,
         save_strategy="no",
         use_cpu=True,
     )

@@ -89,6 +89,7 @@ rules = Registry(
         "router": "sparsekit.transformers.rules:RouterRule",
         "experts": "sparsekit.transformers.rules:ExpertsRule",
         "mamba2": "sparsekit.transformers.rules:Mamba2Rule",
+        "adapter": "sparsekit.transformers.adapters:AdapterRule",
         "recurrent": "sparsekit.layers.recurrent:RecurrentRule",
     },
     group="sparsekit.rules",

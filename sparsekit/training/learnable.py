@@ -102,6 +102,7 @@ class LearnableMask(MovingMask):
             raise InvalidValueError("a loss needs batches; pass batches=, training data such as a loader")
         graph = start.graph_of(model, example_inputs, graph, rules, prune_hidden_size=prune_hidden_size)
         super().__init__(NarrowModel(model, graph, rules=rules), learning)
+        self.__class__ = start.with_signature(type(self), model)
         self.budget = None if budget is None else Budget.of(budget)
         """Upper limits for the sparse model; None for a mask with a ratio."""
         narrows = isinstance(learning, LearnedNarrowing)
@@ -375,8 +376,17 @@ class LearnableMask(MovingMask):
         self._resume(found.rule)
         self.mask_changed, self._shown = False, None
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state: Any = super().__reduce_ex__(max(2, int(protocol)))[2:]
+        return _blank, (type(self).__base__,), *state  # a class that is made at run time has no name to be found by
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.__class__ = start.with_signature(type(self), self.model)
         self.mask_changed, self._shown = False, None
         if self._watched:
             watch(self)
+
+
+def _blank(kind: type[LearnableMask]) -> LearnableMask:
+    return kind.__new__(kind)

@@ -1,6 +1,7 @@
 """The start of a learnable mask: checks of its arguments, and the first cut."""
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -59,6 +60,26 @@ def refuse_export() -> NoReturn:
         "a LearnableMask cannot be exported, since its mask may still change; export what it has become:"
         " torch.onnx.export(masked.compact().eval(), ...), and likewise torch.export, torch.jit.trace and torch.jit.script"
     )
+
+
+_OF_TRAINERS = ("accepts_loss_kwargs", "main_input_name")
+"""Attributes of a model by which the `Trainer` of transformers scales losses and counts inputs."""
+
+
+def with_signature(kind: Any, model: nn.Module) -> Any:
+    """Return a subclass whose `forward` has the signature of the model's: trainers find columns and labels by it."""
+    signature, own = inspect.signature(model.forward), kind.forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return own(self, *args, **kwargs)
+
+    first = inspect.Parameter("_mask", inspect.Parameter.POSITIONAL_ONLY)
+    parameters = [first, *(each for each in signature.parameters.values() if each.name != first.name)]
+    forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    forward.__doc__ = own.__doc__
+    told = {name: getattr(model, name) for name in _OF_TRAINERS if hasattr(model, name)}
+    name = f"{kind.__name__}[{type(model).__name__}]"  # some look for a task in the name
+    return type(name, (kind,), {"forward": forward, "__module__": kind.__module__, **told})
 
 
 def graph_of(

@@ -21,6 +21,7 @@ from sparsekit.runtime.safe_convolution import guard_convolutions
 from sparsekit.surgery.compaction import bind_saving
 from sparsekit.surgery.files import damage
 from sparsekit.surgery.rebuild import named_entries
+from sparsekit.transformers.adapters import tell_ranks
 from sparsekit.transformers.widths import FILE, KEY, find_widths, modeling_file, plain_config, set_widths, tensors_of
 
 _TRIES = 400
@@ -40,7 +41,8 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **options:
     says the widths (after `fit_config`), the folder is like that of a dense model. Otherwise `config.json` lists the widths,
     and `modeling_pruned.py` sets them: `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` loads it, and so
     does `load_pretrained`, which runs no code of the folder. The tokenizer is copied if the folder of the dense model, or the
-    cache of transformers, has it. Of a model of PEFT, the adapter alone is saved, as its own method does.
+    cache of transformers, has it. Of a model of PEFT, the adapter alone is saved, as its own method does; save its base with
+    `save_pretrained(copy.deepcopy(model).unload(), folder)`, and load both with `PeftModel.from_pretrained`.
 
     Args:
         model: What `compact`, `prune` or `load_pretrained` returned, trained further or not; or a dense model.
@@ -58,6 +60,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **options:
     if options.get("push_to_hub"):
         raise InvalidValueError("save_pretrained of a pruned model cannot push; call model.push_to_hub(name) instead")
     if kind is None:  # an adapter alone, which knows nothing of widths
+        tell_ranks(model)
         type(model).save_pretrained(model, folder, **options)  # type: ignore[attr-defined]
         return
     pruned: Any = model
