@@ -224,7 +224,7 @@ class BanditContract:
         self, make: MakeBandit, space: Interval, seed: int
     ) -> None:
         """A loss that diverges above 0.75 of the way: its size changes no proposal, and the best value is near the top."""
-        asked = []
+        asked: list[list[float]] = []
         for large in (1e3, 1e6, 1e12):
             bandit, noise = make(space, np.random.default_rng(seed)), np.random.default_rng(seed)
             asked.append([])

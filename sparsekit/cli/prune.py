@@ -68,7 +68,7 @@ def _prune(
         _data(
             metavar="N",
             min=1,
-            help="Number of batches for scoring and reconstruction; the last fifth of the examples selects among candidates.",
+            help="Number of batches for scoring and reconstruction; a fifth of the examples selects among candidates.",
         ),
     ] = 20,
     seed: Annotated[int, _run(help="Random seed.")] = 0,
@@ -146,6 +146,7 @@ def _prune(
     from sparsekit.allocation import Schedule
     from sparsekit.finetuning import Distillation, finetune
     from sparsekit.measure.budget import Budget
+    from sparsekit.pruning.calibration import drawn
     from sparsekit.pruning.prune import plan, prune
     from sparsekit.rng import torch_generator
     from sparsekit.tracing.trace import UnprunableWarning
@@ -186,7 +187,7 @@ def _prune(
         metric = metric_of(validation, loss_of)
         options: dict[str, Any] = {
             "budget": Budget.of(budget),
-            "batches": None if dataset is None else itertools.islice(train, calibration_batches),
+            "batches": None if dataset is None else itertools.islice(drawn(train, calibration_batches), calibration_batches),
             "loss": None if dataset is None else loss_of,
             "reconstruct": _RECONSTRUCT[reconstruct or "both"],
             "criterion": criterion if criterion is None or dataset is not None else _without_data(criterion),

@@ -1,6 +1,8 @@
 """Calibration: the batches that score, refit and judge cuts, and the loss that judges them."""
 
 import itertools
+import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from sparsekit._torch import tree_leaves
 from sparsekit.criteria.batches import (
@@ -22,6 +25,7 @@ from sparsekit.criteria.batches import (
     scoring,
     split_batch,
 )
+from sparsekit.errors import level_of_user
 from sparsekit.pruning.distillation import Distillation
 from sparsekit.rng import torch_generator
 from sparsekit.tracing.inputs import map_tensors
@@ -47,15 +51,17 @@ class Calibration:
 
     @classmethod
     def read(cls, model: nn.Module, batches: Iterable[Batch], loss: Loss | None) -> "Calibration":
-        """Read batches once, and set the last of their examples aside to judge: a fifth, and at least 64 or half of them."""
+        """Read batches once, and set examples aside to judge, drawn with a seed: a fifth, and at least 64 or half of them."""
         found: list[Batch] = []
         held = 0
-        for batch in read_batches(batches, model, "Calibration", limit=_BATCHES):
+        for batch in read_batches(drawn(batches, _BATCHES), model, "Calibration", limit=_BATCHES):
             found.append(batch)
             args, kwargs, _ = split_batch(batch, keep_target=True)
             held += sum(value.nbytes for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
             if held > _BYTES and len(found) > 1:
                 break
+        if order := _order_of_labels(found):
+            warnings.warn(order, stacklevel=level_of_user())
         fit, judge = _held_out(found)
         wanted = None
         if loss is None and not has_loss(model, found[0]):
@@ -117,26 +123,71 @@ def _terms(batch: Batch) -> int:
     return first.numel() if first is not None and tokens else example_count(batch)
 
 
+def drawn(batches: Iterable[Batch], limit: int) -> Iterable[Batch]:
+    """Return batches in an order drawn with a seed, since many data sets are stored by class.
+
+    This is done for a `DataLoader` that reads a data set in order, and for a list of more than `limit` batches; others are
+    read as they come.
+    """
+    if isinstance(batches, list | tuple) and len(batches) > limit:
+        return [batches[place] for place in np.random.default_rng(0).permutation(len(batches))[:limit].tolist()]
+    if isinstance(batches, DataLoader) and type(batches.sampler) is SequentialSampler and batches.batch_size is not None:
+        generator = torch.Generator().manual_seed(0)
+        return DataLoader(
+            batches.dataset, batches.batch_size, sampler=RandomSampler(batches.dataset, generator=generator),
+            num_workers=batches.num_workers, collate_fn=batches.collate_fn, pin_memory=batches.pin_memory,
+            drop_last=batches.drop_last, timeout=batches.timeout, worker_init_fn=batches.worker_init_fn, generator=generator,
+        )  # fmt: skip
+    return batches
+
+
+def _order_of_labels(batches: Sequence[Batch]) -> str:
+    """Return a sentence if labels come in order, class by class; empty if they do not, or targets are no classes."""
+    targets = [split_batch(batch, keep_target=True)[2] for batch in batches]
+    if not batches or not all(
+        isinstance(each, Tensor) and each.dim() == 1 and not each.is_floating_point() for each in targets
+    ):
+        return ""
+    labels = [each.cpu() for each in targets]
+    _, counts = torch.unique(torch.cat(labels), return_counts=True)
+    by_chance = float((counts / counts.sum()).square().sum())
+    equal = np.mean([bool(one[-1] == other[0]) for one, other in itertools.pairwise(labels)] or [0.0])
+    in_order = len(labels) >= _BATCHES / 4 and equal > 0.5 * (1.0 + by_chance)
+    if counts.sum() < _JUDGES or not (in_order or len(counts) == 1):
+        return ""
+    return (
+        f"Labels come in order: {int(counts.sum())} examples that were read have {len(counts)} classes, one after the other."
+        " The cut forgets classes that were not read; pass a loader with shuffle=True, or a list of batches of all classes."
+    )
+
+
 def _held_out(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """Divide batches by examples: the last ones judge, whole batches as far as they fit, then a part of one."""
-    total = sum(map(example_count, batches))
-    fit, judge, held = list(batches), list[Batch](), 0
-    while fit and (held < total / 5 or sum(map(_terms, judge)) < _JUDGES) and held < total // 2:
-        batch = fit.pop()
-        count, room = example_count(batch), total // 2 - held
-        if count > room:
-            first, batch, count = *_divided(batch, count, count - room), room
-            if batch is None:  # it cannot be divided
-                return [*fit, first], judge
-            fit.append(first)
-        judge.insert(0, batch)
-        held += count
+    """Divide batches by examples, drawn with a seed; whole batches are drawn if one of them cannot be divided."""
+    sizes, rng = list(map(example_count, batches)), np.random.default_rng(0)
+    total, terms = sum(sizes), sum(map(_terms, batches))
+    wanted = min(total // 2, max(math.ceil(total / 5), math.ceil(_JUDGES * total / max(1, terms))))
+    fit, judge = list[Batch](), list[Batch]()
+    if all(map(_can_be_divided, batches, sizes)):
+        chosen = np.split(np.isin(np.arange(total), rng.permutation(total)[:wanted]), np.cumsum(sizes)[:-1])
+        for batch, own in zip(batches, chosen):
+            for part, places in ((fit, np.flatnonzero(~own)), (judge, np.flatnonzero(own))):
+                if len(places) == len(own):
+                    part.append(batch)
+                elif len(places):
+                    part.append(_taken(batch, places.tolist()))
+        return fit, judge
+    held = 0
+    for place in rng.permutation(len(batches)).tolist():
+        takes = held < wanted and held + sizes[place] <= total // 2
+        (judge if takes else fit).append(batches[place])
+        held += sizes[place] * takes
     return fit, judge
 
 
-def _divided(batch: Batch, examples: int, place: int) -> tuple[Batch, Batch | None]:
-    """Divide a batch before an example; the second part is None unless all tensors have examples on the first axis."""
+def _can_be_divided(batch: Batch, examples: int) -> bool:
     leaves = tree_leaves(list(batch.values()) if isinstance(batch, Mapping) else batch)
-    if not all(isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == examples for leaf in leaves):
-        return batch, None
-    return map_tensors(lambda leaf: leaf[:place], batch), map_tensors(lambda leaf: leaf[place:], batch)
+    return all(isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == examples for leaf in leaves)
+
+
+def _taken(batch: Batch, places: list[int]) -> Batch:
+    return map_tensors(lambda leaf: leaf[places], batch)

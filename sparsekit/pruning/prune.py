@@ -108,8 +108,9 @@ def prune(
         ratio: Share of the units that each layer keeps, in (0, 1], in place of a budget: 0.5, or layer, as in `exclude`, →
             share. Of several that select a layer, the name of its group or else the first one counts.
         batches: Training data: a loader or a list of tensors, of tuples (input, …, target), or of mappings of keyword inputs.
-            They are read once, at most 48 batches or 1 GiB. The last fifth of the examples, and at least 64 (or half, if there
-            are fewer than 128), is set aside to compare candidates; the rest scores units and reconstructs. Without targets and
+            They are read once, at most 48 batches or 1 GiB; of a list and of a loader without `shuffle`, in an order drawn with
+            a seed. A fifth of the examples, and at least 64 (or half, if there are fewer than 128), drawn likewise, is set
+            aside to compare candidates; the rest scores units and reconstructs. Without targets and
             without `loss`, the cut model is compared with the outputs of the dense model.
         loss: `loss(outputs, target)`, the mean over the examples of a batch. None takes `outputs.loss`, as models of
             transformers return it.
