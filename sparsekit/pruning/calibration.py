@@ -1,7 +1,6 @@
 """Calibration: the batches that score, refit and judge cuts, and the loss that judges them."""
 
 import itertools
-import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,8 +31,8 @@ from sparsekit.tracing.inputs import map_tensors
 
 _BATCHES, _BYTES = 48, 2**30
 """Batches that are read at most, and the bytes that they may take; at least two are read."""
-_JUDGES = 64
-"""Examples that judge at least, or tokens where inputs are token ids."""
+_JUDGES, _FEW = 64, 12
+"""Examples that judge at least, or tokens where inputs are token ids; batches whose order is judged by their ends."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +50,10 @@ class Calibration:
 
     @classmethod
     def read(cls, model: nn.Module, batches: Iterable[Batch], loss: Loss | None) -> "Calibration":
-        """Read batches once, and set examples aside to judge, drawn with a seed: a fifth, and at least 64 or half of them."""
+        """Read batches once, and set the last of their examples aside to judge: a fifth, and at least 64 or half of them.
+
+        Of examples whose labels come in order, these are drawn with a seed.
+        """
         found: list[Batch] = []
         held = 0
         for batch in read_batches(drawn(batches, _BATCHES), model, "Calibration", limit=_BATCHES):
@@ -62,6 +64,7 @@ class Calibration:
                 break
         if order := _order_of_labels(found):
             warnings.warn(order, stacklevel=level_of_user())
+            found = _mixed(found)
         fit, judge = _held_out(found)
         wanted = None
         if loss is None and not has_loss(model, found[0]):
@@ -151,8 +154,12 @@ def _order_of_labels(batches: Sequence[Batch]) -> str:
     labels = [each.cpu() for each in targets]
     _, counts = torch.unique(torch.cat(labels), return_counts=True)
     by_chance = float((counts / counts.sum()).square().sum())
-    equal = np.mean([bool(one[-1] == other[0]) for one, other in itertools.pairwise(labels)] or [0.0])
-    in_order = len(labels) >= _BATCHES / 4 and equal > 0.5 * (1.0 + by_chance)
+    # Between batches where there are enough of them: a list of batches of one class each may be in any order.
+    pairs = [(one[-1], other[0]) for one, other in itertools.pairwise(labels)]
+    if len(labels) < _FEW:
+        pairs = list(itertools.pairwise(torch.cat(labels)))
+    equal = sum(bool(one == other) for one, other in pairs) / max(1, len(pairs))
+    in_order = equal > 0.5 * (1.0 + by_chance)
     if counts.sum() < _JUDGES or not (in_order or len(counts) == 1):
         return ""
     return (
@@ -161,33 +168,37 @@ def _order_of_labels(batches: Sequence[Batch]) -> str:
     )
 
 
-def _held_out(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """Divide batches by examples, drawn with a seed; whole batches are drawn if one of them cannot be divided."""
-    sizes, rng = list(map(example_count, batches)), np.random.default_rng(0)
-    total, terms = sum(sizes), sum(map(_terms, batches))
-    wanted = min(total // 2, max(math.ceil(total / 5), math.ceil(_JUDGES * total / max(1, terms))))
-    fit, judge = list[Batch](), list[Batch]()
-    if all(map(_can_be_divided, batches, sizes)):
-        chosen = np.split(np.isin(np.arange(total), rng.permutation(total)[:wanted]), np.cumsum(sizes)[:-1])
-        for batch, own in zip(batches, chosen):
-            for part, places in ((fit, np.flatnonzero(~own)), (judge, np.flatnonzero(own))):
-                if len(places) == len(own):
-                    part.append(batch)
-                elif len(places):
-                    part.append(_taken(batch, places.tolist()))
-        return fit, judge
-    held = 0
+def _mixed(batches: list[Batch]) -> list[Batch]:
+    """Return the same examples with batches, and examples inside of batches, in an order drawn with a seed."""
+    rng, found = np.random.default_rng(0), []
     for place in rng.permutation(len(batches)).tolist():
-        takes = held < wanted and held + sizes[place] <= total // 2
-        (judge if takes else fit).append(batches[place])
-        held += sizes[place] * takes
+        batch, count = batches[place], example_count(batches[place])
+        places = rng.permutation(count).tolist()
+        whole = _divided(batch, count, count)[1] is None
+        found.append(batch if whole else map_tensors(lambda leaf, own=places: leaf[own], batch))
+    return found
+
+
+def _held_out(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
+    """Divide batches by examples: the last ones judge, whole batches as far as they fit, then a part of one."""
+    total = sum(map(example_count, batches))
+    fit, judge, held = list(batches), list[Batch](), 0
+    while fit and (held < total / 5 or sum(map(_terms, judge)) < _JUDGES) and held < total // 2:
+        batch = fit.pop()
+        count, room = example_count(batch), total // 2 - held
+        if count > room:
+            first, batch, count = *_divided(batch, count, count - room), room
+            if batch is None:  # it cannot be divided
+                return [*fit, first], judge
+            fit.append(first)
+        judge.insert(0, batch)
+        held += count
     return fit, judge
 
 
-def _can_be_divided(batch: Batch, examples: int) -> bool:
+def _divided(batch: Batch, examples: int, place: int) -> tuple[Batch, Batch | None]:
+    """Divide a batch before an example; the second part is None unless all tensors have examples on the first axis."""
     leaves = tree_leaves(list(batch.values()) if isinstance(batch, Mapping) else batch)
-    return all(isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == examples for leaf in leaves)
-
-
-def _taken(batch: Batch, places: list[int]) -> Batch:
-    return map_tensors(lambda leaf: leaf[places], batch)
+    if not all(isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == examples for leaf in leaves):
+        return batch, None
+    return map_tensors(lambda leaf: leaf[:place], batch), map_tensors(lambda leaf: leaf[place:], batch)

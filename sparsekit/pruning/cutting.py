@@ -77,7 +77,7 @@ class Stage:
     before: UnitMask
 
     def decide(self, candidates: Sequence[Candidate]) -> Decision:
-        """Choose the candidate with the lowest loss on examples that neither scored nor reconstructed it.
+        """Choose the candidate with the lowest loss on examples that neither scored nor reconstructed it, or the best score.
 
         A single candidate is not compared. Otherwise, each layer of a candidate is refitted by itself: a refit in sequence
         takes twice the time and lowers all losses alike.
@@ -106,8 +106,9 @@ class Stage:
                 continue
             loss = calibration.measure(small)
             told = "" if loss == loss else "the loss on held-out examples is NaN"
-            tried.append(CandidateReport(label, way, None if told else loss, False, told))
-            rank = float("inf") if told else loss
+            score = None if self.settings.score is None else self.settings.score(small)
+            tried.append(CandidateReport(label, way, None if told else loss, False, told, score))
+            rank = (float("inf") if told else loss) if score is None else -score
             if best is None or rank < best[0]:
                 best = rank, candidate, replace(cut, model=small, measured=measured)
         if best is None:
@@ -157,7 +158,15 @@ class Stage:
             weights=self.model.state_dict(), model=self.model, generator=self.settings.generator,
             call=(self.settings.call.args, self.settings.call.kwargs),
         )  # fmt: skip
-        found = score_units(candidate.criterion, self.graph, context)
+        criterion = candidate.criterion
+        if isinstance(criterion, Scored):  # of the dense model
+            kept = self.before
+            values = {
+                name: own[kept[name].to(own.device)] if name in kept and own.shape == kept[name].shape else own
+                for name, own in criterion.values.items()
+            }
+            criterion = replace(criterion, values=values)
+        found = score_units(criterion, self.graph, context)
         return Scored(found, candidate.label, is_comparable(candidate.criterion))
 
     def _cut(self, candidate: Candidate, scores: Scored) -> Cut:

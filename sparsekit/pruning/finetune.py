@@ -69,6 +69,14 @@ class FineTuned:
     best_epoch: int
 
 
+def score_of(found: Any, what: str) -> float:
+    """Return what a metric returned, a number, a tensor or an array with one, as a float."""
+    try:
+        return float(found)
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidValueError(f"{what} must return a number, larger is better, got {found!r}") from None
+
+
 def finetune(
     model: nn.Module,
     batches: Iterable[Batch],
@@ -227,10 +235,7 @@ def finetune(
                     for each in read_batches(validation, result, "Validation")
                 ]
                 found = -sum(value * count for value, count in scored) / sum(count for _, count in scored)
-        try:
-            score = float(found)
-        except (TypeError, ValueError, RuntimeError):
-            raise InvalidValueError(f"validation must return a number, larger is better, got {found!r}") from None
+        score = score_of(found, "validation")
         if math.isnan(score):
             raise InvalidValueError("the score on validation is NaN; look at the metric and at the learning rate")
         return score

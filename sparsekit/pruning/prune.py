@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from sparsekit.measure.timing import device_of, evaluated, measured, median_ms, 
 from sparsekit.progress import working
 from sparsekit.pruning.calibration import Calibration
 from sparsekit.pruning.cutting import Decision, Stage
-from sparsekit.pruning.finetune import Metric
+from sparsekit.pruning.finetune import Metric, score_of
 from sparsekit.pruning.reconstruction import Reconstruct
 from sparsekit.pruning.report import PruneReport, describe, notes_on
 from sparsekit.pruning.result import Pruned, PrunePlan
@@ -59,6 +60,7 @@ def prune(
     loss: Loss | None = None,
     reconstruct: Reconstruct = True,
     metric: Metric | None = None,
+    choose_by: Literal["loss", "metric"] = "loss",
     criterion: Criteria | None = None,
     allocation: Allocations | None = None,
     exclude: Iterable[Selector] = (),
@@ -109,8 +111,8 @@ def prune(
             share. Of several that select a layer, the name of its group or else the first one counts.
         batches: Training data: a loader or a list of tensors, of tuples (input, …, target), or of mappings of keyword inputs.
             They are read once, at most 48 batches or 1 GiB; of a list and of a loader without `shuffle`, in an order drawn with
-            a seed. A fifth of the examples, and at least 64 (or half, if there are fewer than 128), drawn likewise, is set
-            aside to compare candidates; the rest scores units and reconstructs. Without targets and
+            a seed. The last fifth of the examples, and at least 64 (or half, if there are fewer than 128), is set aside to
+            compare candidates; the rest scores units and reconstructs. Without targets and
             without `loss`, the cut model is compared with the outputs of the dense model.
         loss: `loss(outputs, target)`, the mean over the examples of a batch. None takes `outputs.loss`, as models of
             transformers return it.
@@ -118,7 +120,9 @@ def prune(
             batch norms; "layers" or "batchnorm" does one of the two; False does neither. What raises the loss on the
             examples that were set aside is undone.
         metric: Scores a model, such as accuracy on validation data; called in eval mode and without gradients. The report shows
-            the scores of the dense model, after each cut and after each call of `finetune`.
+            the scores of the dense model, after each cut and after each call of `finetune`. A number, larger is better.
+        choose_by: What chooses among candidates: the "loss" on the examples that were set aside, or the "metric", which is then
+            called for each of them.
         criterion: The importance of a unit: an object or name, or several of them to compare, such as the `scores` of an
             earlier result, which are not computed again. A criterion that needs data and has none gets `batches` and `loss`.
             None compares the default candidates; without batches, it takes weight magnitudes. Several criteria or allocations
@@ -163,13 +167,17 @@ def prune(
     for name, given in (("metric", metric), ("finetune", finetune)):
         if given is not None and not callable(given):
             raise InvalidValueError(f"{name} must be a function that is called with a model, got {given!r}")
+    if choose_by not in ("loss", "metric") or (choose_by == "metric" and metric is None):
+        raise InvalidValueError(f"choose_by must be 'loss', or 'metric' with metric=, got {choose_by!r}")
+    score = None if metric is None else partial(_scored, metric)
     settings = _read(
         model, example_inputs, budget=budget, ratio=ratio, batches=batches, loss=loss, reconstruct=reconstruct,
         criterion=criterion, allocation=allocation, exclude=exclude, limits=limits, multiple_of=multiple_of, schedule=schedule,
         graph=graph, prune_hidden_size=prune_hidden_size, rules=rules, generator=generator, progress=progress,
     )  # fmt: skip
     with torch.inference_mode(mode=False):
-        return _run(settings, metric, finetune)
+        chosen_by = replace(settings, score=score if choose_by == "metric" else None)
+        return _run(chosen_by, "" if metric is None else _identifier(metric), score, finetune)
 
 
 def plan(
@@ -274,7 +282,13 @@ def _read(
         )  # fmt: skip
 
 
-def _run(settings: Settings, metric: Metric | None, finetune: AfterCut | None) -> Pruned:
+def _scored(metric: Metric, model: nn.Module) -> float:
+    with measured(model), calling("metric"):
+        found = metric(model)
+    return score_of(found, "metric")
+
+
+def _run(settings: Settings, named: str, metric: Callable[[nn.Module], float] | None, finetune: AfterCut | None) -> Pruned:
     """Decide and execute each step of the schedule: the first with the best candidate, and the others with the same one."""
     small, units, mask = settings.dense, settings.graph, UnitMask.full(settings.graph)
     candidates = settings.candidates
@@ -284,8 +298,7 @@ def _run(settings: Settings, metric: Metric | None, finetune: AfterCut | None) -
 
     def score(when: str) -> None:
         if metric is not None:
-            with measured(small), calling("metric"):
-                found[f"{_identifier(metric)}_{when}"] = metric(small)
+            found[f"{named}_{when}"] = metric(small)
 
     steps = settings.schedule.steps
     score("dense")

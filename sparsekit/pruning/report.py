@@ -31,7 +31,8 @@ _SECTIONS = (
     ("Time", "Both models timed in turns. Efficiency is the speed-up divided by the FLOPs reduction."),
     (
         "Candidates",
-        "Cuts that were tried; the one with the lowest loss on examples that neither scored nor reconstructed it was chosen.",
+        "Cuts that were tried; the one with the lowest loss on examples that neither scored nor reconstructed it was chosen,"
+        " or the one with the best score, if the metric chose.",
     ),
 )
 
@@ -66,6 +67,7 @@ class CandidateReport:
         loss: On examples that neither scored nor reconstructed it; None if it could not be made, or was not judged.
         chosen: Whether it is the result.
         note: Why it could not be made or judged; a line of `PruneReport.notes`, too.
+        score: By the metric, if that chose.
     """
 
     criterion: str
@@ -73,6 +75,7 @@ class CandidateReport:
     loss: float | None
     chosen: bool
     note: str = ""
+    score: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +140,8 @@ class PruneReport:
             times.append((pair.label, *milliseconds, faster, f"{fewer:.2f}", efficiency))
         for each in self.candidates:
             loss = "see notes" if each.loss is None else f"{each.loss:.4g}"
-            tried.append((each.criterion, each.allocation, loss, "chosen" if each.chosen else ""))
+            scored = "" if each.score is None else f"score {each.score:.4g}"
+            tried.append((each.criterion, each.allocation, loss, f"{scored} {'chosen' * each.chosen}".strip()))
         measured = [(name.replace("_", " "), measured_text(name, value)) for name, value in self.measured.items()]
         for group in self.groups:
             flops = f"{format_cost('flops', group.flops_before)} → {format_cost('flops', group.flops_after)}"

@@ -38,7 +38,9 @@ Criteria: TypeAlias = Criterion | str | Mapping[str, Criterion] | Sequence[Crite
 Allocations: TypeAlias = Allocation | str | Sequence[Allocation | str]
 """An allocation or its name, or several as candidates."""
 
-CANDIDATES = (("fisher", "by_cost"), ("position_fisher", "by_loss"), ("wanda", "by_cost"), ("wanda", "uniform"))
+CANDIDATES = (
+    ("fisher", "by_cost"), ("fisher", "by_loss"), ("position_fisher", "by_loss"), ("wanda", "by_cost"), ("wanda", "uniform"),
+)  # fmt: skip
 """Criterion and allocation of the cuts that are compared by default; the first where nothing can be held out."""
 _WITHIN = (by_cost, by_loss, global_ranking, uniform)
 """Allocations that need a budget."""
@@ -84,6 +86,7 @@ class Settings:
     progress: bool | None
     dense_pass: Callable[[], object] | None
     notes: Sequence[str]
+    score: Callable[[nn.Module], float] | None = None  # chooses among candidates in place of the loss
 
     @cached_property
     def prior(self) -> Mapping[str, Tensor]:
@@ -169,16 +172,25 @@ def make_candidates(
         if not named or not ways:
             raise InvalidValueError("criterion and allocation need at least one candidate each; None takes the default")
         criteria = [criterion_of(each) for each in named]
-        pairs = [(each, "by_cost" if way is None else way) for each in criteria for way in ways]
+        # Scores of an earlier call are compared as they were there.
+        before = [(_label(as_criterion(name)), way) for name, way in CANDIDATES] if isinstance(criterion, Mapping) else []
+        pairs = []
+        for each in criteria:
+            usual = [way for label, way in before if label == _label(each)] or ["by_cost"]
+            pairs += [(each, way) for way in (usual if allocation is None else ways)]
         if len(pairs) > 1 and (calibration is None or not calibration.judge):
             raise InvalidValueError(
                 f"{len(pairs)} candidates are compared by their loss on held-out examples, and there are none; pass batches="
                 " of two examples or more, or a single criterion and allocation"
             )
     found = [(own, _allocation(way, own)) for own, way in pairs]
-    labels = _unique([own for own, _ in found], lambda own: str(getattr(own, "name", type(own).__name__)))
+    labels = _unique([own for own, _ in found], _label)
     names = _unique([way for _, way in pairs], lambda way: name_of(allocations.find(way) if isinstance(way, str) else way))
     return [Candidate(own, way, label, name) for (own, way), label, name in zip(found, labels, names)]
+
+
+def _label(criterion: Criterion) -> str:
+    return str(getattr(criterion, "name", type(criterion).__name__))
 
 
 def _unique(items: Sequence[Any], name: Callable[[Any], str]) -> list[str]:
