@@ -1,15 +1,19 @@
-"""Federated learning on devices that differ: personal submodels against nested prefixes, whole networks and clients alone.
+"""Where federated learning pays: nested submodels against other submodels, whole networks, and clients alone.
 
-    python benchmarks/federated.py --out federated [--settings classes domain scratch] [--arms fedlps heterofl] [--seeds 0 1 2]
+    python benchmarks/federated.py --out federated --data-dir DIR [--settings shift] [--arms fedlps heterofl] [--seeds 0 1 2]
 
-Ten clients with capabilities from 1 to 1/16 of the FLOPs, two of each, all of them in every round. The settings are fine-tuning
-on clients of three classes, fine-tuning on grey, inverted images of five classes, each for two networks, and training from
-scratch. Networks for fine-tuning are trained first, once. Settings that begin with the name of a preset run that experiment,
-with capabilities as shares of FLOPs or of units. Every arm deploys the best of the models that a client trained, by its own
-validation images. A run that was measured is not repeated: its row is in OUT/federated.jsonl. `--show` prints tables and draws
-the picture.
+Fifty clients with little data, ten in each round, capabilities 1 to 1/16 of the FLOPs, ten clients of each. Ten further
+devices never take part, ten more only in the last round. "shift": fine-tuning on 30 grey, inverted images of all classes.
+"dirichlet": the same, classes drawn by a Dirichlet distribution of 0.5. "scratch": from random weights, Dirichlet 0.3, 100
+images. "text": Shakespeare by speaker, an LSTM, from random weights. "plain": "dirichlet" with a network without residuals, on
+which nothing was chosen. "classes" and "domain": ten clients, all in every round, with three classes or five inverted ones.
+
+Each run is scored in three ways: the newest model of a device, the same after one more local training, and the best of these
+and of what the client trained, by 30 validation examples of its own. "--show" prints tables and draws the picture. A run that
+was measured is not repeated: its row is in OUT/federated.jsonl.
 """
 
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -24,27 +28,58 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from common import ROOT, add, options_of, read, show, spread
-from narrow_vgg import vgg11
 from torch import Tensor, nn
 
 import sparsekit_fl as fl
-from sparsekit_fl.paper.build import build_problem
-from sparsekit_fl.paper.presets import PRESETS
+from sparsekit.graph import StateDict
+from sparsekit_fl import spec
+from sparsekit_fl.methods.base import drawn
+from sparsekit_fl.methods.client import Model, Result, Task, sgd
+from sparsekit_fl.packing import Kept
 from sparsekit_fl.problem.images import cifar10
 
-TRAINED_ON = 20_000  # images of CIFAR-10 that the network for fine-tuning was trained on; clients have the others
+TRAINED_ON = 20_000  # images of CIFAR-10 that the networks for fine-tuning are trained on; clients have the others
+_SGD = fl.TrainingConfig(local_epochs=2, batch_size=10, lr=0.02, momentum=0.9)
 LEVELS = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
+NEW = 10  # devices that never take part, and as many that take part once, in the last round
+
+
+def _stem(width: int, *more: nn.Module, stride: int = 1) -> list[nn.Module]:
+    return [nn.Conv2d(3, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(), *more]
+
+
+def residual() -> nn.Module:
+    return nets.resnet(_stem(16, stride=2), 16, (1, 1, 1), 16, 1, 10)
 
 
 def network() -> nn.Module:
-    stem = [nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)]
-    return nets.resnet(stem, 32, (1, 1, 1), 32, 1, 10)
+    return nets.resnet(_stem(32, nn.MaxPool2d(2)), 32, (1, 1, 1), 32, 1, 10)
+
+
+def plain() -> nn.Module:
+    layers, width = list[nn.Module](), 3
+    for after, stride in ((24, 2), (32, 1), (48, 2), (64, 1)):
+        layers += [nn.Conv2d(width, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+        width = after
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10)]
+    return nn.Sequential(*layers, *head)
+
+
+class Lstm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.rnn, self.head = nn.Embedding(66, 24), nn.LSTM(24, 64, batch_first=True), nn.Linear(64, 66)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.head(self.rnn(self.embedding(x))[0])
+        return outputs
 
 
 @cache
-def images(data: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def images(data: Path, pixels: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     source = cifar10(data)
-    return source.train.inputs[0], source.train.targets, source.test.inputs[0], source.test.targets
+    small = [F.avg_pool2d(part.inputs[0].float(), 32 // pixels).round().to(torch.uint8) for part in (source.train, source.test)]
+    return small[0], source.train.targets, small[1], source.test.targets
 
 
 def scaled(pixels: Tensor) -> Tensor:
@@ -56,205 +91,265 @@ def grey(pixels: Tensor) -> Tensor:
     return -scaled(pixels).mean(1, keepdim=True).expand(-1, 3, -1, -1).contiguous()
 
 
-def trained(build: Callable[[], nn.Module], out: Path, data: Path, *, epochs: int = 6, batch: int = 128) -> dict[str, Tensor]:
-    path = out / f"{build.__name__}.pt"
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Whose data a client has, how the network begins, and how it is trained; `train`, `val`, `test` count examples."""
+
+    model: Callable[[], nn.Module] = residual
+    pixels: int = 16  # 0: text
+    seen: Callable[[Tensor], Tensor] = grey
+    trained: bool = True
+    clients: int = 50
+    alpha: float | None = None  # of the Dirichlet distribution of classes; None: all alike
+    classes: int = 0  # of each client, if not all
+    counts: tuple[int, int, int] = (30, 30, 80)
+    rounds: int = 20
+    training: fl.TrainingConfig = _SGD
+
+
+_TEN = Setting(model=network, pixels=32, clients=10, rounds=5, training=replace(_SGD, batch_size=32, lr=0.01))
+SETTINGS = {
+    "shift": Setting(),
+    "dirichlet": Setting(alpha=0.5),
+    "text": Setting(
+        model=Lstm, pixels=0, trained=False, counts=(60, 20, 40), rounds=25,
+        training=replace(_SGD, lr=0.01, momentum=0.0, optimizer="adam"),
+    ),
+    "scratch": Setting(
+        seen=scaled, trained=False, alpha=0.3, counts=(100, 30, 80), rounds=30,
+        training=replace(_SGD, batch_size=25, lr=0.05),
+    ),
+    "plain": Setting(model=plain, alpha=0.5),
+    "classes": replace(_TEN, classes=3, counts=(102, 102, 198), seen=scaled),
+    "domain": replace(_TEN, classes=5, counts=(100, 100, 200)),
+}  # fmt: skip
+
+
+def trained(setting: Setting, out: Path, data: Path, *, epochs: int = 5, batch: int = 128) -> dict[str, Tensor]:
+    path = out / f"{setting.model.__name__}.pt"
     if not path.exists():
         torch.manual_seed(0)
-        pixels, labels, others, truth = images(data)
-        model, steps = build(), TRAINED_ON // batch
+        pixels, labels, _, _ = images(data, setting.pixels)
+        model, steps = setting.model(), TRAINED_ON // batch
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.15, total_steps=epochs * steps)
         for _ in range(epochs):
-            order = torch.randperm(TRAINED_ON)
-            for places in order[: steps * batch].split(batch):
+            for places in torch.randperm(TRAINED_ON)[: steps * batch].split(batch):
                 x = scaled(pixels[places])
                 x = torch.where(torch.rand(len(x), 1, 1, 1) < 0.5, x.flip(3), x)
                 optimizer.zero_grad()
                 F.cross_entropy(model(x), labels[places]).backward()
                 optimizer.step()
                 schedule.step()
-        model.eval()
-        with torch.no_grad():
-            right = [(model(scaled(x)).argmax(1) == y).float().mean() for x, y in zip(others.split(500), truth.split(500))]
-        print(f"{build.__name__}: {float(torch.stack(right).mean()):.4f}", flush=True)
         torch.save(model.state_dict(), path)
     return torch.load(path)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """Whose images a client has, how the network begins, and how it is trained.
-
-    `classes` of a client; `train`, `validation` and `test` are images of each class.
-    """
-
-    classes: int
-    train: int
-    validation: int
-    test: int
-    rounds: int
-    lr: float
-    model: Callable[[], nn.Module] = network
-    trained: bool = True
-    seen: Callable[[Tensor], Tensor] = scaled
-
-
-_DOMAIN = Setting(classes=5, train=20, validation=20, test=40, rounds=5, lr=0.01, seen=grey)
-_CLASSES = Setting(classes=3, train=34, validation=34, test=66, rounds=5, lr=0.01)
-SETTINGS: dict[str, Setting | fl.RunConfig] = {
-    "domain": _DOMAIN,
-    "classes": _CLASSES,
-    "scratch": Setting(classes=3, train=50, validation=34, test=66, rounds=8, lr=0.05, model=vgg11, trained=False),
-    "domain, VGG": replace(_DOMAIN, model=vgg11),
-    "classes, VGG": replace(_CLASSES, model=vgg11),
-}
-for _preset in ("digits", "mnist"):
-    for _share in ("flops", "units"):
-        SETTINGS[f"{_preset}, {_share}"] = PRESETS[_preset].config(
-            {"capability_of": _share, "deploy": "best"}, PRESETS[_preset].clients
-        )
-EPOCHS, CLIENTS = 2, 10
-
-
-@dataclass(frozen=True, kw_only=True)
-class Alone(fl.methods.fedlps):
-    """FedLPS whose clients share nothing: what federation adds to a submodel."""
-
-    def check(self, setup: fl.Setup) -> fl.Setup:
-        return replace(super().check(setup), private=setup.graph.shapes)
-
-
-fedlps, plain = fl.methods.fedlps, {"scaler": False, "clip": None}
-# HeteroFL's scaler changes nothing before a batch norm, and its clipping would make its steps shorter than those of others.
-ARMS: dict[str, fl.Method] = {
-    "fedlps": fedlps(),
-    "heterofl": fl.methods.heterofl(**plain),
-    "fedrolex": fl.methods.fedrolex(**plain),
-    "fjord": fl.methods.fjord(),
-    "rcr": fl.methods.rcr_fix(),
-    "no refit": fedlps(refit=False),
-    "magnitude": fedlps(pattern="magnitude"),
-    "random": fedlps(pattern="random"),
-    "ordered": fedlps(pattern="ordered"),
-    "magnitude, no refit": fedlps(pattern="magnitude", refit=False),
-    "magnitude, shared head": fedlps(pattern="magnitude", head="shared"),
-    "magnitude, mean of all": fedlps(pattern="magnitude", average="all"),
-    "ratio = capability": fedlps(ratios="capability"),
-    "half, not filled": fedlps(ratios="half", fill=False),
-    "bandit": fedlps(ratios="bandit"),
-    "random ratio": fedlps(ratios="random"),
-    "rcr, redrawn": fl.methods.rcr_dyn(),
-    "alone": Alone(),
-    "local": fl.methods.local(),
-    "fedavg": fl.methods.fedavg(),
-    "fedper": fl.methods.fedper(),
-}
-SAME = {True: ("ratio = capability",), False: ("ordered", "no refit")}
-"""Arms that are `fedlps` itself in settings with, and without, a trained network."""
-
-
-def clients(setting: Setting, data: Path, seed: int) -> list[fl.Client]:
-    pixels, labels, others, truth = images(data)
-    rng = np.random.default_rng(seed)
-    rows = {label: [*rng.permutation(np.flatnonzero(labels[TRAINED_ON:].numpy() == label) + TRAINED_ON)] for label in range(10)}
-    tests = {label: rng.permutation(np.flatnonzero(truth.numpy() == label))[: setting.test] for label in range(10)}
-    owned = np.concatenate([rng.permutation(10) for _ in range(CLIENTS * setting.classes // 10)]).reshape(CLIENTS, -1)
-    while any(len({*own}) < setting.classes for own in owned):
-        owned = rng.permuted(owned.reshape(-1)).reshape(CLIENTS, -1)
-    levels = rng.permutation(np.repeat(LEVELS, CLIENTS // len(LEVELS)))
+def image_parts(setting: Setting, data: Path, rng: np.random.Generator, total: int) -> list[list[fl.TensorData]]:
+    pixels, labels, others, truth = images(data, setting.pixels)
+    rows = {c: list(rng.permutation(np.flatnonzero(labels[TRAINED_ON:].numpy() == c) + TRAINED_ON)) for c in range(10)}
+    tests = {c: np.flatnonzero(truth.numpy() == c) for c in range(10)}
     found = []
-    for id, own in enumerate(owned):
-        splits: tuple[list[int], list[int]] = ([], [])
-        for label in own:
-            for split, count in zip(splits, (setting.train, setting.validation), strict=True):
-                split += [rows[label].pop() for _ in range(count)]
-        scored = np.concatenate([tests[label] for label in own])
-        pools = [(pixels, labels, splits[0]), (pixels, labels, splits[1]), (others, truth, scored)]
-        parts = [fl.TensorData((setting.seen(x[part]),), y[part]) for x, y, part in pools]
-        found.append(fl.Client(id=id, data=fl.ClientData(*parts), capability=fl.Capability().at(float(levels[id]))))
+    for _ in range(total):
+        shares = np.full(10, 0.1) if setting.alpha is None else rng.dirichlet(np.full(10, setting.alpha))
+        if setting.classes:
+            shares = np.isin(np.arange(10), rng.choice(10, setting.classes, replace=False)) / setting.classes
+        parts = []
+        for place, count in enumerate(setting.counts):
+            own = np.floor(shares * count).astype(int)
+            own[np.argsort(own - shares * count)[: count - own.sum()]] += 1
+            pool, y = (others, truth) if place == 2 else (pixels, labels)
+            chosen = [
+                int(row) for c, n in enumerate(own)
+                for row in (rng.choice(tests[c], n, replace=False) if place == 2 else [rows[c].pop() for _ in range(n)])
+            ]  # fmt: skip
+            parts.append(fl.TensorData((setting.seen(pool[chosen]),), y[chosen]))
+        found.append(parts)
     return found
 
 
-def measure(name: str, arm: str, seed: int, out: Path, data: Path) -> dict[str, Any]:
-    setting, init = SETTINGS[name], None
-    if isinstance(setting, fl.RunConfig):
-        problem, everyone = build_problem(PRESETS[name.split(",")[0]], data_dir=data, seed=seed)
-        config = replace(setting, seed=seed, eval_every=setting.rounds)
-    else:
-        problem, everyone = (
-            fl.Problem(model=setting.model, example_inputs=(torch.zeros(2, 3, 32, 32),)),
-            clients(setting, data, seed),
-        )
-        training = fl.TrainingConfig(local_epochs=EPOCHS, batch_size=32, lr=setting.lr, momentum=0.9)
-        config = fl.RunConfig(
-            rounds=setting.rounds, cohort=CLIENTS, seed=seed, eval_every=setting.rounds, deploy="best", training=training
-        )
-        init = trained(setting.model, out, data) if setting.trained else None
-    began = time.process_time()
-    result = fl.run(ARMS[arm], problem, everyone, config, init=init)
-    levels = {client.id: client.capability.ratio for client in everyone}
-    scores = {level: [] for level in sorted({*levels.values()}, reverse=True)}  # type: dict[float, list[float]]
+def text_parts(setting: Setting, data: Path, rng: np.random.Generator, total: int) -> list[list[fl.TensorData]]:
+    """Speakers of Shakespeare's plays with enough text; sequences of 32 characters, in order of time."""
+    text, step = (data / "tinyshakespeare" / "input.txt").read_text(), 33
+    number = {character: place + 1 for place, character in enumerate(sorted(set(text)))}
+    said: dict[str, list[str]] = {}
+    for block in re.split(r"\n\s*\n", text):
+        name, _, body = block.strip().partition("\n")
+        if name.endswith(":") and body:
+            said.setdefault(name, []).append(body + "\n")
+    length = {name: sum(map(len, lines)) for name, lines in said.items()}
+    usable = [name for name in sorted(said, key=lambda name: -length[name]) if length[name] >= step * 80]
+    found = []
+    for place in rng.permutation(min(len(usable), 100))[:total]:
+        codes = torch.tensor([number[character] for character in "".join(said[usable[place]])])
+        lines = codes[: len(codes) // step * step].view(-1, step)
+        first = min(setting.counts[0], len(lines) // 2)
+        second = first + min(setting.counts[1], (len(lines) - first) // 3)
+        cuts = (0, first), (first, second), (second, min(len(lines), second + setting.counts[2]))
+        parts = [lines[start:stop] for start, stop in cuts]
+        found.append([fl.TensorData((part[:, :-1].contiguous(),), part[:, 1:].contiguous()) for part in parts])
+    return found
+
+
+def clients(setting: Setting, data: Path, seed: int) -> list[fl.Client]:
+    rng, further = np.random.default_rng(1000 + seed), 2 * NEW if setting.clients > 10 else 0
+    parts = (image_parts if setting.pixels else text_parts)(setting, data, rng, setting.clients + further)
+    levels = [*rng.permutation(np.repeat(LEVELS, setting.clients // 5)), *np.tile(LEVELS, further // 5)]
+    return [
+        fl.Client(id=id, data=fl.ClientData(*own), capability=fl.Capability().at(float(level)))
+        for id, (own, level) in enumerate(zip(parts, levels, strict=True))
+    ]
+
+
+SCORED: dict[int, dict[str, tuple[float, float]]] = {}
+"""Client → way → accuracy on test and on validation data, of the run that goes on."""
+
+
+class Measured(fl.Method):
+    """A method whose last devices take part once or never; it notes how its newest model scores."""
+
+    def sample(self, server: fl.ServerContext) -> list[int]:
+        ids = list(server.roster)
+        members = len(ids) - 2 * NEW if len(ids) > server.cohort_size else len(ids)
+        if members < len(ids) and server.round == server.rounds:
+            return ids[members + NEW :]
+        return sorted(drawn(ids[:members], server.cohort_size, server.rngs["sampling"]))
+
+    def deploy(self, client: fl.ClientContext, state: StateDict) -> Model:
+        model = super().deploy(client, state)
+        if client.client.id not in SCORED:
+            client.load(model.state, model.mask)
+            SCORED[client.client.id] = {"newest": accuracies(client)}
+        return model
+
+
+def noted(client: fl.ClientContext, task: Task) -> Result:
+    """Train once more, as a client does before it chooses what to deploy, and note how that scores."""
+    result = sgd(client, task)
+    SCORED[client.client.id]["tuned"] = accuracies(client)
+    return result
+
+
+spec.sgd = noted  # type: ignore[assignment]
+
+
+def accuracies(client: fl.ClientContext) -> tuple[float, float]:
+    found = [client.score(split)["accuracy"] for split in ("test", "val")]
+    return found[0][0] / found[0][1], found[1][0] / found[1][1]
+
+
+class Alone(fl.methods.fedlps):
+    """FedLPS whose clients share nothing: what federation adds to a submodel."""
+
+    def train(self, client: fl.ClientContext, task: Task) -> Result:
+        state = {**task.state, **client.memory.get("own", {})}
+        result = super().train(client, replace(task, state=state))
+        client.memory["own"] = Kept(client.graph, task.mask).scatter_all(result.state, state)
+        return result
+
+    def aggregate(self, server: fl.ServerContext, updates: Any) -> StateDict:
+        return server.state
+
+    def deploy(self, client: fl.ClientContext, state: StateDict) -> Model:
+        return super().deploy(client, {**state, **client.memory.get("own", {})})
+
+
+def arm(kind: Any, **options: Any) -> fl.Method:
+    return type(kind.__name__, (Measured, kind), {})(**options)
+
+
+# HeteroFL's scaler changes nothing before a batch norm, and its clipping would make its steps shorter than those of others.
+methods, _PLAIN = fl.methods, {"scaler": False, "clip": None}
+ARMS: dict[str, fl.Method] = {
+    "fedlps": arm(methods.fedlps),
+    "heterofl": arm(methods.heterofl, **_PLAIN),
+    "alone": arm(Alone, nested=False, head="shared"),
+    "fedavg": arm(methods.fedavg),
+    "fedper": arm(methods.fedper),
+    "local": arm(methods.local),
+    "fedrolex": arm(methods.fedrolex, **_PLAIN),
+    "fjord": arm(methods.fjord),
+    "fedp3": arm(methods.fedp3),
+    "not nested": arm(methods.fedlps, nested=False),
+    "given order": arm(methods.fedlps, order="given"),
+    "own head": arm(methods.fedlps, head="own"),
+    "shared head": arm(methods.fedlps, head="shared"),
+}
+WAYS = ("newest", "tuned", "best")
+
+
+def measure(name: str, who: str, seed: int, out: Path, data: Path) -> dict[str, Any]:
+    setting, method = SETTINGS[name], ARMS[who]
+    everyone = clients(setting, data, seed)
+    x = torch.zeros(2, 3, setting.pixels, setting.pixels) if setting.pixels else torch.zeros(2, 32, dtype=torch.int64)
+    problem = fl.Problem(model=setting.model, example_inputs=(x,))
+    config = fl.RunConfig(
+        rounds=setting.rounds, cohort=10, seed=seed, eval_every=setting.rounds, deploy="best", training=setting.training
+    )
+    init, began = trained(setting, out, data) if setting.trained else None, time.process_time()
+    SCORED.clear()
+    result = fl.run(method, problem, everyone, config, init=init)
     for one in result.final.per_client:
-        scores[levels[one.id]].append(one.personal["accuracy"])
+        SCORED[one.id]["best"] = one.personal["accuracy"], one.validation["accuracy"]
     cost = result.cost
     return {
-        "setting": name, "arm": arm, "seed": seed,
-        "validation": result.final.validation["accuracy"], "test": result.final.personal["accuracy"],
-        "by level": [statistics.mean(each) for each in scores.values()],
-        "TFLOPs": cost.flops_training / 1e12, "scoring": cost.flops_scoring / 1e12, "seconds": cost.seconds,
-        "processor": time.process_time() - began,
+        "setting": name, "arm": who, "seed": seed,
+        "z": [client.capability.ratio for client in everyone],
+        **{way: [round(SCORED[client.id][way][0], 4) for client in everyone] for way in WAYS},
+        "validation": {way: statistics.mean(SCORED[id][way][1] for id in range(setting.clients)) for way in WAYS},
+        "TFLOPs": cost.flops_training / 1e12, "scoring": cost.flops_scoring / 1e12, "seconds": cost.simulated_seconds,
+        "MB up": cost.uplink_bytes / 1e6, "MB down": cost.downlink_bytes / 1e6, "processor": time.process_time() - began,
     }  # fmt: skip
 
 
-def cell(rows: list[dict[str, Any]], name: str, arm: str) -> tuple[list[dict[str, Any]], list[float]]:
-    """Rows of an arm in a setting, and its mean accuracy at each level of capability, in %."""
-    own = [row for row in rows if (row["setting"], row["arm"]) == (name, arm)]
-    return own, [100 * statistics.mean(each) for each in zip(*(row["by level"] for row in own), strict=True)]
+def mean_of(row: dict[str, Any], way: str, who: str = "members", level: float | None = None) -> float:
+    """Mean accuracy in % of a part of the devices: those that train, the worst tenth of them, late or new ones."""
+    members = len(row["z"]) - (2 * NEW if len(row["z"]) > 10 else 0)
+    places = {"members": (0, members), "worst": (0, members), "new": (members, members + NEW), "late": (members + NEW, None)}
+    found = [a for a, z in list(zip(row[way], row["z"]))[slice(*places[who])] if level is None or z == level]
+    found = sorted(found)[: max(1, members // 10)] if who == "worst" else found
+    return 100 * statistics.mean(found) if found else float("nan")
 
 
 def tables(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     lines = []
-    for name, arm in product(SETTINGS, ARMS):
-        own, levels = cell(rows, name, arm)
-        if own:
-            best = {row["seed"]: row for row in cell(rows, name, "fedlps")[0]}
-            gaps = [100 * (row["test"] - best[row["seed"]]["test"]) for row in own if row["seed"] in best]
-            mean = {key: statistics.mean(row[key] for row in own) for key in ("TFLOPs", "scoring", "seconds")}
-            lines.append(
-                {
-                    "setting": name, "arm": arm, "n": len(own), "accuracy": spread([100 * row["test"] for row in own]),
-                    "against fedlps": spread(gaps), **{f"z = 1/{round(1 / z)}": f"{a:.0f}" for z, a in zip(LEVELS, levels)},
-                    "TFLOPs": mean["TFLOPs"], "scoring": mean["scoring"], "simulated s": mean["seconds"],
-                }
-            )  # fmt: skip
+    for name, who, way in product(SETTINGS, ARMS, WAYS):
+        own = [row for row in rows if (row["setting"], row["arm"]) == (name, who)]
+        ours = {row["seed"]: row for row in rows if (row["setting"], row["arm"]) == (name, "fedlps")}
+        if not own:
+            continue
+        gaps = [mean_of(ours[row["seed"]], way) - mean_of(row, way) for row in own if row["seed"] in ours]
+        parts = {part: f"{statistics.mean(mean_of(row, way, part) for row in own):.0f}" for part in ("worst", "new", "late")}
+        levels = [statistics.mean(mean_of(row, way, level=level) for row in own) for level in LEVELS]
+        lines.append(
+            {
+                "setting": name, "arm": who, "deployed": way, "n": len(own),
+                "accuracy": spread([mean_of(row, way) for row in own]), "fedlps less it": spread(gaps),
+                "z = 1 … 1/16": " / ".join(f"{level:.0f}" for level in levels), **parts,
+                **{key: statistics.mean(row[key] for row in own) for key in ("TFLOPs", "scoring", "MB up", "MB down")},
+            }
+        )  # fmt: skip
     return lines
 
 
-DRAWN = {"fedlps": "#00796b", "rcr": "#f9a825", "heterofl": "#e64a19", "fedper": "#5e35b1", "local": "#9e9e9e"}
-_SHOWN = ("domain", "classes", "scratch")
+DRAWN = {"fedlps": "#00796b", "heterofl": "#e64a19", "alone": "#f9a825", "fedavg": "#5e35b1", "local": "#9e9e9e"}
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({"svg.hashsalt": "federated", "svg.fonttype": "none", "font.size": 9})
-    figure, axes = plt.subplots(3, len(_SHOWN), figsize=(10, 8), sharey="col", constrained_layout=True)
-    for column, name in zip(axes.T, _SHOWN, strict=True):
-        column[0].set_title(f"{name}: accuracy in %")
-        for arm, color in DRAWN.items():
-            own, levels = cell(rows, name, arm)
-            if not own:
-                continue
-            accuracy = 100 * statistics.mean(row["test"] for row in own)
-            work = statistics.mean(row["TFLOPs"] + row["scoring"] for row in own)
-            column[0].plot(statistics.mean(row["seconds"] for row in own), accuracy, "o", color=color, label=arm)
-            column[1].plot(work, accuracy, "o", color=color)
-            column[2].plot(LEVELS, levels, "o-", color=color)
-        for axis, label in zip(column, ("simulated seconds", "TFLOPs, scoring included", "capability"), strict=True):
-            axis.set_xlabel(label)
-        column[0].set_xlim(left=0)
-        column[1].set_xlim(left=0)
-        column[2].set_xscale("log", base=2)
+    shown = [name for name in ("shift", "dirichlet", "text") if any(row["setting"] == name for row in rows)]
+    figure, axes = plt.subplots(1, len(shown), figsize=(10, 3), constrained_layout=True, squeeze=False)
+    for axis, name in zip(axes[0], shown, strict=True):
+        for who, color in DRAWN.items():
+            own = [row for row in rows if (row["setting"], row["arm"]) == (name, who)]
+            if own:
+                levels = [statistics.mean(mean_of(row, "best", level=level) for row in own) for level in LEVELS]
+                axis.plot(LEVELS, levels, "o-", color=color, label=who)
+        axis.set_xscale("log", base=2)
+        axis.set_title(f"{name}: accuracy in %")
+        axis.set_xlabel("capability")
     axes[0, 0].legend(frameon=False)
     figure.savefig(path, metadata={"Date": None})
 
@@ -262,7 +357,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     options = options_of(
         __doc__, choices={"settings": SETTINGS, "arms": ARMS}, out=Path("federated"), data_dir=Path, settings=list(SETTINGS),
-        arms=list(ARMS), seeds=[0, 1, 2], validation=False, show=False,
+        arms=list(ARMS), seeds=[0, 1, 2], show=False,
     )  # fmt: skip
     options.out.mkdir(exist_ok=True)
     path = options.out / "federated.jsonl"
@@ -270,14 +365,12 @@ def main() -> None:
         show(tables(read(path)), False)
         draw(read(path), ROOT / "docs" / "pictures" / "federated.svg")
         return
-    for seed, name, arm in product(options.seeds, options.settings, options.arms):
-        key = {"setting": name, "arm": arm, "seed": seed}
-        known = any(key == {each: row[each] for each in key} for row in read(path))
-        if known or arm in SAME[getattr(SETTINGS[name], "trained", False)]:
-            continue
-        row = measure(name, arm, seed, options.out, options.data_dir)
-        add(path, row, quiet=True)
-        print({k: v for k, v in row.items() if not options.validation or k not in ("test", "by level")}, flush=True)
+    for seed, name, who in product(options.seeds, options.settings, options.arms):
+        key = {"setting": name, "arm": who, "seed": seed}
+        if not any(key == {each: row[each] for each in key} for row in read(path)):
+            row = measure(name, who, seed, options.out, options.data_dir)
+            add(path, row, quiet=True)
+            print(key, row["validation"], f"{row['processor']:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

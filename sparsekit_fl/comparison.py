@@ -139,6 +139,25 @@ class Comparison:
         found = [f"diverged: {method}, seed {seed} has no finite score" for method, seed in lost]
         return found + [f"{one['method']}, seed {one['seed']}: {text}" for one in self.results for text in unlike(one)]
 
+    def gains(self) -> list[str]:
+        """Return what each method gains over training alone, a line each, paired over seeds; empty without runs of `local`.
+
+        Accuracy is of the models that clients deploy, on their own test data. Of the error, n is the number of seeds.
+        """
+        if "local" not in self.methods or "final.personal.accuracy" not in self.frame:
+            return []
+        scores, flops = self.frame["final.personal.accuracy"].unstack("method"), self.summary["cost.flops", "mean"]
+        found = []
+        for method in (name for name in self.methods if name != "local"):
+            gain = 100 * (scores[method] - scores["local"]).dropna()
+            if len(gain):
+                error = f" ± {gain.std() / len(gain) ** 0.5:.1f}" if len(gain) > 1 else ""
+                share = flops[method] / flops["local"]
+                found.append(
+                    f"{method} less local: {gain.mean():+.1f}{error} points, n = {len(gain)}, {share:.0%} of its FLOPs"
+                )
+        return found
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values: what `sparsekit compare --json` prints."""
         return {
@@ -150,6 +169,7 @@ class Comparison:
                 {method: {path: row[path].to_dict() for path in self.frame} for method, row in self.summary.iterrows()}
             ),
             "notes": self.notes,
+            "gains": self.gains(),
         }
 
 

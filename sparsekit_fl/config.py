@@ -348,9 +348,9 @@ class RunConfig(Checked):
     deploy: Deploy = option(
         "last",
         "Model that each client is scored with. last: what the method deploys after the last round, such as the global "
-        "model of FedAvg, or the last personal model of FedLPS. best: for every method alike, the model with the best "
-        "score on the client's own validation data among those that the client trained itself; its batch norm statistics "
-        "are computed again from its training data. Default: last.",
+        "model of FedAvg, or the newest submodel of FedLPS. best: for every method alike, the model with the best score on "
+        "the client's own validation data among this model, this model after one more local training, the newest average "
+        "alone, and the model that the client trained last. No device gets a model that it cannot run. Default: last.",
     )
     lr_decay: Factor = option(1.0, "Factor on the learning rate after each round, in (0, 1]. Default: 1.")
     min_replies: Count | None = option(

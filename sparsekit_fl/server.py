@@ -17,7 +17,7 @@ from sparsekit_fl.client.context import Rngs, rowmask_flops, share_of, stream, t
 from sparsekit_fl.client.messages import Reply, Request, Update, request_bytes, update_bytes, upload_dtype
 from sparsekit_fl.config import RunConfig, Upload
 from sparsekit_fl.errors import ClientError, UpdateError
-from sparsekit_fl.methods.base import ClientInfo, ServerContext
+from sparsekit_fl.methods.base import ClientInfo, ServerContext, learn_statistics, statistics_of
 from sparsekit_fl.methods.client import Task
 from sparsekit_fl.packing import Kept, clone, is_finite
 from sparsekit_fl.problem.data import Capability, Client
@@ -149,8 +149,7 @@ class Server:
         requests = list[Request]()
         for client_id in (id for id in cohort if id not in self.skipped):
             task = ctx.tasks[client_id] = spec.method.assign(ctx, client_id)
-            more = {"mask": task.mask, "ratio": check_ratio(task.ratio), "extra": task.extra}
-            requests.append(self._request(round, ctx.roster, client_id, state=ctx.state, **more))
+            requests.append(self._request(ctx, client_id, task))
         if not requests:
             raise InvalidValueError(f"round {round}: {self.note()} Use another model, or RunConfig(too_small='note')")
         return requests
@@ -190,13 +189,23 @@ class Server:
         self._notes[name] = note
 
     def scoring(self, ids: Iterable[int], *, with_shared: bool, with_model: bool) -> list[Request]:
-        state, roster = self.shared(), Roster(self.clients, self.spec.config, self.state.round)
-        more = {"with_shared": with_shared, "with_model": with_model}
-        return [self._request(self.state.round, roster, id, state=state, task="score", **more) for id in ids]
+        ctx, more = self.context(self.state.round), {"with_shared": with_shared, "with_model": with_model}
+        return [self._request(ctx, id, self.spec.method.offer(ctx, id), task="score", **more) for id in ids]
 
-    def _request(self, round: int, roster: Mapping[int, ClientInfo], client_id: int, **more: Any) -> Request:
-        can, wrote = roster[client_id].capability, self.state.versions.get(client_id)
-        return Request(round=round, client_id=client_id, capability=can, memory_round=wrote, **more)
+    def _request(self, ctx: ServerContext, client_id: int, asked: Task, **more: Any) -> Request:
+        ratio = check_ratio(asked.ratio)
+        return Request(
+            round=ctx.round,
+            client_id=client_id,
+            state=ctx.state,
+            replaced={**statistics_of(self.state.memory, ratio), **asked.state},
+            mask=asked.mask,
+            ratio=ratio,
+            extra=asked.extra,
+            capability=ctx.roster[client_id].capability,
+            memory_round=self.state.versions.get(client_id),
+            **more,
+        )
 
     def priced(self, request: Request, reply: Reply) -> Reply:
         """Return a reply with the bytes and the simulated seconds of its update, which the server knows itself."""
@@ -267,7 +276,7 @@ class Server:
         """
         found = self.spec.method.aggregate(ctx, updates)
         state, seconds = found if isinstance(found, tuple) else (found, None)
-        self.state.model = {**self.state.model, **state}
+        self.state.model = {**self.state.model, **state, **learn_statistics(ctx, updates)}
         self.state.round = ctx.round
         valid = {update.client_id for update in updates}
         written = {reply.client_id: ctx.round for reply in replies if reply.stored and reply.client_id in valid}

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from sparsekit_fl.config import RunConfig
 from sparsekit_fl.errors import ClientError
 from sparsekit_fl.layers import Layer, trace_layers
 from sparsekit_fl.methods.base import Method, Setup
-from sparsekit_fl.methods.client import Model, Result, Task, keep_model, kept_model, load
+from sparsekit_fl.methods.client import Model, Result, Task, keep_model, kept_model, load, sgd
 from sparsekit_fl.models import model_path, read_initial
 from sparsekit_fl.packing import Kept, Mask, change, clone, digest, mask_state, pack, plain_bytes
 from sparsekit_fl.problem.data import CAPABILITY_LEVELS, Client, TensorData
@@ -165,6 +166,7 @@ class RunSpec:
             initial_state=lambda: self.initial,
             frozen=self.frozen,
             private=self.private,
+            request=request,
         )
 
 
@@ -268,7 +270,7 @@ def run_client(
 def _train(spec: RunSpec, client: Client, request: Request, memory: Memory) -> tuple[Reply, Memory]:
     began = time.perf_counter()
     ctx, method, graph = spec.context(client, request, memory), spec.method, spec.graph
-    received = mask_state(graph, request.mask, request.state)
+    received = mask_state(graph, request.mask, request.received)
     start = spec.whole(memory, received)
     ratio = check_ratio(1.0 if request.ratio is None else request.ratio)
     with _named(request, spec, "train"):
@@ -317,30 +319,24 @@ def _upload(
 
 
 def _score(spec: RunSpec, client: Client, request: Request, memory: Memory, out: Path | None) -> Reply:
-    ctx = spec.context(client, request, memory, purpose="personal")
-    method, state = spec.method, request.state
+    ctx, state = spec.context(client, request, memory, purpose="personal"), request.state
     with _named(request, spec, "deploy"):
-        full = spec.whole(memory, state)
-        best = kept_model(ctx) if ctx.deploy == "best" else None
-        model = best or method.deploy(ctx, full)
+        full = spec.whole(memory, mask_state(spec.graph, request.mask, request.received))
+        model = _deployed(ctx, spec.method, full)
         load(ctx, model.state, model.mask)
-        calibrated = (model.calibrate or best is not None) and ctx.calibrate()
         test, validation = ctx.score("test"), ctx.score("val")
-        private = any(name not in state and name not in spec.frozen for name in full)
-        is_global = model.state is full and model.mask is None and not private
-    if out is not None and request.with_model and (calibrated or not is_global):
+    whole = {name: state.get(name, tensor) for name, tensor in spec.initial.items()}
+    private = any(name not in state and name not in spec.frozen for name in spec.initial)
+    is_global = model.state is full and model.mask is None and not private and not request.replaced
+    if out is not None and request.with_model and not is_global:
         # Of a weight mask, dropped entries are zeros.
         path = model_path(out, client.id)
         path.parent.mkdir(parents=True, exist_ok=True)
         save_compact(spec.masked.compact(), path, graph=spec.graph, mask=spec.masked.unit_mask())
     shared = test if request.with_shared else None
     if request.with_shared and not is_global:
-        with _named(request, spec, "deploy"):
-            asked = model if best is None else method.deploy(ctx, full)
-            ctx.load({name: state.get(name, tensor) for name, tensor in spec.initial.items()}, None)
-            if asked.calibrate:
-                ctx.calibrate()
-            shared = ctx.score("test")
+        ctx.load(whole, None)
+        shared = ctx.score("test")
     evaluation = Evaluation(
         client_id=client.id,
         examples=len(client.data.test),
@@ -356,6 +352,33 @@ def _share(spec: RunSpec, model: Model) -> float | None:
     """Return the share of the whole model that a client deploys; None for all."""
     units = isinstance(model.mask, UnitMask)
     return None if model.mask is None else share_of(spec.costs, model.mask, spec.config.capability_of) if units else model.ratio
+
+
+def _deployed(ctx: ClientContext, method: Method, full: StateDict) -> Model:
+    """Return the model that a client deploys: what its method says; or the best of several, by its own validation data.
+
+    The best has the highest accuracy, or if the problem has none, the least loss; among equals, the least loss decides, then
+    the order. Without validation data there is no choice.
+    """
+    newest = method.deploy(ctx, full)
+    if ctx.deploy != "best" or not len(ctx.client.data.val):
+        return newest
+    found, alone, kept = [newest], method.deploy(replace(ctx, memory={}), full), kept_model(ctx)
+    if alone.state is not newest.state or alone.mask != newest.mask:
+        found.append(alone)
+    if kept is not None:
+        found.append(kept)
+    tuned = sgd(ctx, Task(state=newest.state, mask=newest.mask, ratio=newest.ratio))
+    narrow = Kept(ctx.graph, newest.mask if isinstance(newest.mask, UnitMask) else None)
+    found.append(replace(newest, state={**newest.state, **narrow.scatter_all(tuned.state, newest.state)}))
+
+    def quality(model: Model) -> list[float]:
+        load(ctx, model.state, model.mask)
+        means = {name: total / max(weight, 1e-12) for name, (total, weight) in ctx.score("val").items()}
+        loss = means["loss"]
+        return [*([means["accuracy"]] if "accuracy" in means else []), -math.inf if math.isnan(loss) else -loss]
+
+    return max(found, key=quality)
 
 
 @contextmanager

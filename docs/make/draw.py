@@ -280,46 +280,37 @@ def pucbv() -> None:
 def fedlps() -> None:
     """One round of one client in FedLPS."""
     sheet = Sheet(
-        760, 320, "FedLPS: the server's bandit proposes a ratio, the client keeps its most important units and trains them"
+        760, 320, "FedLPS: the server sends the units that come first, the client trains them and a narrower level inside"
     )
     sheet.text(110, 28, "server", bold=True)
     sheet.box(40, 44, 140, 52, "#ffffff", INK, round=8)
     sheet.text(110, 66, "global model")
-    sheet.text(110, 84, "averages the changes", size=12, fill=SOFT)
+    sheet.text(110, 84, "means over the holders", size=12, fill=SOFT)
     sheet.box(40, 196, 140, 52, "#ffffff", ACCENT, round=8)
-    sheet.text(110, 218, "a bandit per client")
-    sheet.text(110, 236, "proposes the ratio", size=12, fill=SOFT)
-    sheet.text(390, 28, "client: importance of its units", bold=True)
-    for place, importance in enumerate((0.95, 0.3, 0.8, 0.55, 0.2, 0.4)):
+    sheet.text(110, 218, "one order of units")
+    sheet.text(110, 236, "for all clients", size=12, fill=SOFT)
+    sheet.text(390, 28, "units, in the order", bold=True)
+    for place, importance in enumerate((0.95, 0.8, 0.55, 0.4, 0.3, 0.2)):
         y = 60 + 26 * place
         sheet.text(318, y + 14, f"unit {place}", size=12, fill=SOFT, anchor="end")
-        sheet.box(326, y, 150 * importance, 19, KEPT if importance > 0.5 else GONE, "none")
-    sheet.line(326 + 150 * 0.47, 50, 326 + 150 * 0.47, 222, ACCENT)
-    sheet.text(326 + 150 * 0.47, 240, "threshold: the ratio", size=12, fill=ACCENT)
+        sheet.box(326, y, 150 * importance, 19, KEPT if place < 3 else GONE, "none")
+    sheet.line(306, 137, 490, 137, ACCENT)
+    sheet.text(390, 240, "the line: what the device can run", size=12, fill=ACCENT)
     sheet.text(640, 28, "what trains", bold=True)
     sheet.matrix(619, 52, [True] * 3, [True] * 3)
     sheet.matrix(619, 114, [True] * 4, [True] * 3)
-    sheet.text(640, 196, "a narrow network,", size=12, fill=SOFT)
-    sheet.text(640, 212, "on the client's data", size=12, fill=SOFT)
-    sheet.text(640, 228, "and kept as its own", size=12, fill=SOFT)
+    sheet.text(640, 196, "a narrow network and,", size=12, fill=SOFT)
+    sheet.text(640, 212, "in each step, a narrower", size=12, fill=SOFT)
+    sheet.text(640, 228, "level inside it", size=12, fill=SOFT)
     sheet.line(186, 70, 262, 104, SOFT, arrow=True)
-    sheet.text(226, 64, "weights", size=12, fill=SOFT)
+    sheet.text(226, 64, "its part", size=12, fill=SOFT)
     sheet.line(186, 216, 262, 182, SOFT, arrow=True)
-    sheet.text(226, 228, "ratio", size=12, fill=SOFT)
+    sheet.text(226, 228, "order", size=12, fill=SOFT)
     sheet.line(500, 110, 596, 110, SOFT, arrow=True)
-    sheet.line(596, 140, 500, 140, SOFT, arrow=True)
-    sheet.text(548, 160, "gradients move", size=12, fill=SOFT)
-    sheet.text(548, 176, "importance", size=12, fill=SOFT)
     sheet.line(640, 268, 640, 246, SOFT, width=1.5)
     sheet.line(640, 268, 110, 268, SOFT)
     sheet.line(110, 268, 110, 254, SOFT, arrow=True)
-    sheet.text(
-        390,
-        286,
-        "sent up: the changes of the kept units, and the accuracy gained per second for the bandit",
-        size=12,
-        fill=SOFT,
-    )
+    sheet.text(390, 286, "sent up: the changes of this part, and once the counts of labels", size=12, fill=SOFT)
     sheet.save("fedlps.svg")
 
 

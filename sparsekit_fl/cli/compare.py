@@ -183,7 +183,7 @@ def show(comparison: Comparison) -> None:
     """Print the table of a comparison, of the first columns that fit, then its footnotes and what failed."""
     _show_frame(comparison.table())
     print_wrapped(f"{comparison.seeds_text()}; wall time depends on what else ran on the machine, simulated time does not")
-    for line in comparison.remarks() + comparison.troubles():
+    for line in comparison.remarks() + comparison.troubles() + comparison.gains():
         typer.echo(line)
 
 

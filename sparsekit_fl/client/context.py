@@ -3,7 +3,7 @@
 import bisect
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Literal, get_args
@@ -12,19 +12,16 @@ import numpy as np
 from torch import Tensor
 
 from sparsekit.allocation import ratio_counts
-from sparsekit.finetuning import recalibrate_batchnorm
 from sparsekit.graph import StateDict, UnitGraph, UnitMask, WeightMask
 from sparsekit.measure import CostModel
 from sparsekit.training import LearnableMask
 from sparsekit_fl.client.fit import Batches, Examples, Step, TrainingLog, evaluate, fit
-from sparsekit_fl.client.messages import Cost, Scores
+from sparsekit_fl.client.messages import Cost, Request, Scores
 from sparsekit_fl.config import CapabilityOf, Deploy, TrainingConfig
 from sparsekit_fl.layers import Layer
 from sparsekit_fl.packing import Mask
 from sparsekit_fl.problem.data import CAPABILITY_LEVELS, Capability, Client
 from sparsekit_fl.problem.problem import Problem
-
-_LARGEST_BATCH = 256
 
 Split = Literal["train", "val", "test"]
 
@@ -83,7 +80,8 @@ class ClientContext:
         scored: FLOPs of each call of `score` in this round.
         levels: Ratios from which the run draws capabilities.
         capability_of: The whole of a ratio: FLOPs or units.
-        deploy: Which of the models that a method keeps is to be deployed.
+        deploy: Which model a client deploys.
+        request: What the server sent in this round.
         trained: Whether the global state of round 0 was trained before.
         purpose: Purpose of `rng`, which draws batches: "local" while training, "personal" while deploying.
     """
@@ -110,6 +108,7 @@ class ClientContext:
     deploy: Deploy = "last"
     trained: bool = False
     purpose: Purpose = "local"
+    request: Request = field(default_factory=lambda: Request(round=0, client_id=0, state={}), repr=False)
     _read: dict[str, Examples] = field(default_factory=dict, repr=False)
 
     @property
@@ -199,27 +198,6 @@ class ClientContext:
         count = len(examples) if positions is None else len(positions)
         self.scored.append(count * self.costs.forward_flops(self.masked.unit_mask()))
         return evaluate(self.masked.model, self.problem, examples, positions=positions)
-
-    def calibrate(self) -> bool:
-        """Replace the batch norm statistics of the narrow model by the mean over a few large batches of the training data.
-
-        Statistics averaged over submodels of several widths fit none of them. Returns whether the model was changed; it is not
-        if it has no batch norm, or if the client has one example.
-
-        Source: Diao, Ding, Tarokh, HeteroFL, ICLR 2021, static batch normalization, there with the data of all clients.
-        """
-        count = len(self.client.data.train)
-        if count < 2:
-            return False
-
-        def inputs() -> Iterator[tuple[Any, ...]]:
-            for epoch in self.batches(epochs=1, batch_size=math.ceil(count / math.ceil(count / _LARGEST_BATCH))):
-                # With targets, since the last item of a batch is not an input.
-                yield from ((*batch.inputs, batch.targets) for batch in epoch)
-
-        found = bool(recalibrate_batchnorm(self.masked.model, inputs(), progress=False))
-        self.masked.model.eval()
-        return found
 
 
 @functools.lru_cache(maxsize=1024)

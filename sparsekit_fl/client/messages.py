@@ -75,6 +75,7 @@ class Request:
         round: The server round, counted from 1; of a request to be scored: the last finished one.
         client_id: The receiver.
         state: The shared entries of the global model, dense in memory; on the wire only what `mask` keeps.
+        replaced: Entries that this client gets in place of those of `state`, such as batch norm statistics of its width.
         mask: A mask that the server chose, or None.
         ratio: A ratio that the server proposes, or None.
         extra: Further tensors of a method.
@@ -88,6 +89,7 @@ class Request:
     round: int
     client_id: int
     state: StateDict
+    replaced: StateDict = field(default_factory=dict)
     mask: Mask | None = None
     ratio: float | None = None
     extra: StateDict = field(default_factory=dict)
@@ -96,6 +98,11 @@ class Request:
     task: Literal["train", "score"] = "train"
     with_shared: bool = False
     with_model: bool = False
+
+    @property
+    def received(self) -> dict[str, Tensor]:
+        """The shared entries as this client gets them, dense."""
+        return {**self.state, **self.replaced}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -193,16 +200,18 @@ def update_bytes(update: Update) -> int:
 def request_bytes(request: Request, graph: UnitGraph) -> int:
     """Return the bytes of the tensors of a request to train: what its mask keeps of the state, mask and further tensors."""
     kept = Kept(graph, request.mask)
-    state = sum(math.prod(kept.shape(name)) * tensor.itemsize for name, tensor in request.state.items())
+    state = sum(math.prod(kept.shape(name)) * tensor.itemsize for name, tensor in request.received.items())
     return state + sum(tensor.nbytes for tensor in _tensors(request)[0].values())
 
 
 def encode_request(request: Request, graph: UnitGraph, *, with_state: bool = True) -> bytes:
     """Return a request as it is sent: of the state, only what its mask keeps, or nothing where many requests share one."""
     tensors, meta = _tensors(request)
+    kept = Kept(graph, request.mask)
+    tensors |= {f"replaced:{name}": tensor for name, tensor in kept.gather_all(request.replaced).items()}
     if with_state:
-        kept = Kept(graph, request.mask).gather_all(request.state)
-        tensors |= {f"state:{name}": tensor for name, tensor in kept.items()}
+        state = {name: tensor for name, tensor in request.state.items() if name not in request.replaced}
+        tensors |= {f"state:{name}": tensor for name, tensor in kept.gather_all(state).items()}
     how = {name: getattr(request, name) for name in _HOW}
     return pack(tensors, {**meta, "how": how, "capability": dataclasses.asdict(request.capability)})
 
@@ -214,12 +223,16 @@ def decode_request(payload: bytes, graph: UnitGraph, *, state: StateDict | None 
     """
     tensors, meta = unpack(payload)
     common = _common(tensors, meta, graph)
-    if state is None:
-        sparse = _section(tensors, "state")
+    kept = Kept(graph, common["mask"])
+
+    def dense(prefix: str) -> dict[str, Tensor]:
+        sparse = _section(tensors, prefix)
         zeros = {name: torch.zeros(graph.shapes[name], dtype=tensor.dtype) for name, tensor in sparse.items()}
-        state = Kept(graph, common["mask"]).scatter_all(sparse, zeros)
+        return kept.scatter_all(sparse, zeros)
+
     how = {name: meta["how"][name] for name in _HOW}
-    return Request(**common, **how, state=state, capability=Capability(**meta["capability"]))
+    whole: StateDict = dense("state") if state is None else state
+    return Request(**common, **how, state=whole, replaced=dense("replaced"), capability=Capability(**meta["capability"]))
 
 
 def encode_reply(reply: Reply) -> bytes:

@@ -13,8 +13,9 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.registry import Registry
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.methods.depthfl import DepthFL as depthfl
-from sparsekit_fl.methods.fedlps import FedLPS as fedlps, fedlps_magnitude, fedlps_ordered, fedlps_paper, fedlps_random
-from sparsekit_fl.methods.fedlps import flst, p_ucbv_dyn, p_ucbv_fix, rcr_dyn, rcr_fix
+from sparsekit_fl.methods.fedlps import FedLPS as fedlps
+from sparsekit_fl.methods.fedlps_paper import FedLPSPaper as fedlps_paper, fedlps_magnitude, fedlps_ordered, fedlps_random
+from sparsekit_fl.methods.fedlps_paper import flst, p_ucbv_dyn, p_ucbv_fix, rcr_dyn, rcr_fix
 from sparsekit_fl.methods.personal_masks import FedSpa as fedspa, Hermes as hermes, LotteryFL as lotteryfl
 from sparsekit_fl.methods.sampling import REFL as refl, Oort as oort
 from sparsekit_fl.methods.submodels import EFD as efd, FedMP as fedmp, FedRolex as fedrolex

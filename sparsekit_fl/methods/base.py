@@ -7,7 +7,7 @@ Before the first round, a run calls `check`. In a round:
 3. The server refuses each update that is not as the task says. A refused update changes nothing.
 4. With all valid updates, the server calls `aggregate`.
 
-To score a client, it calls `deploy`.
+To score a client, the server calls `offer`, and the client `deploy`.
 
 A method is never changed. State that must survive a round goes into `server.memory` or `client.memory`: tensors, numbers,
 strings, and lists and dicts of these. What the server must remember of one client goes into `server.client[id]`, which is read
@@ -41,14 +41,14 @@ from sparsekit_fl.client.context import ClientContext, Memory, share_of, width_o
 from sparsekit_fl.client.messages import Update
 from sparsekit_fl.config import CapabilityOf, Checked, RunConfig
 from sparsekit_fl.layers import Layer
-from sparsekit_fl.methods.client import Model, Result, Task, kept_model, sgd
+from sparsekit_fl.methods.client import Model, Result, Task, sgd
 from sparsekit_fl.packing import Kept, wide
 from sparsekit_fl.problem.data import Capability
 from sparsekit_fl.problem.problem import Problem
 
 __all__ = [
     "ClientContext", "Method", "Model", "Problem", "Result", "ServerContext", "Setup", "StateDict", "Task", "UnitGraph",
-    "Update", "mean", "sgd", "units",
+    "Update", "affordable", "mean", "sgd", "units",
 ]  # fmt: skip
 
 _LEAST_OFFER, _CLOSE = 1e-3, 1.05
@@ -231,6 +231,14 @@ class Method(Checked):
         """Return what one client of the cohort is to train, and what its update must hold; by default the whole model."""
         return Task()
 
+    def offer(self, server: ServerContext, client_id: int) -> Task:
+        """Return what the server sends to a client that deploys now, whether or not it ever trained.
+
+        By default, that is the global model, with the batch norm statistics of the width that the device can run.
+        `client.request` in `deploy` has mask, ratio and tensors of this task.
+        """
+        return Task(ratio=server.roster[client_id].capability.ratio)
+
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict | tuple[StateDict, float]:
         """Return the new global state, and learn from the updates; by default their mean, weighted by examples.
 
@@ -257,13 +265,15 @@ class Method(Checked):
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
         """Return the model that a client is scored with.
 
-        By default, that is the model of `keep_model`, or else the global one, with the client's private entries.
+        By default, that is the newest global model, with the client's private entries. If the run deploys the "best", the
+        client chooses by its validation data among this model, what a device without a memory would deploy, the model that
+        it trained last, and the first of these after one more local training.
 
         Args:
             client: The client's context. Changes to its memory are not kept.
             state: The global state, dense, with the client's private entries.
         """
-        return kept_model(client) or Model(state=state)
+        return Model(state=state)
 
 
 def _text(value: object) -> str:
@@ -397,6 +407,42 @@ def moved(state: StateDict, changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 value = value.clamp(*limits)
         result[name] = value.to(tensor.dtype)
     return result
+
+
+_STATISTICS = "statistics"
+
+
+def statistics_of(memory: Memory, ratio: float) -> StateDict:
+    """Return the buffers that belong to submodels of a ratio; empty before any submodel has trained.
+
+    Statistics of batch norms that are averaged over several widths fit none of them. So the server keeps one set for each
+    level, and a new level begins with the nearest one. Levels are half octaves: 1, 0.71, 0.5, 0.35, and so on.
+    """
+    held: Mapping[int, StateDict] = memory.get(_STATISTICS, {})
+    return held[min(held, key=lambda level: (abs(level - _level(ratio)), level))] if held else {}
+
+
+def learn_statistics(server: ServerContext, updates: Sequence[Update]) -> StateDict:
+    """Move the buffers of each level by the mean change of its clients; return those of the widest, for the global model.
+
+    As long as all train the whole model, nothing is kept, and the method averages buffers with the rest.
+    """
+    names = [name for name in server.state if name not in server.parameters]
+    ratios = [server.tasks[update.client_id].ratio for update in updates]
+    held: dict[int, StateDict] = dict(server.memory.get(_STATISTICS, {}))
+    if not names or not (held or any(ratio < 1.0 for ratio in ratios)):
+        return {}
+    for ratio in {_level(one): one for one in ratios}.values():
+        before = {**{name: server.state[name] for name in names}, **statistics_of(server.memory, ratio)}
+        own = [update for update, one in zip(updates, ratios, strict=True) if _level(one) == _level(ratio)]
+        own = [dataclasses.replace(one, delta={name: one.delta[name] for name in names}) for one in own]
+        held[_level(ratio)] = moved(before, mean_change(server.graph, before, own, over="holders"))
+    server.memory[_STATISTICS] = held
+    return held[min(held)]
+
+
+def _level(ratio: float) -> int:
+    return round(-2 * math.log2(ratio))
 
 
 def units(side: ServerContext | ClientContext, criterion: Criterion, ratio: float, state: StateDict | None = None) -> UnitMask:

@@ -1,18 +1,18 @@
 """`Task`, `Result` and `Model`: a client's work, its outcome, and the model it deploys. `sgd` trains, `keep_model` keeps it."""
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 from sparsekit.graph import StateDict, UnitMask, WeightMask
 from sparsekit.training import LearnableMask
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.fit import Adjust, Batch, Batches, LocalStep, Step, TrainingLog, make_step
-from sparsekit_fl.client.messages import Cost, Scores
+from sparsekit_fl.client.messages import Cost
 from sparsekit_fl.config import TrainingConfig
 from sparsekit_fl.packing import Kept, Mask, mask_state, recall_mask, remember_mask
 
@@ -25,8 +25,8 @@ class Task:
     """What one client trains in one round, and what its update must hold. Other updates are refused.
 
     Args:
-        state: On the client, a dense state: the global entries, and the client's private ones. Read-only. The server leaves it
-            empty, since every client gets the global state.
+        state: On the client, a dense state: the global entries, and the client's private ones. Read-only. On the server,
+            dense entries that this client gets in place of the global ones, which the server sends in any case.
         mask: A mask chosen by the server: only kept entries are sent, and all others arrive as zero. None: the whole
             model is sent.
         ratio: What to train, in (0, 1]: a share of the FLOPs of the whole model, or of its units, as
@@ -57,14 +57,11 @@ class Model:
         state: Dense, or narrow under a mask that drops nothing.
         mask: Units or entries to keep; None: all. The model is physically small if units are dropped.
         ratio: The share that it keeps, in (0, 1], as in a task.
-        calibrate: Compute batch norm statistics again from the client's own training data. The global model is then scored in
-            the same way.
     """
 
     state: StateDict
     mask: Mask | None = None
     ratio: float = 1.0
-    calibrate: bool = False
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -176,6 +173,27 @@ def load(client: ClientContext, start: StateDict, mask: Mask | None) -> dict[str
     return trained_leaves(client.masked)
 
 
+def narrower(client: ClientContext, start: StateDict, widest: UnitMask | None, mask: UnitMask | None) -> Callable[[Batch], Any]:
+    """Return a function that runs a narrower submodel on slices of the widest model's weights, which get the gradients."""
+    client.load(start, mask)
+    masked, module = client.masked, client.masked.compact().train()
+    full = UnitMask.full(client.graph)
+    outer, inner = client.graph.kept_indices(widest or full), client.graph.kept_indices(mask or full)
+    places = {
+        name: [(dim, torch.searchsorted(outer[name][dim], kept).to(client.device)) for dim, kept in axes.items()]
+        for name, axes in inner.items()
+    }
+
+    def outputs(batch: Batch) -> Any:
+        parts: dict[str, Tensor] = {**masked.named_weights()}
+        for name in parts.keys() & places.keys():
+            for dim, kept in places[name]:
+                parts[name] = parts[name].index_select(dim, kept)
+        return functional_call(module, parts, batch.inputs)
+
+    return outputs
+
+
 def trained_leaves(masked: LearnableMask) -> dict[str, Tensor]:
     """Return state-dict key → narrow leaf, of those that train."""
     return {name: leaf for name, leaf in masked.named_weights().items() if leaf.requires_grad}
@@ -220,63 +238,17 @@ def local_step(masked: LearnableMask, forward: Step, update: LocalStep, adjusts:
     return step
 
 
-_SCORING = 0.05  # largest share of the work of a training that is spent on deciding whether to keep its model
-
-
-def _quality(validation: Scores, training: Scores) -> list[float]:
-    """Return validation accuracy, if the problem has one, then minus the mean loss: the first that differs decides.
-
-    Training data replace validation data that a client does not have; without accuracy, they do not count.
-    """
-    validation, found = validation or training, list[float]()
-    if "accuracy" in validation:
-        total, weight = validation["accuracy"]
-        found.append(total / max(weight, 1e-12))
-    losses = [score["loss"] for score in (validation, training if found else {}) if score]
-    loss = sum(total for total, _ in losses) / max(sum(weight for _, weight in losses), 1e-12)
-    return [*found, -math.inf if math.isnan(loss) else -loss]
-
-
 def keep_model(client: ClientContext, result: Result) -> None:
-    """Store the model that was just trained, still held by the narrow model, in the client's memory for deployment.
-
-    If the run deploys the best model, a better earlier model stays: the model of highest accuracy on the client's own
-    validation data; among equals, the model of lowest loss on validation and training data together, since a few validation
-    examples tie often. Of the training data, a sample is scored, drawn once for each client. Its size is such that all scoring
-    in the first participation takes a twentieth of the FLOPs of training.
-    """
-    memory = client.memory.setdefault("kept", {})
-    memory["round"] = client.round
-    if client.deploy == "best":
-        validation = client.score("val")
-        sample = _sample(client, memory, result.log)
-        training = client.score("train", positions=sample) if len(sample) else {}
-        quality = _quality(validation, training)
-        if quality == [-math.inf] or not quality >= memory.get("quality", [-math.inf]):
-            return
-        memory["quality"] = quality
+    """Store the model that was just trained in the client's memory, for deployment."""
     own = {name: tensor.cpu() for name, tensor in result.state.items() if name not in client.frozen}
-    memory.update(state=own, ratio=result.ratio)
+    client.memory["kept"] = memory = {"round": client.round, "state": own, "ratio": result.ratio}
     remember_mask(memory, result.mask)
-
-
-def _sample(client: ClientContext, memory: dict[str, Any], log: TrainingLog) -> Tensor:
-    """Return positions of training examples, int64, as in the client's first participation."""
-    if "sample" not in memory:
-        size = len(client.client.data.train)
-        # Whatever was scored in this participation counts, in examples of the trained model.
-        spent = math.ceil(sum(client.scored) / client.costs.forward_flops(client.masked.unit_mask())) if client.scored else 0
-        # A backward pass costs two forward ones. Something must decide if there are no validation data.
-        count = max(int(_SCORING * 3 * log.examples) - spent, 0 if len(client.client.data.val) else 1)
-        memory["sample"] = torch.from_numpy(client.rngs["personal"].permutation(size))[:count].sort().values
-    sample: Tensor = memory["sample"]
-    return sample
 
 
 def kept_model(client: ClientContext) -> Model | None:
     """Return the model that the client keeps; None before its first participation."""
-    memory = client.memory.get("kept", {})
-    if "state" not in memory:
+    memory = client.memory.get("kept")
+    if memory is None:
         return None
     mask, initial = recall_mask(memory), client.initial_state()
     # What is dropped never runs, so it may hold anything of the right shape.

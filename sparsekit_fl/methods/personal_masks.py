@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsekit.criteria import Magnitude
-from sparsekit.graph import StateDict, WeightMask, group_order
+from sparsekit.graph import StateDict, UnitMask, WeightMask, group_order
 from sparsekit.rng import torch_generator
 from sparsekit_fl.client.context import Memory
 from sparsekit_fl.client.fit import Adjust
@@ -39,15 +39,22 @@ class OwnMasks(Method):
         remember_mask(memory, trained.mask)
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
-        return Task(mask=recall_mask(server.client[client_id]), own_mask=True)
+        mask = recall_mask(server.client[client_id])
+        return Task(mask=mask, ratio=self.offer(server, client_id).ratio, own_mask=True)
+
+    def offer(self, server: ServerContext, client_id: int) -> Task:
+        """Return the ratio that a client's units had last, whose statistics it gets; masks of entries have no width."""
+        memory = server.client[client_id]
+        return Task(ratio=memory["ratio"] if isinstance(recall_mask(memory), UnitMask) else 1.0)
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         for update in updates:
             self.remember(server.client[update.client_id], server.layers, update)
+            server.client[update.client_id]["ratio"] = update.ratio
         return mean(server, updates, weights="uniform", over=self.over)
 
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
-        return Model(state=state, mask=recall_mask(client.memory), ratio=client.memory.get("ratio", 1.0), calibrate=True)
+        return Model(state=state, mask=recall_mask(client.memory), ratio=client.memory.get("ratio", 1.0))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ HeteroFL, FedRolex and eFD differ in the units that they choose. FjORD draws a w
 client chooses how many units, and the mean is over all.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from sparsekit.allocation import mask_from_scores, ratio_counts
 from sparsekit.bandit import Interval
@@ -25,7 +24,8 @@ from sparsekit_fl.config import Fraction, Positive, option
 from sparsekit_fl.layers import CONVOLUTIONS
 from sparsekit_fl.methods.bandits import EUCB, ClientBandit
 from sparsekit_fl.methods.base import Method, ServerContext, Setup, Weights, affordable, learn_limits, mean, offered, units
-from sparsekit_fl.methods.client import Model, Result, Task, keep_model, sgd
+from sparsekit_fl.methods.client import Model, Result, Task, keep_model, narrower, sgd
+from sparsekit_fl.packing import Kept
 
 _LEAST_GAP = 0.1  # so that finishing exactly on time does not give FedMP an infinite reward; ours
 
@@ -53,7 +53,7 @@ class Submodels(Method):
         return mean(server, updates, weights=self.weights, over="holders")
 
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
-        return Model(state=state, calibrate=True)
+        return affordable(client, state)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,9 @@ class HeteroFL(Submodels):
     """A prefix of ⌈z · J⌉ units per layer; entries are averaged over the clients that hold them, all alike.
 
     Besides the nested submodels the paper has a scaler, static batch normalization, a masked loss, and in its reference code,
-    as in FedRolex, gradients clipped at norm 1. Batch norm statistics come from each client's own data, where the
-    paper uses all clients' data. The masked loss, which counts classes that a client lacks as logit 0, is left out: it is
+    as in FedRolex, gradients clipped at norm 1. Batch norm statistics are running means of the clients of each width, where
+    the paper computes them after training from all clients' data. A client deploys the width that its device can run. The
+    masked loss, which counts classes that a client lacks as logit 0, is left out: it is
     meant to be scored among a client's own classes, while here all methods are scored among all classes. On the digits (two
     classes per client, 60 rounds, two seeds) it lowered the accuracy from 0.76 to 0.65.
     """
@@ -92,12 +93,24 @@ class HeteroFL(Submodels):
                 hooks.callback(layer.register_forward_hook(lambda *given: given[-1] / width).remove)
             result = sgd(client, task, clip=clip)
         if scaled and client.deploy == "best":
-            # A client that deploys this model runs it without the scaler, so its weights take the scaler over.
-            with torch.no_grad():
-                for weight in {one for layer in scaled for one in layer.parameters(recurse=False)}:
-                    weight.div_(width)
-            keep_model(client, replace(result, state=client.masked.narrow_state()))
+            keep_model(client, replace(result, state=_without_scaler(client, scaled, width)))
         return result
+
+    def deploy(self, client: ClientContext, state: StateDict) -> Model:
+        model = affordable(client, state)
+        if not self.scaler or not isinstance(model.mask, UnitMask):
+            return model
+        client.load(state, model.mask)
+        narrow = _without_scaler(client, _unit_layers(client), client.width(model.ratio))
+        return replace(model, state=Kept(client.graph, model.mask).scatter_all(narrow, state))
+
+
+def _without_scaler(client: ClientContext, layers: Iterable[nn.Module], width: float) -> StateDict:
+    """Return the narrow state of the loaded model for a device that runs it without the scaler: weights take it over."""
+    with torch.no_grad():
+        for weight in {one for layer in layers for one in layer.parameters(recurse=False)}:
+            weight.div_(width)
+    return client.masked.narrow_state()
 
 
 def _unit_layers(client: ClientContext) -> Iterator[nn.Module]:
@@ -154,9 +167,9 @@ class FjORD(Submodels):
     Every step trains a prefix of the client's submodel, of a width drawn uniformly from those it affords: the levels from which
     the run draws capabilities, so that the widths of all clients coincide (0.2, 0.4, …, 1 in the paper). The widths are
     physically narrow modules that share the leaves of the widest. One optimizer steps those: its momentum and weight decay also
-    move what the drawn width does not hold, as in the reference code. Batch norm statistics are separate per width while
-    training and taken from the client's data for scoring, where that code averages them per width. A client deploys the
-    width that it can run. Distillation, which the reference code leaves off unless asked for, is left out.
+    move what the drawn width does not hold, as in the reference code. Batch norm statistics are separate per width; those of
+    a client's widest are averaged over the clients of this width. A client deploys the width that it can run. Distillation,
+    which the reference code leaves off unless asked for, is left out.
     """
 
     source = "Horváth et al., FjORD: Fair and Accurate FL with Ordered Dropout, NeurIPS 2021, arXiv 2102.13451, Algorithm 1"
@@ -166,7 +179,7 @@ class FjORD(Submodels):
         costs, state = client.costs, task.state
         widths = [*(level for level in sorted(set(client.levels)) if level < task.ratio), task.ratio]
         masks = [units(client, Ordered(), width, state) for width in widths]
-        runs = [_narrower(client, state, masks[-1], mask) for mask in masks[:-1]]
+        runs = [narrower(client, state, masks[-1], mask) for mask in masks[:-1]]
         batches = client.batches()
         # With one width nothing is drawn, so that the run is FedAvg's to the bit.
         drawn = iter(client.rng.integers(len(widths), size=batches.steps).tolist() if runs else [0] * batches.steps)
@@ -185,29 +198,6 @@ class FjORD(Submodels):
         # Each step's batch counts as full, as the paper counts; with one width to the digit.
         work = Cost(flops=spent[0], flops_paper=spent[1] * result.log.padded_examples // batches.steps)
         return replace(result, work=work)
-
-    def deploy(self, client: ClientContext, state: StateDict) -> Model:
-        return replace(affordable(client, state), calibrate=True)
-
-
-def _narrower(client: ClientContext, start: StateDict, widest: UnitMask, mask: UnitMask) -> Callable[[Batch], Any]:
-    """Return a function that runs a narrower submodel on slices of the widest model's weights, which get the gradients."""
-    client.load(start, mask)
-    masked, module = client.masked, client.masked.compact().train()
-    outer, inner = client.graph.kept_indices(widest), client.graph.kept_indices(mask)
-    places = {
-        name: [(dim, torch.searchsorted(outer[name][dim], kept).to(client.device)) for dim, kept in axes.items()]
-        for name, axes in inner.items()
-    }
-
-    def outputs(batch: Batch) -> Any:
-        parts: dict[str, Tensor] = {**masked.named_weights()}
-        for name in parts.keys() & places.keys():
-            for dim, kept in places[name]:
-                parts[name] = parts[name].index_select(dim, kept)
-        return functional_call(module, parts, batch.inputs)
-
-    return outputs
 
 
 @dataclass(frozen=True, kw_only=True)

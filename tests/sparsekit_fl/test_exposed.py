@@ -16,7 +16,7 @@ from torch import nn
 import sparsekit_fl as fl
 from sparsekit_fl.packing import pack, unpack
 from sparsekit_fl.spec import RunSpec
-from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 LIAR = 1
 ONCE = {"rounds": 1, "capability_levels": None, "redraw_capability": False}
@@ -61,18 +61,20 @@ def test_the_server_can_compute_a_training_example_from_an_update():
         torch.testing.assert_close(found, secret, rtol=1e-3, atol=1e-3)
 
 
-def test_a_mask_depends_on_the_data_and_comes_with_ratio_costs_and_scores():
-    torch.manual_seed(3)
-    trained = TinyNet().state_dict()
-    both = [with_data(lambda x, y: (x, y)), with_data(lambda x, y: (x * torch.tensor([9.0, 0, 0, 0, 0, 0]), y))]
-    honest, other = (
-        next(one for one in watched("fedlps", clients=own, init=trained, cohort=8, **ONCE)[1] if one.client_id == LIAR)
-        for own in both
-    )
-    assert honest.mask != other.mask
-    assert {"loss", "accuracy"} <= set(honest.metrics)
-    assert 0 < honest.ratio <= 1
-    assert honest.cost.flops > 0
+def test_masks_and_label_counts_depend_on_the_data_and_come_with_ratio_costs_and_scores():
+    plain, other = with_data(lambda x, y: (x, y)), with_data(lambda x, y: (x * torch.tensor([9.0, 0, 0, 0, 0, 0]), y))
+
+    def sent(method, clients):
+        return next(one for one in watched(method, clients=clients, cohort=8, **ONCE)[1] if one.client_id == LIAR)
+
+    update = sent("fedlps", plain)
+    labels = plain[LIAR].data.train.targets
+    assert torch.equal(update.extra["labels"], torch.bincount(labels, minlength=3).double())
+    assert {"loss", "accuracy"} <= set(update.metrics)
+    assert 0 < update.ratio <= 1
+    assert update.cost.flops > 0
+    assert not sent("fedlps head=own", plain).extra
+    assert not torch.equal(sent("fedspa", plain).extra["next_mask"], sent("fedspa", other).extra["next_mask"])
 
 
 def test_flops_losses_and_accuracies_that_a_client_states_are_believed_and_its_clock_decides_nothing():

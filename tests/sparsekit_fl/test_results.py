@@ -192,6 +192,17 @@ def test_real_runs_that_were_stopped_or_lost_clients_are_named_below_the_table()
     assert comparison.table().loc["local", "global accuracy"] == "–"
 
 
+def test_gains_over_training_alone_are_paired_over_seeds_and_need_runs_of_local():
+    scores = {("local", 0): 0.5, ("local", 1): 0.6, ("a", 0): 0.6, ("a", 1): 0.72, ("b", 1): 0.5}
+    runs = [result(method, seed, accuracies={100: accuracy}) for (method, seed), accuracy in scores.items()]
+    assert compared(*runs).gains() == [
+        "a less local: +11.0 ± 1.0 points, n = 2, 100% of its FLOPs",
+        "b less local: -10.0 points, n = 1, 100% of its FLOPs",
+    ]
+    assert compared(*runs[2:]).gains() == []
+    assert "a less local: +11.0 ± 1.0 points" in shown(compared(*runs), 200)
+
+
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_one_table_fits_the_terminal_cuts_no_number_and_names_the_columns_left_out(width):
     text = shown(compared(*(result("fedlps-magnitude", seed, accuracies={100: 0.9 + seed / 100}) for seed in range(3))), width)

@@ -131,12 +131,12 @@ def _serve(config, nodes):
 
 @pytest.mark.same_bits
 def test_a_device_predicts_with_the_models_of_its_own_clients_and_they_are_nowhere_else(tmp_path):
-    config = {**DEFAULTS, "run": f"fedlps {TINY} cohort=4 mu=0.9 out={tmp_path / 'server'}"}
+    config = {**DEFAULTS, "run": f"fedlps {TINY} cohort=4 nested=false out={tmp_path / 'server'}"}
     _serve(config, [{"clients": ids, "state-dir": str(tmp_path / name)} for ids, name in (("0-3", "a"), ("4-7", "b"))])
     experiment = Experiment.of(parsed(config)[1])
     here, plain = (
         run(make_method(text), experiment.problem, experiment.clients, experiment.config, out=tmp_path / name)
-        for text, name in (("fedlps mu=0.9", "here"), ("fedlps", "plain"))
+        for text, name in (("fedlps nested=false", "here"), ("fedlps", "plain"))
     )
     (home,) = (path for path in (tmp_path / "a").iterdir() if list(path.glob("models/*")))
     widths = set()

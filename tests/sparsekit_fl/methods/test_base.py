@@ -56,7 +56,7 @@ class Recorded(fl.Method):
         return super().__getattribute__(name)
 
 
-HOOKS = {"check", "sample", "assign", "train", "aggregate", "deploy"}
+HOOKS = {"check", "sample", "assign", "train", "aggregate", "offer", "deploy"}
 
 
 def test_a_run_calls_the_hooks_in_the_order_that_is_written_down():
@@ -74,9 +74,9 @@ def test_a_run_calls_the_hooks_in_the_order_that_is_written_down():
         ("fedprox muu=1", UnknownNameError, "method 'fedprox' has no option 'muu'; did you mean 'mu'"),
         ("fedprox mu=-1", InvalidValueError, "mu must be greater than or equal to 0, got '-1'; mu: μ, .*; 0 is FedAvg"),
         (
-            "fedlps pattern=best",
+            "fedlps order=best",
             InvalidValueError,
-            "pattern must be 'auto', 'importance', 'ordered', 'magnitude', 'random' or 'learned', got 'best'",
+            "order must be 'auto', 'magnitude' or 'given', got 'best'",
         ),
         ("fedprx", UnknownNameError, "fedprox"),
         ("sparsekit_fl.testing:tiny_problem", InvalidValueError, "must be a subclass of sparsekit_fl.Method"),

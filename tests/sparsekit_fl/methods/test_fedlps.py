@@ -1,203 +1,137 @@
-"""FedLPS: its bandit, its reward and its pull by exact numbers, and the ablations."""
+"""FedLPS: nested orders, narrower levels, heads and the share of labels by exact numbers."""
 
-import inspect
-import math
-import sys
-from collections import defaultdict
 from dataclasses import replace
 
 import pytest
 import torch
-from personal import ONE_STEP, chain, client_context, deep_problem, server_context, tiny_run, training, update, watched
+from personal import Watching, chain, client_context, deep_problem, server_context, tiny_run, watched
 
 import sparsekit_fl as fl
-from sparsekit_fl.methods import fedlps, fedlps_paper, make_method, rcr_fix, registry
+from sparsekit import trace_units
+from sparsekit.graph import UnitMask
+from sparsekit_fl.methods import fedlps, heterofl
 from sparsekit_fl.methods.base import ClientInfo
-from sparsekit_fl.methods.fedlps import FedLPS, utility
+from sparsekit_fl.methods.fedlps import _apart, _hear
 from sparsekit_fl.packing import Kept
 from sparsekit_fl.testing import tiny_clients, tiny_config
 
-
-def server(round, capability, memory):
-    roster = {7: ClientInfo(examples=10, capability=fl.Capability(ratio=capability))}
-    return server_context(round=round, rounds=100, roster=roster, cohort=10, rng=[0, round], client=memory)
+LEVELS = (1.0, 0.5, 0.25)
 
 
-def answer(ratio, accuracy, **metrics):
-    metrics, cost = {"accuracy": accuracy, **metrics}, fl.Cost(simulated_seconds=2.0)
-    return update(7, [0.0] * 3, ratio=ratio, metrics=metrics, cost=cost)
-
-
-def test_proposals_never_exceed_the_capability_of_the_round_and_what_ran_is_credited():
-    method, memory = fedlps(ratios="bandit"), defaultdict(dict)
-    executed = []
-    for round in range(1, 60):
-        level = (1.0, 0.5, 0.25, 0.125, 0.0625)[round % 5]
-        ctx = server(round, level, memory)
-        proposal = method.assign(ctx, 7).ratio
-        assert 1 / 16 <= proposal <= max(level, 1 / 16)
-        if round % 3:
-            method.aggregate(ctx, [answer(proposal, 0.5 + 0.001 * round, initial_accuracy=0.1)])
-            executed.append(proposal)
-    # Also where a draw that was lost was proposed again, to a device that had become slower.
-    assert [pull.value for pull, _ in method._bandit(ctx, 7).bandit.told] == executed
-
-
-def test_a_ratio_that_failed_counts_as_a_trial_and_is_not_proposed_again():
-    method, memory = fedlps(ratios="bandit"), defaultdict(dict)
-    ctx = server(1, 1.0, memory)
-    ctx.failed[7] = method.assign(ctx, 7).ratio
-    method.aggregate(ctx, [replace(answer(0.5, 0.5), client_id=8)])
-    assert memory[7]["bandit"]["log"][-1] == {"forget": 0}
-    assert memory[7]["pull"] is None
-
-
-def test_a_proposal_that_was_never_answered_is_made_again():
-    memory: dict = defaultdict(dict)
-    method = fedlps(ratios="bandit")
-    first = method.assign(server(1, 1.0, memory), 7).ratio
-    assert method.assign(server(2, 1.0, memory), 7).ratio == first
-
-
-@pytest.mark.parametrize("name", ["fedlps", "fedlps ratios=random", "fedmp", "p-ucbv-dyn", "rcr-dyn"])
-def test_a_client_that_fails_is_offered_less_a_lost_message_changes_nothing_and_success_brings_it_back(name):
-    method, memory, last = make_method(name), defaultdict(dict), []
-
-    def ratio(round, capability=1.0):
-        last.append(method.assign(server(round, capability, memory), 7).ratio)
-        return last[-1]
-
-    def fail(round):
-        ctx = server(round, 1.0, memory)
-        ctx.failed[7] = last[-1]
-        method.aggregate(ctx, [replace(answer(0.5, 0.5, loss=1.0), client_id=8)])
-
-    first = ratio(1)
-    fail(1)
-    second = ratio(2)
-    assert second <= first / 2
-    assert ratio(3) == pytest.approx(second) or "random" in name, "nothing came back"
-    fail(3)
-    least = ratio(4)
-    assert least <= second / 2 or least <= first / 4
-    for round in range(4, 60):
-        given = ratio(round)
-        method.aggregate(server(round, 1.0, memory), [answer(given, 0.5 + 0.01 / given, loss=1.0)])
-    if name != "p-ucbv-dyn":  # a bandit may like what it tried
-        assert max(last[-8:]) > least
-        assert "limit" not in memory[7]
-
-
-def test_what_a_client_sends_has_none_of_its_refit_and_what_it_deploys_has_all_of_it():
-    """At a learning rate of 0, nothing but the refit changes a weight."""
-    config = training(tiny_config(), lr=0.0)
-    torch.manual_seed(0)
+def on_server(method, state, **given):
+    roster = {place: ClientInfo(10, fl.Capability(ratio=ratio)) for place, ratio in enumerate(LEVELS)}
     model = deep_problem().model()
-    config, client = replace(config, capability_of="units"), tiny_clients(1, examples=256)[0]
-    spec, _, ctx = client_context(fedlps(), deep_problem(), config, client=client)
-    ctx = replace(ctx, trained=True)
-    result = fedlps().train(ctx, fl.Task(state=model.state_dict(), ratio=0.5))
-    kept = Kept(spec.graph, result.mask)
-    private = spec.private
-    assert sorted(private) == ["4.bias", "4.weight"]
-    own, changed = ctx.memory["kept"]["state"], set()
-    for name, received in model.state_dict().items():
-        sent = result.state[name] if name not in private else own[name]
-        if name not in private:
-            torch.testing.assert_close(sent, kept.gather(name, received))
-        changed |= {name} if not torch.allclose(own[name], kept.gather(name, received)) else set()
-    assert {"2.weight", "4.weight"} <= changed, "layers that read dropped units"
-    assert not changed & {"0.weight", "0.bias"}
-    # A round later, the same units are refitted in the same way, but the head has its refit already.
-    later = replace(ctx, round=2)
-    head = kept.scatter_all({name: own[name] for name in private}, model.state_dict())
-    again = {**model.state_dict(), **head}
-    second = fedlps().train(later, fl.Task(state=again, ratio=0.5))
-    assert second.mask == result.mask
-    torch.testing.assert_close(later.memory["kept"]["state"], own)
+    graph = trace_units(model, torch.zeros(2, 6))
+    return server_context(roster=roster, graph=graph, state=state, **given), method
 
 
-def test_an_untrained_network_gets_half_of_what_a_device_affords_and_twice_the_epochs_in_equal_time():
-    problem = chain(6, 64, 64, 3)
-    config = replace(tiny_config(rounds=2), capability_levels=(1.0, 0.5))
-    half, whole = (watched(fedlps(ratios=ratios), problem=problem, config=config) for ratios in ("auto", "capability"))
-    assert [one.ratio for one in half[1]] == [one.ratio / 2 for one in whole[1]]
-    for one, other in zip(half[1], whole[1], strict=True):
-        assert 0.8 < one.cost.flops_training / other.cost.flops_training < 1.2
-    assert watched(fedlps(fill=False), problem=problem, config=config)[0].cost.flops < 0.6 * half[0].cost.flops
-    init = problem.model().state_dict()
-    assert tiny_run(fedlps(), problem=problem, config=config, init=init).rounds[0].ratios == whole[0].rounds[0].ratios
+def test_magnitude_at_round_0_orders_the_units_of_a_trained_network_and_each_submodel_holds_the_narrower_ones():
+    state = deep_problem().model().state_dict()
+    state["0.weight"] *= torch.arange(1.0, 9.0)[:, None]
+    memory: dict = {}
+    ctx, method = on_server(fedlps(), state, trained=True, memory=memory)
+    masks = [method.assign(ctx, place).mask for place in range(3)]
+    assert masks[0] is None
+    assert masks[1]["0"].sum() == 4
+    assert all(bool((masks[1][name] | ~masks[2][name]).all()) for name in masks[1])
+    sums = state["0.weight"].abs().sum(1) + state["0.bias"].abs()
+    assert set(masks[2]["0"].nonzero().flatten().tolist()) <= set(sums.argsort(descending=True)[:4].tolist())
+    # Later rounds keep the order, whatever has become of the weights.
+    later, _ = on_server(method, {name: -tensor.flip(0) for name, tensor in state.items()}, trained=True, memory=memory)
+    assert method.assign(later, 2).mask == masks[2]
+    first = [method.assign(on_server(method, state)[0], place).mask for place in (1, 2)]
+    assert [mask["0"].tolist() for mask in first] == [[True] * 4 + [False] * 4, [True] * 2 + [False] * 6]
 
 
-@pytest.mark.parametrize("name", ["fedlps", "fedp3", "fjord", "flst", "rcr-fix"])
-def test_a_client_that_was_never_asked_deploys_what_its_device_affords(name):
-    config = replace(tiny_config(rounds=1), cohort=1, capability_levels=(0.25,))
-    problem = chain(6, 64, 64, 3)
-    result = tiny_run(name, problem=problem, config=config)
-    assert all((one.ratio is not None and one.ratio <= 0.25) or name == "flst" for one in result.final.per_client)
+def test_one_step_adds_the_gradients_of_the_submodel_and_of_the_narrower_level_inside_it():
+    config = replace(tiny_config(), capability_levels=(1.0, 0.25), capability_of="units")
+    config = replace(config, training=fl.TrainingConfig(local_epochs=1, batch_size=64, lr=0.1))
+    spec, client, ctx = client_context(fedlps(), deep_problem(), config)
+    order = -torch.arange(float(spec.graph.units))
+    task = fl.Task(state=spec.initial, extra={"order": order})
+    result = fedlps().train(ctx, task)
+    model = deep_problem().model()
+    model.load_state_dict(spec.initial)
+    x, y = client.data.train.inputs[0], client.data.train.targets
+    narrow = UnitMask({name: torch.arange(8) < 2 for name in spec.graph.groups})
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in spec.initial.items()}
+    kept = Kept(spec.graph, narrow)
+    on = kept.scatter_all(kept.gather_all({name: torch.ones_like(t) for name, t in spec.initial.items()}), zeros)
+    loss = spec.problem.loss(model(x), y)
+    small = torch.func.functional_call(model, {name: leaf * on[name] for name, leaf in model.named_parameters()}, (x,))
+    (loss + spec.problem.loss(small, y)).backward()
+    for name, leaf in model.named_parameters():
+        torch.testing.assert_close(result.state[name], (leaf - 0.1 * leaf.grad).detach())
+    assert result.log.loss == pytest.approx((loss.item(),)), "the loss of the whole submodel is reported"
+    flops = [3 * spec.costs.forward_flops(mask) * len(y) for mask in (None, narrow)]
+    assert result.work.flops == sum(flops)
+    assert fedlps(nested=False).train(ctx, task).work.flops == flops[0]
 
 
-@pytest.mark.parametrize(("method", "seconds"), [(fedlps(ratios="bandit"), 2.0), (fedlps_paper(), 1.0)], ids=["ours", "paper"])
-def test_a_bandit_learns_the_utility_gained_per_second_which_in_the_paper_leaves_out_the_download(method, seconds):
-    memory: dict = defaultdict(dict)
-    rate = fl.Capability().downlink_bytes_per_second
-    for round, accuracy in ((1, 0.6), (2, 0.5)):
-        ctx = server(round, 1.0, memory)
-        told = answer(method.assign(ctx, 7).ratio, accuracy, initial_accuracy=0.1)
-        method.aggregate(ctx, [replace(told, cost=fl.Cost(simulated_seconds=2.0, downlink_bytes=int(rate)))])
-    rewards = [reward for _, reward in method._bandit(ctx, 7).bandit.told]
-    gains = utility(0.6) - utility(0.1), utility(0.5) - utility(0.6)
-    assert rewards == pytest.approx([gain / seconds for gain in gains])
+def test_a_device_gets_and_sends_its_part_only_and_deploys_the_newest_under_its_units():
+    watching, problem = Watching(), chain(6, 64, 64, 3)
+    result = tiny_run(fedlps(), engine=watching, problem=problem, rounds=2, redraw_capability=False)
+    other, nested = Watching(), heterofl(clip=None, scaler=False)
+    tiny_run(nested, engine=other, problem=problem, rounds=2, redraw_capability=False)
+    for (request, reply), (_, theirs) in zip(watching.seen, other.seen, strict=True):
+        if reply.update is None:
+            continue
+        assert reply.update.mask == request.mask
+        extra = sum(tensor.nbytes for tensor in (*request.extra.values(), *reply.update.extra.values()))
+        # A mask that keeps all units takes a bit for each.
+        assert reply.update.cost.uplink_bytes - theirs.update.cost.uplink_bytes <= extra
+        assert reply.update.cost.downlink_bytes - theirs.update.cost.downlink_bytes <= extra
+        assert reply.update.cost.flops_scoring == 0
+    for one in result.final.per_client:
+        request = next(request for request, _ in watching.seen[::-1] if request.client_id == one.id)
+        assert (one.ratio or 1.0) == request.capability.ratio
 
 
-@pytest.mark.parametrize(
-    ("method", "pull"),
-    [(rcr_fix(mu=0.5), 1.0 / 99), (fedlps(mu=0.5), 1.0 / 99), (fedlps_paper(mu=0.5), 1.0)],
-    ids=["learned", "ours", "paper"],
-)
-def test_the_pull_is_the_gradient_of_a_mean_of_squares_and_in_the_paper_of_a_sum(method, pull, monkeypatch):
-    """μ‖θ − ω‖² has the gradient 2μ (θ − ω); the tiny model has 99 entries."""
-    module, heard = sys.modules[FedLPS.__module__], []
-    for name in ("sgd", "descend"):
-        train = getattr(module, name)
-        listening = lambda *given, pull, train=train, **more: heard.append(pull) or train(*given, pull=pull, **more)  # noqa: E731
-        monkeypatch.setattr(module, name, listening)
-    spec, _, ctx = client_context(method, config=ONE_STEP)
-    method.train(ctx, fl.Task(state=spec.initial, ratio=0.5))
-    assert heard == [pytest.approx(pull)]
+@pytest.mark.parametrize(("head", "own"), [("own", True), ("shared", False)])
+def test_a_head_of_ones_own_comes_back_and_the_server_has_the_mean_of_all_heads(head, own):
+    method = fedlps(head=head, nested=False)
+    config = replace(tiny_config(rounds=1), capability_levels=(1.0,), cohort=8)
+    result, updates = watched(method, problem=deep_problem(), config=config)
+    assert len(updates) == 8
+    spec, client, ctx = client_context(method, deep_problem(), config)
+    extra = {"order": -torch.arange(float(spec.graph.units)), "own head": torch.tensor(own)}
+    before = method.train(ctx, fl.Task(state=spec.initial, extra=extra))
+    newer = {name: tensor + 1.0 for name, tensor in spec.initial.items()}
+    request = fl.Request(round=2, client_id=client.id, state=newer, extra=extra)
+    model = method.deploy(replace(ctx, request=request), newer)
+    assert torch.equal(model.state["4.weight"], before.state["4.weight"] if own else newer["4.weight"])
+    assert torch.equal(model.state["0.weight"], newer["0.weight"])
+    alone = method.deploy(replace(ctx, request=request, memory={}), newer)
+    assert alone.state == newer
+    # From the same start, the mean of the changes is the mean of the heads.
+    heads = torch.stack([spec.initial["4.weight"] + one.delta["4.weight"] for one in updates]).double()
+    weights = torch.tensor([one.examples for one in updates], dtype=torch.float64)
+    mean = (heads * weights[:, None, None]).sum(0) / weights.sum()
+    torch.testing.assert_close(result.state["4.weight"].double(), mean, rtol=1e-5, atol=1e-6)
 
 
-def test_utility_is_the_papers_function():
-    for x in (0.0, 0.3, 1.0, 15.0):
-        assert utility(x) == pytest.approx(10 - 20 / (1 + math.exp(0.35 * x)))
+def test_the_share_of_labels_between_clients_is_what_pairs_of_labels_say():
+    memory: dict = {}
+    assert _apart(memory) == 0.0
+    _hear(memory, torch.tensor([2.0, 0.0]))
+    assert _apart(memory) == 0.0, "one client has nobody to differ from"
+    _hear(memory, torch.tensor([0.0, 2.0]))
+    assert _apart(memory) == 1.0
+    memory = {}
+    for _ in range(3):
+        _hear(memory, torch.tensor([5.0, 5.0]))
+    # Two of a client's ten: 20 + 20 of 90 pairs alike. Between clients half are.
+    assert _apart(memory) == pytest.approx((40 / 90 - 0.5) / 0.5)
 
 
-CHANGED = {
-    "flst": {"ratios"}, "rcr-fix": {"ratios", "redraw"}, "rcr-dyn": {"ratios", "redraw"},
-    "p-ucbv-fix": {"redraw"}, "p-ucbv-dyn": {"redraw"},
-    **{name: {"pattern"} for name in ("fedlps-random", "fedlps-ordered", "fedlps-magnitude")},
-}  # fmt: skip
+def test_labels_are_told_once_and_heads_are_own_where_they_differ():
+    def alike(client):
+        return replace(client, data=replace(client.data, train=tiny_clients(1)[0].data.train))
 
-
-def test_only_the_named_part_differs_from_the_papers_method():
-    assert {*CHANGED, "fedlps", "fedlps-paper"} == {name for name in registry if isinstance(registry[name](), fedlps)}
-    for name, changed in CHANGED.items():
-        ours, whole = registry[name].options(), fedlps_paper.options()
-        assert {option for option in whole if ours[option] != whole[option]} == {*changed, "literal"}
-        assert registry[name](mu=0.5).name == f"{name} mu=0.5"
-        assert registry[name](mu=0.5).note == registry[name].note
-        assert bool(registry[name].note) == bool(changed & {"ratios", "redraw"})
-        assert inspect.getdoc(registry[name]) != inspect.getdoc(fedlps)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "fixed"), [("rcr-fix", True), ("rcr-dyn", False)])
-def test_a_clients_capability_is_drawn_once_or_in_every_round(name, fixed):
-    # The run says the opposite of the method, which has the last word.
-    config = replace(tiny_config(rounds=8), redraw_capability=fixed)
-    result, updates = watched(name, config=config)
-    ratios: dict[int, set[float]] = {}
-    for one in updates:
-        ratios.setdefault(one.client_id, set()).add(one.ratio)
-    assert all(len(found) == 1 for found in ratios.values()) == fixed
-    assert result.config.redraw_capability != fixed
+    for clients, own in ((tiny_clients(), None), ([alike(client) for client in tiny_clients()], False)):
+        watching = Watching()
+        tiny_run(fedlps(), engine=watching, clients=clients, rounds=4)
+        told = [request.client_id for request, reply in watching.seen if reply.update and reply.update.extra]
+        assert len(told) == len(set(told)) > 4
+        last = watching.seen[-1][0].extra["own head"]
+        assert own is None or bool(last) is own

@@ -12,8 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from own_models import OwnModels
-from personal import client_context, deep_problem, equals, server_context, tiny_run, training, update, watched
+from personal import Watching, client_context, deep_problem, server_context, tiny_run, training, update, watched
 from torch import nn
 
 import sparsekit_fl as fl
@@ -21,69 +20,43 @@ from sparsekit import trace_units
 from sparsekit.allocation.shares import keep_count
 from sparsekit.bandit import Interval
 from sparsekit.graph import UnitMask
-from sparsekit_fl.client.fit import TrainingLog
 from sparsekit_fl.methods import efd, fedavg, fedrolex, fjord, heterofl
 from sparsekit_fl.methods.bandits import EUCB
-from sparsekit_fl.methods.base import ClientInfo
-from sparsekit_fl.methods.client import Task, _sample, keep_model
+from sparsekit_fl.methods.base import ClientInfo, learn_statistics, statistics_of
+from sparsekit_fl.methods.client import Task, keep_model, sgd
 from sparsekit_fl.methods.submodels import FedMP
+from sparsekit_fl.spec import _deployed
 from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
-
-# Accuracy and loss on validation data, loss on training data; one row per participation, the last of which diverged.
-PARTICIPATIONS = [(1.0, 0.30, 0.20), (0.9, 0.31, 0.01), (0.9, 0.35, 0.10), (0.0, math.nan, math.nan)]
-
-
-# Of equal accuracies, a loss that is a number is better than one that is not.
-DIVERGED = [(0.9, math.nan, 0.1), (0.9, 0.3, 0.2), (0.9, math.nan, 0.1)]
 
 
 @pytest.mark.parametrize(
-    ("rows", "metric", "select", "number"),
+    ("scores", "best"),
     [
-        (PARTICIPATIONS, "accuracy", "last", 3),
-        (PARTICIPATIONS, "accuracy", "best", 0),
-        # Without accuracy, best is the least validation loss.
-        (PARTICIPATIONS, "log_loss", "best", 0),
-        (DIVERGED, "accuracy", "best", 1),
-        (DIVERGED, "log_loss", "best", 1),
+        ([(0.5, 1.0), (0.9, 2.0), (0.9, 1.5)], 2),
+        ([(0.5, 1.0), (0.5, 1.0), (0.4, 0.1)], 0),
+        ([(0.5, math.nan), (0.5, 9.0), (0.4, 0.1)], 1),
+        ([(None, 1.0), (None, math.nan), (None, 0.5)], 2),
     ],
 )
-def test_the_last_or_the_best_stays(rows, metric, select, number, monkeypatch):
-    _, _, ctx = client_context(fedavg(), config=replace(tiny_config(), deploy=select))
-    for at, (accuracy, validation, learned) in enumerate(rows):
-        scores = {
-            "val": {metric: (accuracy * 10, 10), "loss": (validation * 10, 10)},
-            "train": {metric: (90, 90), "loss": (learned * 90, 90)},
-        }
-        monkeypatch.setattr(fl.ClientContext, "score", lambda ctx, split, scores=scores, **_: scores[split])
-        keep_model(ctx, fl.Result(state={"number": torch.tensor(at)}, mask=None, log=TrainingLog(examples=450)))
-    assert int(ctx.memory["kept"]["state"]["number"]) == number
+def test_the_best_of_all_models_is_deployed_by_validation_data_for_every_method_alike(scores, best, monkeypatch):
+    """Of the newest, the last trained, and the newest trained once more; without validation data it is the newest."""
+    spec, client, ctx = client_context(fedavg(), config=replace(tiny_config(), deploy="best"), purpose="personal")
+    keep_model(ctx, sgd(ctx, Task(state=spec.initial)))
+    kept, found = ctx.memory["kept"]["state"]["first.weight"], []
 
+    def score(ctx, split, **_):
+        accuracy, loss = scores[len(found)]
+        found.append(ctx.masked.narrow_state()["first.weight"].clone())
+        return {"loss": (10 * loss, 10.0)} | ({} if accuracy is None else {"accuracy": (10 * accuracy, 10.0)})
 
-def test_the_training_examples_that_decide_are_few_drawn_once_and_then_stay_the_same(monkeypatch):
-    asked = {}
-    score = fl.ClientContext.score
-
-    def heard(ctx, split, **options):
-        if split == "train":
-            asked.setdefault(ctx.client.id, []).append(options["positions"].tolist())
-        return score(ctx, split, **options)
-
-    monkeypatch.setattr(fl.ClientContext, "score", heard)
-    watched(OwnModels(), clients=equals(40), config=replace(tiny_config(), deploy="best"))
-    assert any(len(samples) > 1 for samples in asked.values())
-    for samples in asked.values():
-        assert all(sample == samples[0] for sample in samples)
-        assert 0 < len(set(samples[0])) == len(samples[0]) < 24
-    assert len({tuple(samples[0]) for samples in asked.values()}) > 1, "by the client's own generator"
-
-
-def test_a_client_without_validation_data_decides_by_training_data_however_little_it_trains():
-    for examples, count in ((1, 1), (10**6, 24)):
-        _, client, ctx = client_context(fedavg())
-        assert len(client.data.train) == 24
-        ctx = replace(ctx, client=replace(client, data=replace(client.data, val=client.data.val.take(np.arange(0)))))
-        assert len(_sample(ctx, {}, TrainingLog(examples=examples))) == count
+    monkeypatch.setattr(fl.ClientContext, "score", score)
+    assert torch.equal(_deployed(ctx, fedavg(), spec.initial).state["first.weight"], found[best])
+    newest, trained, tuned = found
+    assert torch.equal(newest, spec.initial["first.weight"])
+    assert torch.equal(trained, kept)
+    assert not torch.equal(tuned, newest)
+    nobody = replace(ctx, client=replace(client, data=replace(client.data, val=client.data.val.take(np.arange(0)))))
+    assert _deployed(nobody, fedavg(), spec.initial).state is spec.initial
 
 
 class Line(nn.Module):
@@ -139,41 +112,39 @@ def test_the_best_model_of_a_client_runs_as_it_was_trained_with_the_scaler_in_it
     assert torch.equal(kept["last.weight"], result.state["last.weight"]), "only layers that lost units are scaled"
 
 
-def test_statistics_are_those_of_the_clients_own_training_data():
-    spec, client, ctx = client_context(fedavg(), purpose="personal")
-    module = ctx.masked.model
-    assert ctx.calibrate()
-    hidden = module.first(client.data.train.inputs[0]).detach()
-    torch.testing.assert_close(module.norm.running_mean, hidden.mean(0))
-    torch.testing.assert_close(module.norm.running_var, hidden.var(0))
-    assert module.norm.momentum == 0.1
-    assert not module.norm.training
-    assert torch.equal(spec.initial["norm.running_mean"], torch.zeros(8))
+def test_the_server_keeps_buffers_for_each_level_and_a_new_level_begins_with_the_nearest():
+    memory: dict = {}
+
+    def learn(**changes):
+        """Changes of the counter, which is 10 at first, by the ratio of the one client that sends each."""
+        ratios = {"whole": 1.0, "half": 0.5, "quarter": 0.25}
+        ctx = server_context(parameters=("w", "b", "out"), memory=memory, clients=3)
+        ctx.tasks.update({place: Task(ratio=ratios[name]) for place, name in enumerate(changes)})
+        found = learn_statistics(ctx, [update(place, [0.0] * 3, n=n) for place, n in enumerate(changes.values())])
+        return {name: int(tensor) for name, tensor in found.items()}
+
+    assert learn(whole=5) == {}, "all train the whole model: the method averages"
+    assert statistics_of(memory, 1.0) == {}
+    assert learn(whole=2, quarter=6) == {"n": 12}, "the global model has those of the widest"
+    assert learn(half=1) == {"n": 12}
+    held = {ratio: int(statistics_of(memory, ratio)["n"]) for ratio in (1.0, 0.9, 0.5, 0.3, 0.25, 1 / 16)}
+    assert held == {1.0: 12, 0.9: 12, 0.5: 13, 0.3: 13, 0.25: 16, 1 / 16: 16}
+    assert learn(whole=4, half=-1) == {"n": 16}
+    assert int(statistics_of(memory, 0.5)["n"]) == 12
 
 
-class Recalibrated(fl.Method):
-    def deploy(self, client, state):
-        return fl.Model(state=state, calibrate=True)
-
-
-@pytest.mark.same_bits
-def test_statistics_reach_both_scores_and_not_the_state():
-    plain = tiny_run("fedavg", rounds=2)
-    own = tiny_run(Recalibrated(), rounds=2)
-    assert own.final.state_sha256 == plain.final.state_sha256
-    assert own.final.personal == own.final.shared != plain.final.personal
-
-
-def test_the_best_model_of_a_client_has_the_statistics_of_its_own_training_data(tmp_path):
-    result = tiny_run("fedavg", rounds=1, deploy="best", out=tmp_path)
-    for client_id in result.rounds[0].cohort:
-        module, x = fl.load_model(tmp_path, client_id, model=TinyNet), tiny_clients()[client_id].data.train.inputs[0]
-        torch.testing.assert_close(module.norm.running_mean, module.first(x).mean(0).detach(), rtol=1e-4, atol=1e-5)
-
-
-def test_the_global_model_gets_own_statistics_whichever_model_a_client_deploys():
-    last, best = (tiny_run("heterofl", rounds=1, deploy=deploy).final.shared for deploy in ("last", "best"))
-    assert best["loss"] == pytest.approx(last["loss"], rel=1e-4)
+@pytest.mark.parametrize("name", ["heterofl", "fedrolex", "efd", "fjord", "fedlps", "rcr-fix", "fedp3"])
+def test_a_device_trains_and_deploys_with_the_statistics_of_its_width_and_no_more_than_it_can_run(name):
+    watching = Watching()
+    result = tiny_run(name, engine=watching, rounds=6, redraw_capability=False)
+    sent: dict = {}  # task and round → ratio → running means
+    for request, _ in watching.seen:
+        mean = request.received["norm.running_mean"]
+        assert torch.equal(sent.setdefault((request.task, request.round), {}).setdefault(request.ratio, mean), mean)
+    assert len({tuple(mean.tolist()) for mean in sent["score", 6].values()}) == 3, "levels differ"
+    capability = {request.client_id: request.capability.ratio for request, _ in watching.seen}
+    for one in result.final.per_client:
+        assert (one.ratio or 1.0) <= capability[one.id]
 
 
 @pytest.mark.parametrize("method", ["heterofl", "fjord", "hermes", "fedspa", "ditto"])

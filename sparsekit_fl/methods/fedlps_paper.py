@@ -1,0 +1,235 @@
+"""FedLPSPaper: the FedLPS paper as it is written, with its bandit, its learned pattern, and the variants of its Table II.
+
+Where the paper is silent, the method is plain. The authors' released code learns no pattern (no task gradient reaches its
+importance, which stays sorted); that is not copied. In the ablations of Table II, one part of the paper's method is replaced,
+and regularizers are means.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsekit.bandit import PUCBV, Interval
+from sparsekit.criteria import Criterion, Magnitude, Ordered, Random
+from sparsekit.graph import StateDict, UnitMask
+from sparsekit.training import GradientImportance, LearnableMask
+from sparsekit_fl.client.context import ClientContext
+from sparsekit_fl.config import Fraction, NonNegative, Ratio, option
+from sparsekit_fl.methods.bandits import ClientBandit
+from sparsekit_fl.methods.base import Method, ServerContext, Setup, Update, affordable, learn_limits, mean, offered, units
+from sparsekit_fl.methods.client import Model, Result, Task, descend, keep_model, kept_model, sgd, trained_leaves
+
+_CRITERIA: Mapping[str, Criterion] = {"ordered": Ordered(), "magnitude": Magnitude(), "random": Random()}
+_EXPLORATION = 0.5  # ρ of P-UCBV, in the released code
+_IMPORTANCE_LR, _REFRESH_EVERY = 0.02, 4  # ours
+_LEAST, _MOST = 32, 256  # examples that importance is computed from, and at most as many for a refit
+_NOISE = 0.01  # upper end of the noise on importance that starts at the absolute target; ours: targets that round to 1 tie
+
+
+def utility(accuracy: float) -> float:
+    """Return u(x) = 10 − 20 / (1 + e^(0.35 x)) = 10 tanh(0.175 x) of the paper; x is a fraction, where u is nearly linear."""
+    return 10.0 * math.tanh(0.175 * accuracy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedLPSPaper(Method):
+    """FedLPS as the paper words it: a bandit chooses each client's ratio, units are learned while it trains.
+
+    The bandit is P-UCBV, one per client. The reward of a participation is (U(a) − U(a⁻)) / T: training accuracy a, the accuracy
+    a⁻ of the participation before (at first: of the global state of round 0), and the simulated seconds T. The ratio that ran
+    gets it. The loss is the task loss + μ‖θ − ω‖² + λ‖Q − σ(|θ|_J)‖². Importance Q stays in the client's memory and starts at
+    its target; the mask follows it after every step. The server takes the mean over all clients; an entry that a client did
+    not train counts as unchanged. A client deploys what it trained last.
+
+    With `literal=False`, regularizers are means: ‖θ − ω‖² over the entries of the whole model. The target is the sigmoid of
+    the absolute sums after each group's mean and deviation are removed; it, and the gradient from the regularizer, are
+    recomputed at every fourth step. A bandit is asked for a ratio within the capability.
+
+    A client that fails by an exception of its own code is offered half of the ratio next time, and twice as much after each
+    success.
+
+    Source: Algorithms 1 and 2 of the paper; ξ = R / (K · ε), and I₀, ρ, Δ are not in it.
+    """
+
+    called = "fedlps-paper"
+    source = "Xue et al., Learnable Sparse Customization in Heterogeneous Edge Computing, ICDE 2025, arXiv 2412.07216"
+
+    uses_capability = True
+
+    ratios: Literal["bandit", "capability", "random"] | Ratio = option(
+        "bandit",
+        'What chooses the ratio of a client, a share of the FLOPs: a "bandit", its "capability", "random", uniform up to the '
+        "capability, or a number, the same for everybody.",
+    )
+    pattern: Literal["learned", "ordered", "magnitude", "random"] = option(
+        "learned",
+        'Which units a client trains: those "learned" while it trains, the first ones ("ordered"), those of largest '
+        '"magnitude" in the received model, or "random" ones.',
+    )
+    low: Fraction = option(1 / 16, "Least ratio; the bandit's arms cover [low, 1].")
+    threshold: float = option(-0.05, "Δ: if accuracy changed by less than this, the bandit eliminates smaller ratios.")
+    strength: NonNegative = option(1.0, 'λ, of the pattern "learned".')
+    mu: NonNegative = option(1.0, "μ, a pull towards the weights that training starts from; 0 switches it off.")
+    redraw: bool | None = option(None, "Draw the clients' capabilities in every round or once; None leaves it to the run.")
+    literal: bool = option(
+        True,
+        "Follow the paper's words where variants differ. Both regularizers are sums of squares. The target of importance is "
+        "the sigmoid of the absolute sums, which is close to 1 for every unit of a wide network; a little noise on the first "
+        "importance breaks ties. Target and importance are read at every step with the learning rate of the weights. T counts "
+        "computation and upload. The executed ratio is credited, so with a capability that changes, its limits credit most "
+        "rewards to small arms.",
+    )
+
+    def describe(self) -> dict[str, str]:
+        """Return name, source and options; `redraw_capability`, an option of the run, only if the method decides it."""
+        described = super().describe()
+        del described["redraw"]
+        return described if self.redraw is None else {**described, "redraw_capability": str(self.redraw).lower()}
+
+    def check(self, setup: Setup) -> Setup:
+        setup.require_units("FedLPSPaper")
+        if self.ratios == "bandit":
+            setup.problem.require_accuracy("FedLPSPaper learns from training accuracy")
+        return setup if self.redraw is None else replace(setup, config=replace(setup.config, redraw_capability=self.redraw))
+
+    # On the server
+
+    def assign(self, server: ServerContext, client_id: int) -> Task:
+        metrics = ("accuracy",) if self.ratios == "bandit" else ()
+        return Task(ratio=offered(server, client_id, self._ratio(server, client_id)), own_mask=True, metrics=metrics)
+
+    def _ratio(self, server: ServerContext, client_id: int) -> float:
+        capability = server.roster[client_id].capability.ratio
+        if isinstance(self.ratios, float | int):
+            return float(self.ratios)
+        if self.ratios == "capability":
+            return capability
+        seed = int(server.rngs["ratio"].integers(2**63 - 1))
+        if self.ratios == "random":
+            return capability if capability <= self.low else float(np.random.default_rng(seed).uniform(self.low, capability))
+        if capability < self.low:
+            # No arm is that small: the client does what it can, and no bandit learns from it.
+            server.client[client_id]["pull"] = None
+            return capability
+        upper = None if self.literal else max(self.low, offered(server, client_id, capability))
+        return min(capability, self._bandit(server, client_id, seed).ask(upper=upper))
+
+    def _bandit(self, server: ServerContext, client_id: int, seed: int = 0) -> ClientBandit:
+        horizon, rng = server.rounds / server.cohort_size, np.random.default_rng(seed)
+        if "bandit" in server.client[client_id]:  # cohorts may have changed since
+            horizon = server.client[client_id]["bandit"]["settings"]["horizon"]
+        bandit = PUCBV(Interval(self.low, 1.0), horizon=horizon, exploration=_EXPLORATION, rng=rng)
+        return ClientBandit(bandit, server.client[client_id])
+
+    def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
+        learn_limits(server, updates)
+        if self.ratios == "bandit":
+            for update in updates:
+                self._observe(server, update)
+            for client_id in server.failed:
+                self._bandit(server, client_id).forget()
+        return mean(server, updates)
+
+    def _observe(self, server: ServerContext, update: Update) -> None:
+        """Credit the ratio that ran with the utility gained per second."""
+        memory = server.client[update.client_id]
+        accuracy = update.metrics["accuracy"]
+        before = memory.get("accuracy", update.metrics.get("initial_accuracy", accuracy))
+        memory["accuracy"] = accuracy
+        seconds = update.cost.seconds
+        if self.literal:
+            seconds -= update.cost.downlink_bytes / server.roster[update.client_id].capability.downlink_bytes_per_second
+        reward = (utility(accuracy) - utility(before)) / max(seconds, 1e-9)
+        eliminate: Literal["below"] | None = "below" if accuracy - before < self.threshold else None
+        self._bandit(server, update.client_id).tell(reward, ran=max(update.ratio, self.low), eliminate=eliminate)
+
+    # On a client
+
+    def train(self, client: ClientContext, task: Task) -> Result:
+        learned = self.pattern == "learned"
+        mask = None if learned else units(client, _CRITERIA[self.pattern], task.ratio, task.state)
+        metrics = self._first(client, task.ratio, mask)
+        # ‖θ − ω‖² is a sum in the paper and a mean in its variants; its gradient has a factor of 2.
+        weights = () if self.literal and learned else client.masked.named_weights()
+        pull = 2.0 * self.mu / max(1, sum(task.state[name].numel() for name in weights))
+        if not learned:
+            result = replace(sgd(client, replace(task, mask=mask), pull=pull), metrics=metrics)
+        else:
+            masked = self._load(client, task.state, task.ratio)
+
+            def learn(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+                masked.update_importance(gradients)  # before they are clipped
+                return gradients
+
+            result = descend(client, task, trained_leaves(masked), adjusts=lambda _: [learn], pull=pull)
+            result = replace(result, mask=masked.unit_mask(), metrics=metrics)
+            client.memory["importance"] = masked.importance_vector().cpu()
+        keep_model(client, result)
+        return result
+
+    def _first(self, client: ClientContext, ratio: float, mask: UnitMask | None) -> dict[str, float]:
+        """If a bandit learns from it, score a client's first submodel in the state of round 0, a⁻¹ in the paper.
+
+        A few training examples count, for a hundredth of the FLOPs of the training, drawn by the generator of the ratio, so
+        that batches are the same as in any other method. Without a mask, units are learned.
+        """
+        if self.ratios != "bandit" or "began" in client.memory:
+            return {}
+        client.memory["began"] = True
+        if mask is None:
+            self._load(client, client.initial_state(), ratio)
+        else:
+            client.load(client.initial_state(), mask)
+        size = len(client.client.data.train)
+        count = max(1, 3 * client.training.local_epochs * size // 100)  # a backward pass costs two forward ones
+        sample = torch.from_numpy(client.rngs["ratio"].permutation(size))[:count].sort().values
+        score, weight = client.score("train", positions=sample).get("accuracy", (0.0, 0.0))
+        return {"initial_accuracy": score / weight} if weight else {}
+
+    def _load(self, client: ClientContext, start: StateDict, ratio: float) -> LearnableMask:
+        masked = client.masked
+        rate, every = (client.training.lr, 1) if self.literal else (_IMPORTANCE_LR, _REFRESH_EVERY)
+        target: Any = "absolute" if self.literal else "standardized"
+        importance = client.memory.get("importance")
+        rule = GradientImportance(strength=self.strength, target=target, lr=rate, refresh_every=every)
+        masked.load(start, ratio=client.width(ratio), importance=importance, learning=rule)
+        if importance is None and self.literal:
+            targets = masked.importance_vector()
+            noise = torch.from_numpy(client.rng.uniform(0.0, _NOISE, targets.numel()))
+            masked.load(start, importance=targets + noise.to(targets))
+        return masked
+
+    def deploy(self, client: ClientContext, state: StateDict) -> Model:
+        """Return the client's model; before its first participation, the first units that its device affords."""
+        return kept_model(client) or affordable(client, state)
+
+
+_MEANS: dict[str, Any] = {"literal": False}
+_ONCE: dict[str, Any] = {"redraw": False, "note": "Capabilities are drawn once, whatever the run says."}
+_AGAIN: dict[str, Any] = {"redraw": True, "note": "Capabilities are drawn in every round, whatever the run says."}
+
+flst = FedLPSPaper.variant(
+    "flst",
+    "FLST: one ratio for all clients, 0.5 as in Table II.",
+    note="All clients have one ratio, whatever they can do.",
+    **_MEANS,
+    ratios=0.5,
+)
+p_ucbv_fix = FedLPSPaper.variant("p-ucbv-fix", "P-UCBV-Fix: the paper's parts; capabilities are drawn once.", **_MEANS, **_ONCE)
+p_ucbv_dyn = FedLPSPaper.variant("p-ucbv-dyn", "P-UCBV-Dyn: the same, drawn again in every round.", **_MEANS, **_AGAIN)
+_RCR = {**_MEANS, "ratios": "capability"}
+rcr_fix = FedLPSPaper.variant("rcr-fix", "RCR-Fix: ratios are the clients' capabilities, drawn once.", **_RCR, **_ONCE)
+rcr_dyn = FedLPSPaper.variant("rcr-dyn", "RCR-Dyn: ratios are capabilities, drawn again in every round.", **_RCR, **_AGAIN)
+fedlps_random, fedlps_ordered, fedlps_magnitude = (
+    FedLPSPaper.variant(f"fedlps-{pattern}", f"The paper's parts, and {what}.", **_MEANS, pattern=pattern)
+    for pattern, what in (
+        ("random", "random units, drawn for each client and round"),
+        ("ordered", "the first units of every layer"),
+        ("magnitude", "the units of largest absolute weights in the received model"),
+    )
+)
