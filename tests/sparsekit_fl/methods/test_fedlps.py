@@ -84,7 +84,7 @@ def test_a_device_gets_and_sends_its_part_only_and_deploys_the_newest_under_its_
         assert reply.update.cost.flops_scoring == 0
     for one in result.final.per_client:
         request = next(request for request, _ in watching.seen[::-1] if request.client_id == one.id)
-        assert (one.ratio or 1.0) == request.capability.ratio
+        assert 0.9 * request.capability.ratio < (one.ratio or 1.0) <= request.capability.ratio
 
 
 @pytest.mark.parametrize(("head", "own"), [("own", True), ("shared", False)])
