@@ -50,8 +50,7 @@ class FedLPSPaper(Method):
     the absolute sums after each group's mean and deviation are removed; it, and the gradient from the regularizer, are
     recomputed at every fourth step. A bandit is asked for a ratio within the capability.
 
-    A client that fails by an exception of its own code is offered half of the ratio next time, and twice as much after each
-    success.
+    A client that fails by an exception of its own code is offered less, and rarely more again; see `offered`.
 
     Source: Algorithms 1 and 2 of the paper; ξ = R / (K · ε), and I₀, ρ, Δ are not in it.
     """
