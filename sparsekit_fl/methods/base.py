@@ -409,42 +409,6 @@ def moved(state: StateDict, changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-_STATISTICS = "statistics"
-
-
-def statistics_of(memory: Memory, ratio: float) -> StateDict:
-    """Return the buffers that belong to submodels of a ratio; empty before any submodel has trained.
-
-    Statistics of batch norms that are averaged over several widths fit none of them. So the server keeps one set for each
-    level, and a new level begins with the nearest one. Levels are half octaves: 1, 0.71, 0.5, 0.35, and so on.
-    """
-    held: Mapping[int, StateDict] = memory.get(_STATISTICS, {})
-    return held[min(held, key=lambda level: (abs(level - _level(ratio)), level))] if held else {}
-
-
-def learn_statistics(server: ServerContext, updates: Sequence[Update]) -> StateDict:
-    """Move the buffers of each level by the mean change of its clients; return those of the widest, for the global model.
-
-    As long as all train the whole model, nothing is kept, and the method averages buffers with the rest.
-    """
-    names = [name for name in server.state if name not in server.parameters]
-    ratios = [server.tasks[update.client_id].ratio for update in updates]
-    held: dict[int, StateDict] = dict(server.memory.get(_STATISTICS, {}))
-    if not names or not (held or any(ratio < 1.0 for ratio in ratios)):
-        return {}
-    for ratio in {_level(one): one for one in ratios}.values():
-        before = {**{name: server.state[name] for name in names}, **statistics_of(server.memory, ratio)}
-        own = [update for update, one in zip(updates, ratios, strict=True) if _level(one) == _level(ratio)]
-        own = [dataclasses.replace(one, delta={name: one.delta[name] for name in names}) for one in own]
-        held[_level(ratio)] = moved(before, mean_change(server.graph, before, own, over="holders"))
-    server.memory[_STATISTICS] = held
-    return held[min(held)]
-
-
-def _level(ratio: float) -> int:
-    return round(-2 * math.log2(ratio))
-
-
 def units(side: ServerContext | ClientContext, criterion: Criterion, ratio: float, state: StateDict | None = None) -> UnitMask:
     """Return the mask of the units that a criterion ranks first.
 

@@ -22,9 +22,10 @@ from sparsekit.bandit import Interval
 from sparsekit.graph import UnitMask
 from sparsekit_fl.methods import efd, fedavg, fedrolex, fjord, heterofl
 from sparsekit_fl.methods.bandits import EUCB
-from sparsekit_fl.methods.base import ClientInfo, learn_statistics, statistics_of
+from sparsekit_fl.methods.base import ClientInfo
 from sparsekit_fl.methods.client import Task, keep_model, sgd
 from sparsekit_fl.methods.submodels import FedMP
+from sparsekit_fl.server import learn_statistics, statistics_of
 from sparsekit_fl.spec import _deployed
 from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
 
