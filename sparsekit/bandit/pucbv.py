@@ -32,7 +32,7 @@ class PUCBV(LoggedBandit):
     """Search an interval with P-UCBV, the bandit of the FedLPS paper; random search finds better values on most functions.
 
     Use it to reproduce the paper (Prompt Upper Confidence Bound with Variance), or if a trial can rule out one side of its
-    value. For anything else, take `SplitUCBV`: the page on bandits compares both with random search on the same functions.
+    value. For anything else, take `SplitUCBV`.
 
     The interval is divided into arms. The next value is drawn uniformly from the arm with the largest upper bound U. Its reward
     (G in the paper) splits the arm there: both parts inherit all rewards of the arm and get the new one. `eliminate` removes

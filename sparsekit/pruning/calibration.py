@@ -1,10 +1,11 @@
 """Calibration: the batches that score, refit and judge cuts, and the loss that judges them."""
 
+import functools
 import itertools
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -137,7 +138,7 @@ def drawn(batches: Iterable[Batch], limit: int) -> Iterable[Batch]:
     if isinstance(batches, DataLoader) and type(batches.sampler) is SequentialSampler and batches.batch_size is not None:
         generator = torch.Generator().manual_seed(0)
         return DataLoader(
-            batches.dataset, batches.batch_size, sampler=RandomSampler(batches.dataset, generator=generator),
+            batches.dataset, batches.batch_size, sampler=RandomSampler(cast(Sized, batches.dataset), generator=generator),
             num_workers=batches.num_workers, collate_fn=batches.collate_fn, pin_memory=batches.pin_memory,
             drop_last=batches.drop_last, timeout=batches.timeout, worker_init_fn=batches.worker_init_fn, generator=generator,
         )  # fmt: skip
@@ -168,6 +169,10 @@ def _order_of_labels(batches: Sequence[Batch]) -> str:
     )
 
 
+def _taken(places: list[int], leaf: Tensor) -> Tensor:
+    return leaf[places]
+
+
 def _mixed(batches: list[Batch]) -> list[Batch]:
     """Return the same examples with batches, and examples inside of batches, in an order drawn with a seed."""
     rng, found = np.random.default_rng(0), []
@@ -175,7 +180,7 @@ def _mixed(batches: list[Batch]) -> list[Batch]:
         batch, count = batches[place], example_count(batches[place])
         places = rng.permutation(count).tolist()
         whole = _divided(batch, count, count)[1] is None
-        found.append(batch if whole else map_tensors(lambda leaf, own=places: leaf[own], batch))
+        found.append(batch if whole else map_tensors(functools.partial(_taken, places), batch))
     return found
 
 

@@ -106,9 +106,9 @@ class Stage:
                 continue
             loss = calibration.measure(small)
             told = "" if loss == loss else "the loss on held-out examples is NaN"
-            score = None if self.settings.score is None else self.settings.score(small)
-            tried.append(CandidateReport(label, way, None if told else loss, False, told, score))
-            rank = (float("inf") if told else loss) if score is None else -score
+            metric = None if self.settings.score is None else self.settings.score(small)
+            tried.append(CandidateReport(label, way, None if told else loss, False, told, metric))
+            rank = (float("inf") if told else loss) if metric is None else -metric
             if best is None or rank < best[0]:
                 best = rank, candidate, replace(cut, model=small, measured=measured)
         if best is None:

@@ -213,7 +213,7 @@ def test_lightning_with_its_defaults_trains_saves_and_resumes_a_mask_as_a_plain_
 
 
 @pytest.mark.slow
-def test_ultralytics_trains_a_pruned_detector_and_its_file_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ultralytics_trains_a_pruned_detector_and_its_moving_average(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its own trainer, average of weights and checkpoints, on eight drawn images."""
     ultralytics = pytest.importorskip("ultralytics")
     image = pytest.importorskip("PIL.Image")
