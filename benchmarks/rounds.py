@@ -2,6 +2,7 @@
 
     python benchmarks/rounds.py --data-dir DIR                              a table
     python benchmarks/rounds.py --data-dir DIR --presets mnist --rounds 20 --json
+    python benchmarks/rounds.py --scale
     python benchmarks/rounds.py --participations --methods fedavg fedlps p-ucbv-dyn fedlps-paper --turns 15
 
 Paired and interleaved in one process, one thread, the embedded engine with one worker: in each turn every method runs the
@@ -10,6 +11,9 @@ runs, with scoring. The last round, which scores all test data, comes after the 
 
 With --participations, a turn is one round of 50 of 1,000 clients that train the CNN for two steps each, on random images: CPU
 seconds of reading memories, training, packing and writing. The first two rounds, which fill caches, do not count.
+
+With --scale, CPU seconds of choosing a cohort of ten, and of a whole round, among 1,000, 10,000 and 100,000 clients, for every
+method, and the round among most over the round among fewest. The first round, which draws capabilities, does not count.
 """
 
 import statistics
@@ -33,6 +37,7 @@ from sparsekit_fl.paper.presets import preset_for
 from sparsekit_fl.problem.models import Cnn
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec, answer
+from sparsekit_fl.testing import tiny_problem
 
 ROUNDS = {"digits": 20, "mnist": 20, "cifar10": 2, "shakespeare": 3}
 """Rounds of a run where none are given: a turn of two methods takes half a minute to three minutes."""
@@ -109,11 +114,43 @@ def participations(names: list[str], turns: int) -> dict[str, Any]:
     }
 
 
+def scale(name: str, counts: tuple[int, ...], rounds: int = 3) -> dict[str, Any]:
+    """CPU seconds of choosing the cohort, and of a whole round of ten clients that take one step, by number of clients."""
+    data = fl.TensorData((torch.randn(8, 6),), torch.randint(3, (8,)))
+    split = fl.ClientData(data, None, data)
+    config = fl.RunConfig(rounds=rounds + 1, cohort=10, capability_levels=HETEROGENEITY["high"])
+    row: dict[str, Any] = {"method": name}
+    for count in counts:
+        clients = {id: fl.Client(id=id, data=split) for id in range(count)}
+        spec = RunSpec.build(methods[name](), tiny_problem(), config)
+        server, chosen, whole = Server(spec, clients), list[float](), list[float]()
+        with tempfile.TemporaryDirectory() as folder:
+            memories = Memories(Path(folder), durable=False)
+            for round in range(1, rounds + 2):
+                began = time.process_time()
+                ctx = server.context(round)
+                requests = server.requests(ctx)
+                chosen.append(time.process_time() - began)
+                replies = [server.priced(one, answer(spec, clients[one.client_id], one, memories)) for one in requests]
+                server.aggregate(ctx, [server.validate(ctx, *both) for both in zip(requests, replies, strict=True)], replies)
+                whole.append(time.process_time() - began)
+        row[f"choose_{count}"], row[f"round_{count}"] = (round_(statistics.median(some[1:])) for some in (chosen, whole))
+    row["ratio"] = round_(row[f"round_{counts[-1]}"] / row[f"round_{counts[0]}"])
+    return row
+
+
+def round_(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
 def main() -> None:
     options = options_of(
         __doc__, choices={"presets": ROUNDS}, presets=["digits"], methods=["fedavg", "fedlps"], data_dir=Path, rounds=int,
-        turns=3, participations=False, json=False,
+        turns=3, participations=False, scale=False, json=False,
     )  # fmt: skip
+    if options.scale:
+        show((scale(name, (1_000, 10_000, 100_000)) for name in sorted(methods)), options.json)
+        return
     if options.participations:
         show([participations(options.methods, options.turns)], options.json)
         return

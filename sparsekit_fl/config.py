@@ -313,8 +313,11 @@ class RunConfig(Checked):
     )
     eval_clients: Count | None = option(
         None,
-        "Clients scored before the last round, drawn again each time. Fewer make scores faster and noisier. The last "
-        "round always scores all. None scores all every time. Default: None.",
+        "Clients scored before the last round, drawn again each time. Fewer make scores faster and noisier. None "
+        "scores all every time. Default: None.",
+    )
+    final_clients: Count | None = option(
+        None, "Clients scored after the last round. None scores all, which takes long for 100,000 clients. Default: None."
     )
     device: str = option(
         "cpu",

@@ -119,7 +119,8 @@ def run(
             if final is None:
                 # Resumed after the last round, or stopped by a callback: the scores of each client were not saved.
                 server.meet(there())
-                final, _ = _score(server, list(server.clients), run_clients, with_shared=True, with_model=folder.durable)
+                ids, _ = _scored_after(config.rounds, list(server.clients), config)
+                final, _ = _score(server, ids, run_clients, with_shared=True, with_model=folder.durable)
             # A worker that outlived a killed run may have written once more after this one began.
             folder.clean()
             result = _result(server, view, final, workers=engine.workers, experiment=described["experiment"])
@@ -297,10 +298,9 @@ def _collect(
 
 def _scored_after(round: int, ids: list[int], config: RunConfig) -> tuple[list[int], bool]:
     """Return the clients that are scored after a round, if any, and whether the global model is scored too."""
-    every, count = config.eval_global_every, config.eval_clients
-    if round == config.rounds:
-        return ids, True
-    whole = every is not None and round % every == 0
+    every, last = config.eval_global_every, round == config.rounds
+    count = config.final_clients if last else config.eval_clients
+    whole = last or (every is not None and round % every == 0)
     if not whole and round % (config.eval_every or 1):
         return [], False
     if count is not None and count < len(ids):

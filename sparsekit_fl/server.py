@@ -42,14 +42,14 @@ class Roster(Mapping[int, ClientInfo]):
     """Client id → `ClientInfo` of one round, from 1; a level is drawn when first read, so ten thousand clients cost nothing."""
 
     def __init__(self, clients: Mapping[int, Client], config: RunConfig, round: int) -> None:
-        self._clients = clients
+        self.clients = clients
         self._config = config
         self._round = round
         self._read: dict[int, ClientInfo] = {}
 
     def __getitem__(self, client_id: int) -> ClientInfo:
         if client_id not in self._read:
-            client, config = self._clients[client_id], self._config
+            client, config = self.clients[client_id], self._config
             capability = client.capability
             if config.capability_levels is not None:
                 rng = stream(config.seed, "capability", self._round if config.redraw_capability else 0, client_id)
@@ -58,13 +58,13 @@ class Roster(Mapping[int, ClientInfo]):
         return self._read[client_id]
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._clients)
+        return iter(self.clients)
 
     def __contains__(self, client_id: object) -> bool:
-        return client_id in self._clients
+        return client_id in self.clients
 
     def __len__(self) -> int:
-        return len(self._clients)
+        return len(self.clients)
 
 
 class Server:
@@ -82,6 +82,8 @@ class Server:
         self._names = spec.shared_names()
         self._notes = dict[str, str]()
         self.skipped = list[int]()
+        self._equal: tuple[Mapping[int, Client] | None, bool] = None, False  # whether these have equal devices
+        self._drawn: Roster | None = None  # capabilities that are not drawn again
         self._small, self._least = dict[int, float](), 0.0  # capabilities of devices that get more than they can train
         self.seen, self._there = set[int](), set[int]()
         self._met: Mapping[int, Client] | None = None
@@ -107,13 +109,19 @@ class Server:
     def shared(self) -> dict[str, Tensor]:
         return {name: self.state.model[name] for name in self._names}
 
+    def roster(self, round: int) -> Roster:
+        """Return what is known of the clients that are there, in a round."""
+        if self._drawn is None or self._drawn.clients is not self.clients or self.spec.config.redraw_capability:
+            self._drawn = Roster(self.clients, self.spec.config, round)
+        return self._drawn
+
     def context(self, round: int) -> ServerContext:
         """Return the method's view of a round, counted from 1; requests, updates and aggregation share it."""
         spec, config = self.spec, self.spec.config
         return ServerContext(
             round=round,
             rounds=config.rounds,
-            roster=Roster(self.clients, config, round),
+            roster=self.roster(round),
             cohort_size=min(config.cohort, len(self.clients)),
             rngs=Rngs(config.seed, "server", round),
             memory=self.state.memory,
@@ -156,7 +164,12 @@ class Server:
 
     def _too_small(self, ctx: ServerContext, cohort: Sequence[int]) -> list[int]:
         """Return the clients that cannot train the least submodel; note them, or that no device is limited."""
-        if self.spec.config.capability_levels is None and all(one.capability == Capability() for one in self.clients.values()):
+        if self._equal[0] is not self.clients:
+            equal = self.spec.config.capability_levels is None and all(
+                one.capability == Capability() for one in self.clients.values()
+            )
+            self._equal = self.clients, equal
+        if self._equal[1]:
             told = "Every client has the full capability, so the method cuts no model and waits for nobody."
             advice = (
                 "Draw them from levels, as in RunConfig(capability_levels=(1, 0.5, 0.25)), or use preset.config(...), as the"
@@ -173,7 +186,7 @@ class Server:
             done = "are not asked" if self.spec.config.too_small == "skip" else "train that, in more time than the others"
             what = "FLOPs" if ctx.capability_of == "flops" else "units"
             told = (
-                f"The least submodel has {self._least:.2g} of the {what}; {len(self._small)} of {len(self.seen)} clients can"
+                f"The least submodel has {self._least:.2g} of the {what}; {len(self._small)} of {len(self.seen) or len(self.clients)} clients can"
                 f" train {can} only, and {done}."
             )
             advice = (

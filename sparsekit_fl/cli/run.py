@@ -138,7 +138,9 @@ def _run(method_name: str, options: RunOptions) -> None:
     _show(result, options)
     if not options.as_json:
         _show_reference(result, experiment, options)
-    if result.failures or len(result.final.per_client) < len(experiment.clients):
+    if result.failures or len(result.final.per_client) < min(
+        result.config.final_clients or sys.maxsize, len(experiment.clients)
+    ):
         raise typer.Exit(INCOMPLETE)
 
 

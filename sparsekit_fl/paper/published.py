@@ -26,7 +26,7 @@ RULE = (
 )
 _GUESS = " That is a guess, which was not measured."
 # Options that change no number of a table.
-_FREE = ("seed", "device", "deterministic", "eval_every", "eval_global_every", "eval_clients")
+_FREE = ("seed", "device", "deterministic", "eval_every", "eval_global_every", "eval_clients", "final_clients")
 
 
 @cache

@@ -65,6 +65,9 @@ def test_a_sample_of_clients_is_scored_before_the_end_and_everybody_at_the_end()
     by_round = scored(seen)
     assert [len(by_round[round]) for round in (2, 4, 6)] == [3, 3, 8]
     assert by_round[2] == sorted(set(by_round[2])) != by_round[4]
+    few = tiny_run("fedlps", rounds=6, final_clients=2)
+    assert (few.final.count, few.final.state_sha256) == (2, whole.final.state_sha256)
+    assert {one.id: one for one in few.final.per_client}.items() <= {one.id: one for one in whole.final.per_client}.items()
     # Scoring changes nothing, and what it scores is the same for any method.
     assert result.final == whole.final
     tiny_run("local", rounds=6, eval_clients=3, engine=others)

@@ -124,7 +124,7 @@ def test_devices_come_and_go_and_a_stopped_run_resumes_with_three_and_with_five(
             for name in names:
                 config = f'clients="{clients[name]}" state-dir="{tmp_path / name}"'
                 where = ("--superlink", f"127.0.0.1:{port}", "--port", str(free_port()), "--node-config", config)
-                processes[name] = start("python", "-c", NODE, "--insecure", *where)
+                processes[name] = start("flower-supernode", "--insecure", *where)
             until(lambda: known() == before + len(names), f"{names} are known")
 
         def submit(**more):
