@@ -184,9 +184,10 @@ class Server:
             lowest, highest = min(self._small.values()), max(self._small.values())
             can = f"{lowest:.2g}" if lowest == highest else f"{lowest:.2g} to {highest:.2g}"
             done = "are not asked" if self.spec.config.too_small == "skip" else "train that, in more time than the others"
+            known = len(self.seen) or len(self.clients)
             what = "FLOPs" if ctx.capability_of == "flops" else "units"
             told = (
-                f"The least submodel has {self._least:.2g} of the {what}; {len(self._small)} of {len(self.seen) or len(self.clients)} clients can"
+                f"The least submodel has {self._least:.2g} of the {what}; {len(self._small)} of {known} clients can"
                 f" train {can} only, and {done}."
             )
             advice = (

@@ -1,23 +1,31 @@
 """A tiny problem, and tests for methods: inherit `MethodContract` in a test file, and pytest runs them."""
 
+import dataclasses
 import math
-from collections.abc import Callable, Collection
+import tempfile
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sparsekit.errors import SparsekitError
 from sparsekit_fl.callbacks import Callback, RunView
-from sparsekit_fl.config import RunConfig, TrainingConfig
+from sparsekit_fl.checkpoint import Memories
+from sparsekit_fl.client.messages import Reply, Update
+from sparsekit_fl.config import Deploy, RunConfig, TrainingConfig
 from sparsekit_fl.engines import Processes
-from sparsekit_fl.errors import RunInterrupted
+from sparsekit_fl.errors import ClientError, RunInterrupted, UpdateError
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.problem.data import Capability, Client, ClientData, TensorData
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.results import RoundRecord, RunResult
 from sparsekit_fl.rounds import run
+from sparsekit_fl.server import Server
+from sparsekit_fl.spec import RunSpec, answer, by_id
 
 
 class TinyNet(nn.Module):
@@ -122,6 +130,139 @@ class MethodContract:
         assert other.final.personal == whole.final.personal
         assert [record.ratios for record in other.rounds] == [record.ratios for record in whole.rounds]
         assert [record.loss for record in other.rounds] == [record.loss for record in whole.rounds]
+
+    largest_step: ClassVar[float] = 3.0
+    """Farthest move of the global model in a round, in changes of the client that moves most. Server optimizers raise it."""
+
+    def test_equal_changes_move_the_model_by_about_one_of_them(self, make: Callable[[], Method]) -> None:
+        first = tiny_clients(1)[0]
+        clients = [dataclasses.replace(first, id=id) for id in range(8)]
+        round = _Round(make(), clients=clients, config=dataclasses.replace(tiny_config(), cohort=8, capability_levels=None))
+        before = {name: round.ctx.state[name].clone() for name in round.ctx.parameters}
+        round.finish()
+        moved = max(float((round.server.state.model[name] - one).norm()) for name, one in before.items())
+        most = max(float(one.delta[name].norm()) for one in round.updates for name in before)
+        assert moved <= self.largest_step * most, "the model moves further than any client did: is it a sum of changes?"
+
+    def test_states_are_read_only_and_training_reads_no_test_data(self, make: Callable[[], Method]) -> None:
+        poisoned = []
+        for client in tiny_clients():
+            test = _Poisoned(client.data.test.inputs, client.data.test.targets)
+            poisoned.append(dataclasses.replace(client, data=ClientData(client.data.train, client.data.val, test)))
+        for deploy in get_args(Deploy):
+            round = _Round(make(), clients=poisoned, config=dataclasses.replace(tiny_config(), deploy=deploy))
+            state = {**round.ctx.state}
+            before = {name: (tensor._version, tensor.clone()) for name, tensor in state.items()}
+            round.finish()
+            for name, tensor in state.items():
+                assert tensor._version == before[name][0], f"{name!r} of server.state or task.state was changed in place"
+
+    def test_other_networks(self, make: Callable[[], Method]) -> None:
+        for network in ("plain", "group norm", "tied", "adapters"):
+            problem = Problem(model=partial(OtherNet, network), example_inputs=(torch.zeros(2, 6),))
+            try:
+                RunSpec.build(make(), problem, tiny_config())
+            except SparsekitError:
+                continue  # it says that it cannot use this network
+            result = run(make(), problem, tiny_clients(), tiny_config(rounds=2))
+            assert all(not record.dropped for record in result.rounds)
+
+    def test_a_client_that_fails_or_lies_costs_its_own_update_alone(self, make: Callable[[], Method]) -> None:
+        for what in ("fails", "no metrics", "no tensors", "extreme metrics"):
+            self._survives(make(), what)
+
+    def _survives(self, method: Method, what: str) -> None:
+        def spoilt(reply: Reply) -> Reply:
+            if what == "fails" or reply.update is None:
+                return Reply(client_id=reply.client_id, error="planted", traceback="planted")
+            extreme = dict.fromkeys(reply.update.metrics, 1e30)
+            lies: dict[str, Any] = {
+                "no metrics": {"metrics": {}},
+                "no tensors": {"extra": {}},
+                "extreme metrics": {"metrics": extreme},
+            }
+            return dataclasses.replace(reply, update=dataclasses.replace(reply.update, **lies[what]))
+
+        config = dataclasses.replace(tiny_config(), min_replies=1)
+        server = None
+        for _ in range(3):
+            round = _Round(method, config=config, server=server)
+            round.finish(spoilt)
+            server = round.server
+        assert server is not None
+        assert all(bool(torch.isfinite(one).all()) for one in server.state.model.values() if one.is_floating_point())
+
+    def test_a_round_among_a_thousand_clients_reads_and_writes_the_memories_of_its_own(
+        self, make: Callable[[], Method]
+    ) -> None:
+        split = tiny_clients(1)[0].data
+        round = _Round(make(), clients=[Client(id=id, data=split) for id in range(1000)])
+        round.finish()
+        touched = set(round.ctx.client) - {request.client_id for request in round.requests}
+        assert not touched, "server.client[id] is for clients of the round alone"
+
+
+class _Round:
+    """One round of a method, step by step, in this process."""
+
+    def __init__(
+        self, method: Method, *, clients: Sequence[Client] = (), config: RunConfig | None = None, server: Server | None = None
+    ) -> None:
+        spec = RunSpec.build(method, tiny_problem(), config or tiny_config()) if server is None else server.spec
+        self.server = server or Server(spec, by_id(clients or tiny_clients()))
+        self.ctx = self.server.context(self.server.state.round + 1)
+        self.requests = self.server.requests(self.ctx)
+        self.updates: list[Update] = []
+
+    def finish(self, spoilt: Callable[[Reply], Reply] = lambda reply: reply) -> None:
+        """Train the clients and aggregate; the reply of the first one is `spoilt`, and may be refused."""
+        spec, replies = self.server.spec, []
+        with tempfile.TemporaryDirectory() as folder:
+            memories = Memories(Path(folder), durable=False)
+            for place, request in enumerate(self.requests):
+                reply = answer(
+                    spec, self.server.clients[request.client_id], dataclasses.replace(request, memory_round=None), memories
+                )
+                assert not reply.error, reply.error
+                replies.append(self.server.priced(request, reply if place else spoilt(reply)))
+        for request, reply in zip(self.requests, replies, strict=True):
+            try:
+                self.updates.append(self.server.validate(self.ctx, request, reply))
+            except (ClientError, UpdateError):
+                assert reply is replies[0]
+        self.server.aggregate(self.ctx, self.updates, replies)
+
+
+class _Poisoned(TensorData):
+    """Test data that nobody may read."""
+
+    def batch(self, positions: Any = None) -> Any:
+        raise AssertionError("training reads test data")
+
+    def labels(self) -> Tensor:
+        raise AssertionError("training reads test data")
+
+
+class OtherNet(nn.Module):
+    """Six inputs, two hidden layers, three classes; `kind` says what is particular."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.outer, self.out = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.norm = nn.GroupNorm(2, 8) if kind == "group norm" else nn.Identity()
+        if kind == "tied":
+            self.again = self.outer
+        if kind == "adapters":
+            self.down, self.up = nn.Linear(6, 4, bias=False), nn.Linear(4, 8, bias=False)
+            self.inner.requires_grad_(False)
+        self.kind = kind
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.inner(inputs) + (self.up(self.down(inputs)) if self.kind == "adapters" else 0.0)
+        hidden = torch.relu(self.norm(hidden))
+        hidden = torch.relu(self.outer(hidden))
+        logits: Tensor = self.out(torch.relu(self.again(hidden)) if self.kind == "tied" else hidden)
+        return logits
 
 
 def _tiny_run(method: Method, **options: Any) -> RunResult:

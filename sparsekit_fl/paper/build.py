@@ -85,6 +85,8 @@ def build_task(
     source = data
     if problem is None:
         problem, source = _problem_for(source, name)
+    elif source.kind == "image" and source.train.inputs[0].dtype == torch.uint8 and source.train.transform is None:
+        source = source.with_transform(_transform(source, tuple(problem.example_inputs[0].shape[1:])))
     kind = partition or preset.partition or ("natural" if source.owners is not None else "pathological")
     keywords: dict[str, Any] = dict(preset.options) if kind == preset.partition else {}
     deal, own = partitions.find(kind), ("clients", "rng")  # given here
@@ -115,8 +117,7 @@ def _problem_for(source: DataSource, name: str) -> tuple[Problem, DataSource]:
     spec = found if isinstance(found, ModelSpec) else ModelSpec(name=name, build=found)
     shape = spec.input_shape(source.kind, tuple(source.shape))
     if source.kind == "image":
-        channels, height, width = shape
-        source = source.with_transform(ImageTransform(channels, (height, width), source.mean, source.std))
+        source = source.with_transform(_transform(source, tuple(shape)))
     problem = Problem(
         model=Network(spec, source.kind, shape, source.classes),
         example_inputs=tuple(torch.zeros_like(one) for one in source.train.batch(slice(1))[0]),
@@ -124,6 +125,18 @@ def _problem_for(source: DataSource, name: str) -> tuple[Problem, DataSource]:
         channels_last=spec.channels_last,
     )
     return problem, source
+
+
+def _transform(source: DataSource, shape: tuple[int, ...]) -> ImageTransform:
+    """Return what normalizes images of a source, for a model that takes inputs of a shape."""
+    if len(shape) != 3 or not source.mean or not source.std:
+        raise InvalidValueError(
+            f"images of {source.name!r} are uint8, and cannot be normalized for inputs of shape {shape}; give the"
+            ' DataSource mean and std, and the Problem example_inputs (batch, channels, height, width), or kind="other"'
+            " and a transform of your own"
+        )
+    channels, height, width = shape
+    return ImageTransform(channels, (height, width), source.mean, source.std)
 
 
 def _load(

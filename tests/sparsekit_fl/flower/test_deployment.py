@@ -147,6 +147,9 @@ def test_devices_come_and_go_and_a_stopped_run_resumes_with_three_and_with_five(
 
         def stop(id):
             subprocess.run(["flwr", "stop", id, "local"], env=env, check=True)
+            until(failed.exists, "the server has stopped")
+            assert json.loads(failed.read_text())["kind"] == "RunInterrupted"
+            failed.unlink()
 
         link = start("flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(port))
         await_port(port, link, log)

@@ -152,3 +152,23 @@ def test_presets_give_the_client_sizes_of_table_one(data_dir, name, train, val, 
         again = fl.build_problem(preset_for(preset=name), data_dir=data_dir)[1]
         assert all(torch.equal(a.data.train.index, b.data.train.index) for a, b in zip(clients, again, strict=True))
     assert clients[0].data.val.materialise().inputs[0].isfinite().all()
+
+
+def test_images_are_normalized_for_a_problem_of_ones_own_or_refused(own):
+    images, labels = torch.randint(256, (40, 3, 8, 8), dtype=torch.uint8), torch.arange(40) % 4
+
+    def load(*, mean=(0.5, 0.5, 0.5), shape=(1, 3, 8, 8)):
+        problem = fl.Problem(model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 4)), example_inputs=(torch.zeros(shape),))
+        data = fl.TensorData((images,), labels)
+        source = fl.DataSource(name="mine", kind="image", classes=4, train=data, test=data, mean=mean, std=(0.25,) * 3)
+        return problem, source
+
+    own.load = load
+    _, clients = fl.build_problem(preset_for(dataset="own_things:load"), clients=2, partition="dirichlet")
+    found, rows = clients[0].data.train.batch([0])[0][0], clients[0].data.train.index
+    assert torch.allclose(found[0], (images[rows[0]] / 255 - 0.5) / 0.25)
+    own.load = lambda: load(shape=(1, 192))
+    with pytest.raises(
+        InvalidValueError, match=r"images of 'mine' are uint8, and cannot be normalized for inputs of shape \(192,\)"
+    ):
+        fl.build_problem(preset_for(dataset="own_things:load"), clients=2, partition="dirichlet")
