@@ -5,7 +5,6 @@ that `fault_planted` writes, and for lines of the log.
 """
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -17,13 +16,11 @@ import pytest
 pytest.importorskip("flwr", reason="flwr is not installed; pip install '.[flower]'")
 
 from fault_planted import Planted, environment, until
-from personal import Present
 
 from sparsekit_fl.cli.flower_app import DEFAULTS, await_port, free_port, parsed, programs, write_app
 from sparsekit_fl.cli.run import Experiment
 from sparsekit_fl.results import load_result
 from sparsekit_fl.rounds import run
-from sparsekit_fl.stored import client_ids
 from sparsekit_fl.testing import tiny_clients, tiny_problem
 
 RUN = "fault_planted:Planted dataset=sparsekit_fl.testing:tiny_data seed=3 rounds=4 cohort=6 eval_every=4 min_replies=1"
@@ -99,96 +96,4 @@ def test_a_supernode_that_was_killed_is_missed_and_comes_back_and_the_model_has_
     _, given = parsed(config)
     config = replace(Experiment.of(given, ids=()).config, cohort=6)
     calm = run(Planted(), tiny_problem(), tiny_clients(6), config)
-    assert result.final.state_sha256 == calm.final.state_sha256
-
-
-@pytest.mark.slow
-@pytest.mark.flower
-@pytest.mark.same_bits
-def test_devices_come_and_go_and_a_stopped_run_resumes_with_three_and_with_five(tmp_path, monkeypatch):
-    app, events, out, log, port = tmp_path / "app", tmp_path / "events", tmp_path / "run", tmp_path / "log", free_port()
-    run_options, failed = RUN.replace("rounds=4", "rounds=14") + f" out={out}", tmp_path / "error.json"
-    write_app(app, {"run": run_options, "nodes": 4, "error-file": str(failed)}, port=port)
-    env = {**environment(events), "FLWR_HOME": str(app / "flwr-home"), "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1"}
-    clients, processes = {"a": "0-1", "b": "2", "c": "3", "d": "4", "e": "5"}, {}
-
-    with contextlib.ExitStack() as stack:
-        start = stack.enter_context(programs(log, env))
-        stack.callback(lambda: sys.stderr.write(log.read_text(errors="replace")[-8000:]))
-
-        def known():
-            return log.read_text(errors="replace").count("SuperNode ID: ")
-
-        def come(*names):
-            before = known()
-            for name in names:
-                config = f'clients="{clients[name]}" state-dir="{tmp_path / name}"'
-                where = ("--superlink", f"127.0.0.1:{port}", "--port", str(free_port()), "--node-config", config)
-                processes[name] = start("flower-supernode", "--insecure", *where)
-            until(lambda: known() == before + len(names), f"{names} are known")
-
-        def submit(**more):
-            config = " ".join(f"{name}={json.dumps(value)}" for name, value in more.items())
-            words = ("flwr", "run", str(app), "local", "--format", "json", *(("--run-config", config) if more else ()))
-            told = subprocess.run(words, env=env, check=True, capture_output=True, text=True).stdout
-            return str(json.loads(told)["run-id"])
-
-        def rounds():
-            path = out / "rounds.jsonl"
-            return (
-                [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line[-1] == "\n"]
-                if path.exists()
-                else []
-            )
-
-        def after(what, condition):
-            until(lambda: failed.exists() or any(map(condition, rounds())), what, seconds=1200.0)
-            assert not failed.exists(), failed.read_text()
-
-        def stop(id):
-            subprocess.run(["flwr", "stop", id, "local"], env=env, check=True)
-            until(failed.exists, "the server has stopped")
-            assert json.loads(failed.read_text())["kind"] == "RunInterrupted"
-            failed.unlink()
-
-        link = start("flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(port))
-        await_port(port, link, log)
-        come("a", "b", "c", "d")
-        first = submit()
-        after("a round", lambda one: one["round"] == 1)
-        os.killpg(processes["d"].pid, signal.SIGKILL)
-        after("without d", lambda one: one["went"] == "4")
-        come("e")
-        after("with e", lambda one: one["came"] == "5")
-        stop(first)
-        processes["c"].terminate()
-        processes["c"].wait()
-        second = submit(resume=True, nodes=3)
-        after("without c", lambda one: one["went"] == "3")
-        stop(second)
-        come("c", "d")
-        submit(resume=True, nodes=5)
-        until(lambda: (out / "result.json").exists() or failed.exists(), "the result", seconds=1200.0)
-
-    result = load_result(out)
-    for record in result.rounds:
-        sys.stdout.write(
-            f"round {record.round} of {record.cohort}: came {record.came!r}, went {record.went!r}, back {record.back!r},"
-            f" dropped {record.dropped}\n"
-        )
-    changes = [(one.came, one.went, one.back) for one in result.rounds if one.came or one.went or one.back]
-    assert changes == [("0-4", "", ""), ("", "4", ""), ("5", "", ""), ("", "3", ""), ("", "", "3-4")]
-    assert len(result.final.per_client) == 6
-
-    # The same comings and goings in this process give the same bits: what a device did before it went is not lost.
-    monkeypatch.setenv("SPARSEKIT_FAULTS", str(events))
-    there, rosters = set(), []
-    for record in result.rounds:
-        came = ",".join(filter(None, (record.came, record.back)))
-        there = (there | set(client_ids(came) if came else ())) - set(client_ids(record.went) if record.went else ())
-        rosters.append(sorted(there))
-        for id, _ in record.dropped:
-            (events / f"raise-{id}-{record.round}").touch()
-    config = Experiment.of(parsed({**DEFAULTS, "run": run_options})[1], ids=()).config
-    calm = run(Planted(), tiny_problem(), tiny_clients(6), config, engine=Present(*rosters))
     assert result.final.state_sha256 == calm.final.state_sha256
