@@ -61,7 +61,8 @@ class Scaffold(fl.Method):
         result = fl.sgd(client, task, adjusts=corrections, batches=batches)
         means = {name: total.cpu() / batches.steps for name, total in sums.items()}
         client.memory.update(means)
-        return replace(result, extra={name: mean - own[name] for name, mean in means.items()})
+        # Of parameters that are tied, one name has the leaf; c and cᵢ of the others remain zero.
+        return replace(result, extra={name: means.get(name, before) - before for name, before in own.items()})
 
     def aggregate(self, server: fl.ServerContext, updates: Sequence[fl.Update]):
         """Return the mean with equal weights; c moves by the mean change of cᵢ, times the share of clients that took part."""
