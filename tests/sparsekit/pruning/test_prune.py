@@ -104,7 +104,7 @@ def test_a_plan_is_that_of_the_cut_that_prune_makes(more: dict[str, Any]) -> Non
     assert repr(plan) == f"PrunePlan(Sequential: {sum(plan.widths.values())} of 72 units; {how})"
     names = inspect.signature(sk.prune).parameters
     assert list(inspect.signature(sk.plan).parameters) == [
-        name for name in names if name not in ("metric", "schedule", "finetune")
+        name for name in names if name not in ("choose_by", "metric", "schedule", "finetune")
     ]
 
 
