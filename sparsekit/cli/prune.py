@@ -78,7 +78,8 @@ def _prune(
         list[str],
         _what(
             help="METRIC=VALUE with flops, params, bytes or latency_ms, e.g. flops=50% (of the dense model) or"
-            " bytes=2e6. Separate several by commas, or repeat the option."
+            " bytes=2e6. Separate several by commas, or repeat the option. latency_ms is eager unless runtime=onnx, compile or"
+            " export follows it."
         ),
     ],
     criterion: Annotated[
@@ -98,6 +99,14 @@ def _prune(
     exclude: Annotated[
         list[str] | None,
         _where(help="Do not prune this layer (name or regular expression) or kind of unit, such as channel. Repeatable."),
+    ] = None,
+    depth: Annotated[
+        str | None,
+        _where(
+            metavar="N",
+            help="Remove this number of residual blocks whole before units; or try a range, as in 0-6, and take the best with"
+            " data. `sparsekit units` lists the blocks. Default: 0.",
+        ),
     ] = None,
     multiple_of: Annotated[
         int | None,
@@ -193,6 +202,7 @@ def _prune(
             "criterion": criterion if criterion is None or dataset is not None else _without_data(criterion),
             "allocation": allocation,
             "exclude": exclude or (),
+            "depth": None if depth is None else _read_depth(depth),
             "multiple_of": multiple_of,
             "prune_hidden_size": prune_hidden_size,
             "generator": torch_generator(np.random.default_rng(seed)),
@@ -234,6 +244,14 @@ def _read_runtimes(text: str) -> tuple[str, ...]:
     return found
 
 
+def _read_depth(text: str) -> int | tuple[int, int]:
+    """Read `4`, or `0-6`."""
+    numbers = [part.strip() for part in text.split("-")]
+    if not 1 <= len(numbers) <= 2 or not all(part.isdecimal() for part in numbers):
+        raise InvalidValueError(f"--depth must be a number of blocks or a range, as in 4 or 0-6, got {text!r}")
+    return int(numbers[0]) if len(numbers) == 1 else (int(numbers[0]), int(numbers[1]))
+
+
 def _without_data(criterion: str) -> Criterion:
     from sparsekit.criteria import as_criterion
     from sparsekit.criteria.batches import DataDriven
@@ -247,7 +265,7 @@ def _without_data(criterion: str) -> Criterion:
 def _print(report: PruneReport, how: str) -> None:
     typer.echo(f"{report.model}: criterion {report.criterion}, allocation {report.allocation}{how}")
     tables = report.tables()
-    for title in ("Costs", "Candidates", "Groups", "Time", "Measured"):
+    for title in ("Costs", "Candidates", "Blocks", "Groups", "Time", "Measured"):
         head, rows = tables.get(title, ((), ()))
         if rows:
             print_table(head, rows)
@@ -305,7 +323,8 @@ prune = command_app(
     examples=(
         "sparsekit prune vgg11 --budget flops=50% --dry-run",
         "sparsekit prune nets.py:make --init dense.pt --dataset nets.py:load --budget flops=50%,bytes=2e6 --out small",
-        "sparsekit prune nets.py:make --init dense.pt --dataset nets.py:load --budget latency_ms=4 --out fast --onnx",
+        "sparsekit prune nets.py:make --init dense.pt --dataset nets.py:load --budget latency_ms=4,runtime=onnx --out fast"
+        " --onnx",
         "sparsekit prune cnn --dataset mnist --data-dir data --criterion taylor --budget flops=25% --schedule cubic=3"
         " --epochs 2 --distill 0.5 --out small",
     ),

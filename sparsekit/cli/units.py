@@ -35,13 +35,14 @@ def _units(
     of torchvision, timm and transformers have their names there: resnet50, vit_small_patch16_224, bert.
     """
     from sparsekit.measure.cost import cost_model
+    from sparsekit.tracing.removable import with_blocks
     from sparsekit.tracing.trace import UnprunableWarning, trace_units
 
     module, inputs = load_with_inputs(model, init=init, shapes=example_shape or (), device=device)
     with warnings.catch_warnings():
         # The same facts are in the table.
         warnings.simplefilter("ignore", UnprunableWarning)
-        graph = trace_units(module, inputs, prune_hidden_size=prune_hidden_size)
+        graph = with_blocks(module, inputs, trace_units(module, inputs, prune_hidden_size=prune_hidden_size))
     report = _describe(model, graph, cost_model(module, inputs, graph))
     if as_json:
         print_json(report)
@@ -50,15 +51,18 @@ def _units(
 
 
 def _describe(name: str, graph: UnitGraph, costs: CostModel) -> dict[str, Any]:
+    from sparsekit.pruning.depth import block_costs
     from sparsekit.pruning.report import describe
 
-    dense = costs.dense_costs()
+    dense, entries = costs.dense_costs(), costs.entry_costs({name: group.size for name, group in graph.groups.items()})
+    blocks = {name: block_costs(entries, block.keys) for name, block in graph.blocks.items()}
     least = costs.costs(dict.fromkeys(graph.groups, 1))
     groups = [
         {
             "name": one.name,
             "kind": one.kind,
             "size": one.before,
+            "together": one.together,
             "flops": one.flops_before,
             "flops_share": one.flops_before / max(1.0, dense["flops"]),
             "parameters": int(one.params_before),
@@ -74,6 +78,15 @@ def _describe(name: str, graph: UnitGraph, costs: CostModel) -> dict[str, Any]:
         "prunable_parameters": 1.0 - least["params"] / max(1.0, dense["params"]),
         "prunable_flops": 1.0 - least["flops"] / max(1.0, dense["flops"]),
         "groups": groups,
+        "blocks": [
+            {
+                "name": name,
+                "flops": cost["flops"],
+                "flops_share": cost["flops"] / max(1.0, dense["flops"]),
+                "parameters": int(cost["params"]),
+            }
+            for name, cost in blocks.items()
+        ],
         "unprunable": [asdict(item) for item in graph.unprunable],
     }
 
@@ -88,23 +101,31 @@ def _print(report: dict[str, Any], unprunable: list[tuple[str, str, str]]) -> No
         f"With one unit left in each group, {report['prunable_flops']:.1%} of the FLOPs and {report['prunable_parameters']:.1%}"
         " of the parameters are gone."
     )
-    alike: dict[tuple[object, ...], list[dict[str, Any]]] = {}
+    alike: dict[tuple[str, str, int, int], list[dict[str, Any]]] = {}
     for group in groups:
-        alike.setdefault((pattern_of(group["name"]), group["kind"], group["size"]), []).append(group)
+        alike.setdefault((pattern_of(group["name"]), group["kind"], group["size"], group["together"]), []).append(group)
     rows = [
         [
             folded([group["name"] for group in some]),
-            f"{f'{len(some)} × ' if len(some) > 1 else ''}{size} {kind}{'' if size == 1 else 's'}",
+            f"{f'{len(some)} × ' if len(some) > 1 else ''}{size} {kind}{'' if size == 1 else 's'}"
+            f"{f', {together} at once' if together > 1 else ''}",
             format_cost("flops", sum(group["flops"] for group in some)),
             f"{sum(group['flops_share'] for group in some):.1%}",
             f"{sum(group['parameters'] for group in some):,}",
             folded([module for group in some for module in group["coupled"]]).replace(", ", "\n") or "–",
         ]
-        for (_, kind, size), some in alike.items()
+        for (_, kind, size, together), some in alike.items()
     ]
     coupled = "coupled layers"
     print_table(("group", "units", "FLOPs of affected layers", "share", "parameters", coupled), rows, texts=[coupled])
     print_wrapped("A layer between two groups counts for both, so shares may add up to more than 100 %.")
+    if report["blocks"]:
+        typer.echo("\nBlocks that can be removed whole (--depth):")
+        shown = [
+            (each["name"], format_cost("flops", each["flops"]), f"{each['flops_share']:.1%}", f"{each['parameters']:,}")
+            for each in report["blocks"]
+        ]
+        print_table(("block", "FLOPs", "share", "parameters"), shown)
     if unprunable:
         typer.echo("\nCannot be pruned:")
         print_table(("module", "size", "reason"), unprunable, texts=["reason"])

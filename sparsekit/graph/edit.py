@@ -80,6 +80,7 @@ def compact_graph(graph: UnitGraph, mask: UnitMask) -> UnitGraph:
         ForeignMaskError: the mask belongs to another graph.
     """
     mask.check(graph)
+    graph, mask = mask.shortened(graph)
     kept, numbers, shapes = graph.kept_indices(mask), graph.numbers(mask.counts()), dict(graph.shapes)
     constants = graph.kept_constants(mask)
     shapes |= {name: constant.shape for name, constant in graph.constants.items()}
@@ -118,7 +119,8 @@ def compact_graph(graph: UnitGraph, mask: UnitMask) -> UnitGraph:
 
 def within(mask: UnitMask, later: UnitMask) -> UnitMask:
     """Return the units that two pruning steps keep: `later` is a mask of the model that `mask` leaves."""
-    return UnitMask({name: keep.masked_scatter(keep, later[name]) for name, keep in mask.items()})
+    found = {name: keep.masked_scatter(keep, later[name]) if name in later else keep for name, keep in mask.items()}
+    return UnitMask(found, removed=mask.removed | later.removed)
 
 
 def _checked(graph: UnitGraph, groups: Collection[str]) -> frozenset[str]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph.groups import (
+    Block,
     Constant,
     FreeLength,
     Leftover,
@@ -50,6 +51,8 @@ class UnitGraph:
         constants: Name → tensor outside the state that holds units, and is cut with them.
         free: Lengths in calls of `reshape` that a narrow model leaves to torch.
         leftovers: Attributes that a pass fills, and that are empty in a narrow model.
+        blocks: Name of a module → the residual branch that can be removed whole with it. Found by `prune` if it may remove
+            blocks, and by `sparsekit units`.
     """
 
     groups: Mapping[str, UnitGroup]
@@ -62,6 +65,7 @@ class UnitGraph:
     constants: Mapping[str, Constant] = field(default_factory=dict)
     free: tuple[FreeLength, ...] = ()
     leftovers: tuple[Leftover, ...] = ()
+    blocks: Mapping[str, Block] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         """Return a summary on one line: `print(graph.groups[name])` shows one group, `sparsekit units` all of them."""

@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from sparsekit.graph.held import Path, shown
 
-Kind = Literal["channel", "feature", "cell", "head", "expert"]
+Kind = Literal["channel", "feature", "cell", "head", "expert", "block"]
 Refusal = Literal["output", "expected", "average", "outside", "number", "inexact", "choice", "operator"]
 
 
@@ -202,6 +202,29 @@ class NormSite:
         for name, (positions, units) in self.units.items():
             stays[positions] = keep[name].cpu()[units]
         return stays
+
+
+Argument: TypeAlias = tuple[int, str]
+"""An argument of a call: its position, -1 if it is given by keyword alone, and its keyword, empty if it has none."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A module whose output is one of its arguments plus a branch, so that it can be replaced by that argument.
+
+    Args:
+        name: Qualified name of the module.
+        returned: The argument that the output is added to. If the module returns a tuple: for each element, the argument that
+            it equals without the branch, or None where it is None.
+        is_tuple: Whether the module returns a tuple.
+        keys: State-dict keys of the entries that are removed with it.
+    """
+
+    name: str
+    returned: tuple[Argument | None, ...]
+    is_tuple: bool
+    keys: tuple[str, ...]
+    kind: ClassVar[str] = "block"
 
 
 def group_order(groups: Iterable[UnitGroup]) -> dict[str, int]:

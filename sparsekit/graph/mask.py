@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from sparsekit.errors import ForeignMaskError, InvalidValueError
+from sparsekit.graph.blocks import without_blocks
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import narrow_shape
 
@@ -52,23 +53,46 @@ class _Mask(Mapping[str, Tensor]):
 
 
 class UnitMask(_Mask):
-    """Group name → bool (units,), True = kept. Immutable; compares by value."""
+    """Group name → bool (units,), True = kept, and the blocks that are removed. Immutable; compares by value."""
 
     _what = "the unit mask"
 
-    def __init__(self, entries: Mapping[str, Tensor]) -> None:
-        """Take the entries to the CPU, from whichever device they were made on: the tables of a graph are there."""
+    def __init__(self, entries: Mapping[str, Tensor], *, removed: Collection[str] = ()) -> None:
+        """Take the entries to the CPU, from whichever device they were made on: the tables of a graph are there.
+
+        `removed` names blocks of the graph. Entries of groups inside of them are ignored.
+        """
         meta = [name for name, keep in entries.items() if keep.is_meta]
         if meta:
             raise InvalidValueError(
                 f"{self._what} of {meta[0]!r} is on the meta device and has no values; make it from a model that has data"
             )
         super().__init__({name: keep.cpu() for name, keep in entries.items()})
+        if isinstance(removed, str):
+            raise InvalidValueError(f"removed must be a collection of names, got the string {removed!r}; pass [{removed!r}]")
+        self.removed = frozenset(removed)
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other) and isinstance(other, UnitMask) and self.removed == other.removed
+
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        blocks = f", without {', '.join(sorted(self.removed))}" if self.removed else ""
+        return f"{super().__repr__()[:-1]}{blocks})"
+
+    def shortened(self, graph: UnitGraph) -> tuple[UnitGraph, UnitMask]:
+        """Return the graph without the removed blocks, and the mask of its units; both as they are if none is removed."""
+        if not self.removed:
+            return graph, self
+        short = without_blocks(graph, self.removed)
+        return short, UnitMask({name: self[name] for name in short.groups})
 
     @staticmethod
-    def full(graph: UnitGraph) -> UnitMask:
-        """Return the mask that keeps every unit."""
-        return UnitMask({name: torch.ones(group.size, dtype=torch.bool) for name, group in graph.groups.items()})
+    def full(graph: UnitGraph, *, removed: Collection[str] = ()) -> UnitMask:
+        """Return the mask that keeps every unit, apart from removed blocks."""
+        whole = {name: torch.ones(group.size, dtype=torch.bool) for name, group in graph.groups.items()}
+        return UnitMask(whole, removed=removed)
 
     def check(self, graph: UnitGraph) -> None:
         """Raise unless the mask belongs to `graph` and keeps enough units of each group.
@@ -86,6 +110,10 @@ class UnitMask(_Mask):
                 f"the mask does not belong to this graph (differing groups and sizes: {strange});"
                 " make it with make_mask(criterion, graph, ratio, context) or UnitMask.full(graph)"
             )
+        if self.removed:
+            graph, left = self.shortened(graph)
+            left.check(graph)
+            return
         for name, kept in self.counts().items():
             if kept < (least := graph.groups[name].least):
                 number = "one" if least == 1 else least
@@ -95,12 +123,10 @@ class UnitMask(_Mask):
     def density(self, graph: UnitGraph) -> float:
         """Return the share of entries of the model's state that are kept, in (0, 1], tied tensors once."""
         self.check(graph)
-        indices = graph.kept_indices(self)
-        kept = total = 0
-        for name, shape in graph.tensors.items():
-            kept += math.prod(narrow_shape(shape, indices.get(name, {})))
-            total += math.prod(shape)
-        return kept / total
+        total = sum(map(math.prod, graph.tensors.values()))
+        graph, left = self.shortened(graph)
+        indices = graph.kept_indices(left)
+        return sum(math.prod(narrow_shape(shape, indices.get(name, {}))) for name, shape in graph.tensors.items()) / total
 
 
 class WeightMask(_Mask):

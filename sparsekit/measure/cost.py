@@ -23,6 +23,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.measure.flops import UncountedFlopsWarning, entry_keys, record_pass, told_failure
 from sparsekit.measure.shrinkage import CostTracker, Extents, Lengths, Prices, Volumes, measure_shrinkage
+from sparsekit.surgery.blocks import remove_blocks
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.blocks import is_large, is_meta
 from sparsekit.tracing.inputs import ModelInputs, find_tensors, map_tensors
@@ -111,6 +112,11 @@ class CostModel:
         return sizes
 
     def _counts(self, mask: UnitMask | None) -> dict[str, int]:
+        if mask is not None and mask.removed:
+            raise InvalidValueError(
+                f"the costs of a model without {', '.join(sorted(mask.removed))} do not follow from widths;"
+                " count_cost(model, x, graph=graph, mask=mask) counts them"
+            )
         return {name: group.size for name, group in self.graph.groups.items()} if mask is None else mask.counts()
 
     def forward_flops(self, mask: UnitMask | None = None) -> int:
@@ -249,6 +255,9 @@ def count_cost(
         if graph is None:
             raise InvalidValueError("count_cost needs graph= to read a mask; pass the graph that the mask was made with")
         mask.check(graph)
+        if isinstance(mask, UnitMask) and mask.removed:
+            model = remove_blocks(model, [graph.blocks[name] for name in mask.removed])
+            graph, mask = mask.shortened(graph)
     return cost_model(model, example_inputs, graph).cost(mask)
 
 

@@ -4,7 +4,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -67,11 +67,15 @@ class Calibration:
             warnings.warn(order, stacklevel=level_of_user())
             found = _mixed(found)
         fit, judge = _held_out(found)
+        return cls(fit, (), loss, None).of(model, judge)
+
+    def of(self, model: nn.Module, judge: Sequence[Batch]) -> "Calibration":
+        """Return the same with other examples that judge; `model` is the dense one."""
         wanted = None
-        if loss is None and not has_loss(model, found[0]):
+        if self.loss is None and not has_loss(model, self.fit[0]):
             with scoring(model), torch.no_grad():
                 wanted = [Distillation.outputs(run_model(model, batch)[0]).clone() for batch in judge]
-        return cls(fit, judge, loss, wanted)
+        return replace(self, judge=judge, wanted=wanted)
 
     def notes(self, criterion: str, allocation: str) -> list[str]:
         """Return remarks on a comparison that rests on few examples; the first candidate has this criterion and allocation."""

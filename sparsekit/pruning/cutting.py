@@ -39,6 +39,8 @@ _CLOSE = 0.95
 _INSIDE = 0.1
 """Part of the bracket at both ends that is never tried."""
 _STARVED = 0.15
+LEFT_OUT = "left_out"
+"""Key among the measurements of a step: the repairs that did harm and were undone."""
 
 
 class StarvedGroupsWarning(UserWarning):
@@ -150,7 +152,7 @@ class Stage:
             statistics and not renewed
         )
         if undone:
-            found["left_out"] = f"{' and '.join(undone)}, since the loss on held-out examples is lower without"
+            found[LEFT_OUT] = " and ".join(undone)
         return best, found
 
     def _score(self, candidate: Candidate) -> Scored:

@@ -24,12 +24,13 @@ from sparsekit.measure import Budget, cost_model
 from sparsekit.measure.timing import device_of, evaluated, measured, median_ms, prepare
 from sparsekit.progress import working
 from sparsekit.pruning.calibration import Calibration
-from sparsekit.pruning.cutting import Decision, Stage
+from sparsekit.pruning.cutting import LEFT_OUT, Decision, Stage
+from sparsekit.pruning.depth import try_depths, whole_mask
 from sparsekit.pruning.finetune import Metric, score_of
 from sparsekit.pruning.reconstruction import Reconstruct
 from sparsekit.pruning.report import PruneReport, describe, notes_on
 from sparsekit.pruning.result import Pruned, PrunePlan
-from sparsekit.pruning.selection import Ratios, Selector, read_limits, read_ratios
+from sparsekit.pruning.selection import Ratios, Selector, free_blocks, read_limits, read_ratios
 from sparsekit.pruning.settings import (
     Allocations,
     Criteria,
@@ -38,11 +39,13 @@ from sparsekit.pruning.settings import (
     check_model,
     data_notes,
     make_candidates,
+    read_depth,
     refuse_contradictions,
     refuse_unreachable,
 )
 from sparsekit.registry import calling
 from sparsekit.rng import torch_generator
+from sparsekit.tracing.removable import with_blocks
 from sparsekit.tracing.trace import RunsOnExamples, trace_units
 
 AfterCut: TypeAlias = Callable[[nn.Module, int], object]
@@ -72,6 +75,7 @@ def prune(
     prune_hidden_size: bool = False,
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
     generator: torch.Generator | None = None,
+    depth: int | tuple[int, int] | None = None,
     progress: bool | None = None,
 ) -> Pruned:
     """Prune a trained model to a budget, and return a smaller, plain module.
@@ -143,6 +147,10 @@ def prune(
         prune_hidden_size: Also prune units that a layer norm averages over, as in `trace_units`.
         rules: Rules for layer types of your own, as in `trace_units`.
         generator: Source of randomness for criteria that draw. None always draws the same numbers.
+        depth: How many residual blocks, such as those of a ResNet or the layers of a language model, are removed whole before
+            units: a number, or the smallest and the largest number to try; needs `batches`. Blocks are ordered by the loss on
+            the batches. Widths then take the rest of the budget, and the number of blocks whose finished cut has the lowest
+            loss on the held-out examples wins. None removes no block.
         progress: Whether to draw progress on stderr. None draws if that is a terminal.
 
     Returns:
@@ -173,7 +181,8 @@ def prune(
     settings = _read(
         model, example_inputs, budget=budget, ratio=ratio, batches=batches, loss=loss, reconstruct=reconstruct,
         criterion=criterion, allocation=allocation, exclude=exclude, limits=limits, multiple_of=multiple_of, schedule=schedule,
-        graph=graph, prune_hidden_size=prune_hidden_size, rules=rules, generator=generator, progress=progress,
+        graph=graph, prune_hidden_size=prune_hidden_size, rules=rules, generator=generator, depth=depth,
+        progress=progress,
     )  # fmt: skip
     with torch.inference_mode(mode=False):
         chosen_by = replace(settings, score=score if choose_by == "metric" else None)
@@ -198,6 +207,7 @@ def plan(
     prune_hidden_size: bool = False,
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
     generator: torch.Generator | None = None,
+    depth: int | tuple[int, int] | None = None,
     progress: bool | None = None,
 ) -> PrunePlan:
     """Decide which units stay, as `prune` does, and leave it to you to cut.
@@ -219,14 +229,21 @@ def plan(
     settings = _read(
         model, example_inputs, budget=budget, ratio=ratio, batches=batches, loss=loss, reconstruct=reconstruct,
         criterion=criterion, allocation=allocation, exclude=exclude, limits=limits, multiple_of=multiple_of, schedule=None,
-        graph=graph, prune_hidden_size=prune_hidden_size, rules=rules, generator=generator, progress=progress,
+        graph=graph, prune_hidden_size=prune_hidden_size, rules=rules, generator=generator, depth=depth,
+        progress=progress,
     )  # fmt: skip
     with torch.inference_mode(mode=False):
-        stage = Stage(settings, settings.dense, settings.graph, settings.budget, UnitMask.full(settings.graph))
-        decision = stage.decide(settings.candidates)
+        known = try_depths(settings)
+        own = settings if known is None else known.settings
+        if known is None:
+            decision = Stage(own, own.dense, own.graph, own.budget, UnitMask.full(own.graph)).decide(own.candidates)
+        else:
+            decision = known.decision
         mask = decision.cut.mask
-        report = _report(settings, decision, mask, decision.cut.latency_ms, [settings.costs.costs(mask.counts())], {})
-        return PrunePlan(mask=mask, graph=settings.graph, report=report, scores=decision.scores)
+        report = _report(settings, own, decision, mask, decision.cut.latency_ms, [own.costs.costs(mask.counts())], {})
+        return PrunePlan(
+            mask=whole_mask(settings, mask, own.removed), graph=settings.graph, report=report, scores=decision.scores
+        )
 
 
 def _read(
@@ -235,7 +252,8 @@ def _read(
     criterion: Criteria | None, allocation: Allocations | None, exclude: Iterable[Selector],
     limits: Mapping[Selector, tuple[float, float]] | None, multiple_of: int | Mapping[str, int] | PreferredMultiple | None,
     schedule: Schedule | str | None, graph: UnitGraph | None, prune_hidden_size: bool,
-    rules: Mapping[type[nn.Module], LayerRule] | None, generator: torch.Generator | None, progress: bool | None,
+    rules: Mapping[type[nn.Module], LayerRule] | None, generator: torch.Generator | None,
+    depth: int | tuple[int, int] | None, progress: bool | None,
 ) -> Settings:  # fmt: skip
     """Check the arguments of `prune`, trace the model and read the batches."""
     call = check_model(model, example_inputs)
@@ -261,6 +279,14 @@ def _read(
         if graph is None:
             with working("Tracing and verifying units", show=progress):
                 graph = trace_units(model, example_inputs, rules=rules, prune_hidden_size=prune_hidden_size)
+        numbers = read_depth(depth, batches)
+        if numbers[1]:
+            graph = with_blocks(model, example_inputs, graph)
+        blocks = free_blocks(model, graph, exclude, limits or {}) if numbers[1] else ()
+        if numbers[0] > len(blocks):
+            raise InvalidValueError(
+                f"depth={depth!r} removes {numbers[0]} blocks, and {len(blocks)} can be removed; `sparsekit units` lists them"
+            )
         shares = read_limits(model, graph, exclude, limits or {})
         if ratio is not None:
             allocation = partial(by_ratio, ratios=read_ratios(model, graph, ratio))
@@ -273,12 +299,12 @@ def _read(
             with torch.no_grad(), evaluated(model):
                 dense_pass = prepare(model, wanted.runtime, call.args, call.kwargs)
                 dense_costs["latency_ms"] = median_ms(dense_pass, device_of(model, call.args, call.kwargs))
-        notes = data_notes(model, candidates, calibration)
+        notes = [*data_notes(model, candidates, calibration), *([] if costs.note is None else [costs.note])]
         return Settings(
             dense=model, call=call, graph=graph, costs=costs, dense_costs=dense_costs, limits=shares, budget=wanted,
             schedule=schedule, multiple_of=multiples, candidates=candidates, calibration=calibration, reconstruct=reconstruct,
             rules=rules, generator=generator if generator is not None else torch_generator(np.random.default_rng(0)),
-            progress=progress, dense_pass=dense_pass, notes=notes if costs.note is None else [*notes, costs.note],
+            progress=progress, dense_pass=dense_pass, depth=numbers, blocks=blocks, notes=notes,
         )  # fmt: skip
 
 
@@ -290,8 +316,10 @@ def _scored(metric: Metric, model: nn.Module) -> float:
 
 def _run(settings: Settings, named: str, metric: Callable[[nn.Module], float] | None, finetune: AfterCut | None) -> Pruned:
     """Decide and execute each step of the schedule: the first with the best candidate, and the others with the same one."""
-    small, units, mask = settings.dense, settings.graph, UnitMask.full(settings.graph)
-    candidates = settings.candidates
+    known = try_depths(settings)
+    own, small = (settings, settings.dense) if known is None else (known.settings, known.start)
+    units, mask = own.graph, UnitMask.full(own.graph)
+    candidates = settings.candidates if known is None else (known.decision.candidate,)
     first: Decision | None = None
     history: list[Mapping[str, float]] = []
     found: dict[str, Any] = {}
@@ -301,26 +329,31 @@ def _run(settings: Settings, named: str, metric: Callable[[nn.Module], float] | 
             found[f"{named}_{when}"] = metric(small)
 
     steps = settings.schedule.steps
-    score("dense")
+    if metric is not None:
+        found[f"{named}_dense"] = metric(settings.dense)
     for step in range(1, steps + 1):
         when = "" if steps == 1 else f"_step{step}"
-        stage = Stage(settings, small, units, settings.target(step), mask)
-        decision = stage.decide(candidates)
-        first, candidates = first or decision, (decision.candidate,)
+        if known is not None and steps == 1:
+            decision, small, more = known.decision, known.small, known.measured
+        else:
+            stage = Stage(own, small, units, own.target(step), mask)
+            decision = stage.decide(candidates)
+            small, more = stage.execute(decision.cut)
+            del stage  # and with it the wider model
+        first, candidates = first or (decision if known is None else known.decision), (decision.candidate,)
         mask = within(mask, decision.cut.mask)
-        history.append(settings.costs.costs(mask.counts()))
-        small, more = stage.execute(decision.cut)
-        del stage  # and with it the wider model
+        history.append(own.costs.costs(mask.counts()))
         found |= more
-        units = compact_graph(settings.graph, mask)
+        units = compact_graph(own.graph, mask)
         score(f"pruned{when}")
         if finetune is not None:
             small = _finetuned(finetune, small, step)
             score(f"finetuned{when}")
     assert first is not None
     RunsOnExamples(settings.call)(small, settings.dense)
-    report = _report(settings, first, mask, decision.cut.latency_ms, history, found)
-    return Pruned(mask=mask, graph=settings.graph, report=report, scores=first.scores, model=small, inputs=settings.call)
+    report = _report(settings, own, first, mask, decision.cut.latency_ms, history, found)
+    whole = whole_mask(settings, mask, own.removed)
+    return Pruned(mask=whole, graph=settings.graph, report=report, scores=first.scores, model=small, inputs=settings.call)
 
 
 def _finetuned(finetune: AfterCut, small: nn.Module, step: int) -> nn.Module:
@@ -346,17 +379,21 @@ def _identifier(metric: Metric) -> str:
 
 def _report(
     settings: Settings,
+    own: Settings,
     decision: Decision,
     mask: UnitMask,
     latency_ms: float | None,
     history: list[Mapping[str, float]],
     found: Mapping[str, Any],
 ) -> PruneReport:
-    costs, budget, graph, counts = settings.costs, settings.budget, settings.graph, mask.counts()
+    """Report a cut of the dense model; `own` are the settings without the removed blocks, and `mask` has their units."""
+    budget, graph, counts = settings.budget, settings.graph, whole_mask(settings, mask, own.removed).counts()
     # Preferred multiples give way where a budget asks for less.
     multiples = 1 if isinstance(settings.multiple_of, PreferredMultiple) else settings.multiple_of
     absolute = budget.limits(settings.dense_costs) if budget is not None else {}
     notes = [*settings.notes, *notes_on(decision.tried)]
+    if LEFT_OUT in found:
+        notes.append(f"Left out: {found[LEFT_OUT]}, since the loss on held-out examples is lower without.")
     if budget is not None and all(settings.dense_costs[name] <= limit for name, limit in absolute.items()):
         notes.append(
             f"The dense model is within the budget already ({budget}), so nothing was cut.{budget.question(*absolute)}"
@@ -369,12 +406,13 @@ def _report(
         requested={name: getattr(budget, name) for name in absolute},
         limits=absolute,
         before=settings.dense_costs,
-        after=costs.costs(counts) | ({} if latency_ms is None else {"latency_ms": latency_ms}),
-        minimum=costs.costs(least_counts(free_counts(graph, settings.limits, multiples))),
-        groups=describe(costs, counts),
+        after=own.costs.costs(mask.counts()) | ({} if latency_ms is None else {"latency_ms": latency_ms}),
+        minimum=settings.costs.costs(least_counts(free_counts(graph, settings.limits, multiples))),
+        groups=describe(settings.costs, counts, own.costs),
         unprunable=graph.unprunable,
         steps=history,
-        measured=found,
+        measured={name: value for name, value in found.items() if name != LEFT_OUT},
         candidates=decision.tried,
         notes=notes,
+        removed=own.removed,
     )

@@ -28,6 +28,7 @@ _SECTIONS = (
         "Scores of the dense model, after pruning, and after fine-tuning, where there was validation data. The"
         " reconstruction error is the share of the error in the outputs of refitted layers that is left: 0 is best.",
     ),
+    ("Blocks", "Residual blocks that were removed before units, in the order of removal."),
     ("Time", "Both models timed in turns. Efficiency is the speed-up divided by the FLOPs reduction."),
     (
         "Candidates",
@@ -41,9 +42,11 @@ Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 @dataclass(frozen=True)
 class GroupReport:
-    """A group before and after: units, and FLOPs of one example and parameters of all weights that it touches.
+    """A group before and after: its width, and FLOPs of one example and parameters of all weights that it touches.
 
-    Weights between two groups count for both. `modules` are the names of the modules that make the units.
+    Weights between two groups count for both. `modules` are the names of the modules that make the units. If channels or
+    features are removed several at once, as where a reshape groups them, `together` is that number, and the width counts them
+    one by one.
     """
 
     name: str
@@ -55,6 +58,7 @@ class GroupReport:
     flops_after: float
     params_before: float
     params_after: float
+    together: int = 1
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class CandidateReport:
         chosen: Whether it is the result.
         note: Why it could not be made or judged; a line of `PruneReport.notes`, too.
         score: By the metric, if that chose.
+        removed: Blocks that were removed before units.
     """
 
     criterion: str
@@ -76,6 +81,7 @@ class CandidateReport:
     chosen: bool
     note: str = ""
     score: float | None = None
+    removed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +106,7 @@ class PruneReport:
         candidates: Cuts that were tried, with the loss that decided; empty if there was no choice.
         notes: Sentences for the reader.
         times: Milliseconds before and after, if they were measured: `measure_times`.
+        removed: Blocks that were removed before units, in the order of removal.
     """
 
     model: str
@@ -117,6 +124,7 @@ class PruneReport:
     candidates: Sequence[CandidateReport] = ()
     notes: Sequence[str] = ()
     times: Sequence[TimePair] = ()
+    removed: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
@@ -141,7 +149,8 @@ class PruneReport:
         for each in self.candidates:
             loss = "see notes" if each.loss is None else f"{each.loss:.4g}"
             scored = "" if each.score is None else f"score {each.score:.4g}"
-            tried.append((each.criterion, each.allocation, loss, f"{scored} {'chosen' * each.chosen}".strip()))
+            chosen = f"{scored} {'chosen' * each.chosen}".strip()
+            tried.append((each.criterion, each.allocation, str(len(each.removed)), loss, chosen))
         measured = [(name.replace("_", " "), measured_text(name, value)) for name, value in self.measured.items()]
         for group in self.groups:
             flops = f"{format_cost('flops', group.flops_before)} → {format_cost('flops', group.flops_after)}"
@@ -150,8 +159,9 @@ class PruneReport:
         found: dict[str, Table] = {
             "Costs": (("metric", "before", "after", "share", "requested", "minimum"), costs),
             "Time": (("forward pass", "before", "after", "speed-up (quartiles)", "FLOPs reduction", "efficiency"), times),
-            "Candidates": (("criterion", "allocation", "loss on held-out examples", ""), tried),
+            "Candidates": (("criterion", "allocation", "blocks removed", "loss on held-out examples", ""), tried),
             "Measured": (("measured", "value"), measured),
+            "Blocks": (("removed block",), [(name,) for name in self.removed]),
             "Groups": (("group", "kind", "before", "after", "share", "FLOPs of affected layers"), groups),
         }
         return {title: table for title, table in found.items() if table[1]}
@@ -169,24 +179,39 @@ class PruneReport:
             for pair in self.times
         ]
         lines += [
-            f"{each.criterion}, {each.allocation}: loss {each.loss:.4g}{', chosen' if each.chosen else ''}"
+            f"{each.criterion}, {each.allocation}{_without(each.removed)}: loss {each.loss:.4g}"
+            f"{', chosen' if each.chosen else ''}"
             for each in self.candidates
             if each.loss is not None
         ]
-        lines += [f"{name}: {value if isinstance(value, str) else f'{value:.4g}'}" for name, value in self.measured.items()]
+        lines += [f"{name}: {value:.4g}" for name, value in self.measured.items()]
         lines += [f"{group.name}: {group.before} → {group.after} {group.kind}s" for group in self.groups]
+        lines += [f"removed blocks: {', '.join(self.removed)}"] if self.removed else []
         return "\n".join([*lines, *self.notes])
 
 
-def describe(costs: CostModel, counts: Mapping[str, int]) -> tuple[GroupReport, ...]:
+def _without(removed: Sequence[str]) -> str:
+    return f", without {len(removed)} block{'' if len(removed) == 1 else 's'}" if removed else ""
+
+
+def describe(costs: CostModel, counts: Mapping[str, int], short: CostModel | None = None) -> tuple[GroupReport, ...]:
+    """Describe the groups; `short` has the costs of the model without removed blocks, whose groups keep no unit."""
     graph = costs.graph
     before = costs.entry_costs({name: group.size for name, group in graph.groups.items()})
-    after, made = costs.entry_costs(counts), makers(graph)
+    after, made = (short or costs).entry_costs({name: counts[name] for name in (short or costs).graph.groups}), makers(graph)
     groups = []
     for name, group in graph.groups.items():
         keys = dict.fromkeys(piece.name for piece in group.slices)
-        sums = (sum(part[key][what] for key in keys if key in part) for what in ("flops", "params") for part in (before, after))
-        groups.append(GroupReport(name, group.kind, group.size, counts[name], made[name], *sums))
+        flops = [sum(part[key]["flops"] for key in keys if key in part) for part in (before, after)]
+        params = [sum(part[key]["params"] for key in keys if key in part) for part in (before, after)]
+        plain = group.kind in ("channel", "feature")
+        together = next((piece.span for piece in group.slices if plain and piece.side == "out" and piece.dim == 0), 1)
+        groups.append(
+            GroupReport(
+                name, group.kind, group.size * together, counts[name] * together, made[name], flops[0], flops[1], params[0],
+                params[1], together,
+            )
+        )  # fmt: skip
     return tuple(groups)
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from sparsekit.allocation.limits import Limits, check_limits
 from sparsekit.allocation.shares import check_ratio
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
+from sparsekit.graph.blocks import is_inside
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import Kind
 
@@ -106,6 +107,24 @@ def read_ratios(model: nn.Module, graph: UnitGraph, ratio: Ratios) -> float | di
     return found
 
 
+def free_blocks(
+    model: nn.Module, graph: UnitGraph, exclude: Iterable[Selector], limits: Mapping[Selector, tuple[float, float]]
+) -> tuple[str, ...]:
+    """Return the blocks that may be removed: those that neither `exclude` nor a limit above zero selects, in forward order."""
+    kept = [*exclude, *(selector for selector, (least, _) in limits.items() if least > 0)]
+    chosen = set().union(*(select_blocks(model, graph, selector) for selector in kept))
+    return tuple(name for name in graph.blocks if name not in chosen)
+
+
+def select_blocks(model: nn.Module, graph: UnitGraph, selector: Selector) -> tuple[str, ...]:
+    """Return the blocks that a selection names: the block itself, a module around it or within it, or the kind "block"."""
+    modules = dict(model.named_modules())
+    if selector in _KINDS and selector not in {*graph.groups, *modules}:
+        return tuple(graph.blocks) if selector == "block" else ()
+    chosen = _select(modules, selector, graph.groups, type(model).__name__)
+    return tuple(name for name in graph.blocks if any(is_inside(each, [name]) for each in chosen))
+
+
 def read_limits(
     model: nn.Module, graph: UnitGraph, exclude: Iterable[Selector], limits: Mapping[Selector, tuple[float, float]]
 ) -> Limits:
@@ -116,7 +135,7 @@ def read_limits(
     for selector, pair in limits.items():
         check_limits({str(selector): pair})
         groups = select_groups(model, graph, selector)
-        if not groups:
+        if not groups and not select_blocks(model, graph, selector):
             raise InvalidValueError(_NOTHING.format(selector, "limit"))
         for name in groups:
             old = found.get(name, (0.0, 1.0))

@@ -66,7 +66,8 @@ class Settings:
     """The checked arguments of one call of `prune`, in common for all its cuts.
 
     `dense_costs` has milliseconds if the budget limits them; `dense_pass` is then a pass of the dense model in its runtime.
-    `limits` is group name → (least, largest) share of its units that stays.
+    `limits` is group name → (least, largest) share of its units that stays. `depth` is the smallest and the largest number of
+    blocks to remove, `blocks` those that may be removed, and `removed` those that the model of `graph` and `costs` lacks.
     """
 
     dense: nn.Module
@@ -87,6 +88,9 @@ class Settings:
     dense_pass: Callable[[], object] | None
     notes: Sequence[str]
     score: Callable[[nn.Module], float] | None = None  # chooses among candidates in place of the loss
+    depth: tuple[int, int] = (0, 0)
+    blocks: Sequence[str] = ()
+    removed: tuple[str, ...] = ()
 
     @cached_property
     def prior(self) -> Mapping[str, Tensor]:
@@ -148,6 +152,19 @@ def refuse_unreachable(graph: UnitGraph, costs: CostModel, budget: Budget | None
         absolute = budget.limits(costs.dense_costs() | {"latency_ms": 1.0})
         absolute.pop("latency_ms", None)
         Problem(graph, {}, costs, absolute, free, budget).check_reachable()
+
+
+def read_depth(depth: int | tuple[int, int] | None, batches: object) -> tuple[int, int]:
+    """Return the smallest and the largest number of blocks to remove."""
+    pair = (0, 0) if depth is None else (depth, depth) if isinstance(depth, int) else depth
+    good = isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(n, int) and not isinstance(n, bool) for n in pair)
+    if not good or not 0 <= pair[0] <= pair[1]:
+        raise InvalidValueError(
+            f"depth must be a number of blocks, 0 or more, or the smallest and the largest number, as in (0, 6), got {depth!r}"
+        )
+    if pair[1] and batches is None:
+        raise InvalidValueError(f"depth={depth!r} needs batches=, on whose loss the blocks are ordered")
+    return pair
 
 
 def _listed(value: Any) -> list[Any]:

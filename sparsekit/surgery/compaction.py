@@ -14,6 +14,7 @@ from sparsekit.graph import StateDict, UnitGraph, UnitMask, cut_axes
 from sparsekit.graph.index import scatter
 from sparsekit.layers import LayerRule
 from sparsekit.registry import load_object
+from sparsekit.surgery.blocks import remove_blocks
 from sparsekit.surgery.rebuild import named_constants, named_entries, narrow_in_place, narrow_module, narrow_state
 
 
@@ -27,9 +28,10 @@ def compact(
 ) -> nn.Module:
     """Return a smaller module that computes what `model` computes when the dropped units are gated away.
 
-    Its layers are of the classes of the dense model, but for two that torch cannot run narrow or runs wrong:
-    `NarrowMultiheadAttention` for attention with fewer heads, and `sparsekit.runtime.safe_convolution.Conv2d` for strided 1×1
-    convolutions of few channels. Both are subclasses of torch's own and have the same parameters.
+    Its layers are of the classes of the dense model, but for three: `sparsekit.runtime.removed.Removed` in the place of removed
+    blocks, and two for what torch cannot run narrow or runs wrong, `NarrowMultiheadAttention` for attention with fewer heads,
+    and `sparsekit.runtime.safe_convolution.Conv2d` for strided 1×1 convolutions of few channels. These two are subclasses of
+    torch's own and have the same parameters.
 
     Args:
         model: The dense model. Not changed unless in place; the result shares no memory with it.
@@ -59,6 +61,10 @@ def compact(
                 f"{name!r} of this {type(model).__name__} has the shape {tuple(tensor.shape)}, and had {tuple(expected)} when"
                 " the model was traced; trace it again"
             )
+    if mask.removed:
+        blocks = [graph.blocks[name] for name in sorted(mask.removed)]
+        model, inplace = remove_blocks(model, blocks, inplace=inplace), True
+        graph, mask = mask.shortened(graph)
     small = (narrow_in_place if inplace else narrow_module)(model, graph, mask, rules)
     for check in graph.checks:
         check(small, None if inplace else model)
@@ -97,9 +103,14 @@ def compact_state(state: StateDict, graph: UnitGraph, mask: UnitMask) -> dict[st
     """Return the state of the compacted model, gathered from a dense state; nothing in it shares memory with `state`."""
     mask.check(graph)
     graph.check_state(state)
+    dense = graph.shapes
+    graph, mask = mask.shortened(graph)
+    gone = dense.keys() - graph.shapes.keys()
     narrow, numbers = narrow_state(state, graph, mask), graph.numbers(mask.counts())
     narrow |= {name: torch.full_like(state[name], numbers[place]) for name, place in graph.integer_entries.items()}
-    return {name: narrow[name] if name in narrow else tensor.detach().clone() for name, tensor in state.items()}
+    return {
+        name: narrow[name] if name in narrow else tensor.detach().clone() for name, tensor in state.items() if name not in gone
+    }
 
 
 def expand(state: StateDict, graph: UnitGraph, mask: UnitMask, *, into: StateDict) -> dict[str, Tensor]:
@@ -121,6 +132,7 @@ def expand(state: StateDict, graph: UnitGraph, mask: UnitMask, *, into: StateDic
     """
     mask.check(graph)
     graph.check_state(into, what="`into`")
+    graph, mask = mask.shortened(graph)
     graph.check_state(state, mask, what="the compact state")
     indices = graph.kept_indices(mask)
     axes = {name: cut_axes(dense.shape, indices.get(name, {})) for name, dense in into.items()}

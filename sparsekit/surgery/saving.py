@@ -15,13 +15,16 @@ from torch import Tensor, nn
 from sparsekit._torch import persistent_buffers, without_compiler
 from sparsekit.errors import CompactFileError, ForeignMaskError, InvalidValueError
 from sparsekit.graph import UnitGraph, UnitMask
+from sparsekit.graph.groups import Block
 from sparsekit.graph.held import Path as NumberPath
 from sparsekit.graph.held import held_at, held_numbers, set_held, shown
 from sparsekit.graph.index import inverse_index
 from sparsekit.layers import LayerRule, resize
 from sparsekit.registry import load_object
 from sparsekit.runtime.free_lengths import restore_free_lengths
+from sparsekit.runtime.removed import Removed
 from sparsekit.runtime.safe_convolution import guard_convolutions
+from sparsekit.surgery.blocks import is_plain, plain_attributes, remove_blocks
 from sparsekit.surgery.compaction import bind_saving
 from sparsekit.surgery.files import check_proof, damage, digest, make_proof, read_file, write_file
 from sparsekit.surgery.rebuild import copy_with, find_constants, named_entries
@@ -29,11 +32,6 @@ from sparsekit.version import __version__
 
 Factory: TypeAlias = nn.Module | Callable[[], nn.Module | tuple[nn.Module, Any]] | str
 """How the dense model is made: a module, a function that returns one (or it and its inputs), `"package.module:function"`."""
-
-
-_PLAIN = (bool, int, float, str, type(None))
-_OWN = frozenset(vars(nn.Module())) - {"training"}
-"""What torch keeps on every module: tables and hooks."""
 
 
 def save_compact(
@@ -69,18 +67,22 @@ def save_compact(
     model = _plain(model)
     entries, ties = _entries(model)
     constants, places = _constants(model)
+    removed = {name: module for name, module in model.named_modules() if isinstance(module, Removed)}
     if graph is not None and mask is not None:
         mask.check(graph)
-        graph.check_state(named_entries(model), mask, what=f"this {type(model).__name__}")
+        short, left = mask.shortened(graph)
+        short.check_state(named_entries(model), left, what=f"this {type(model).__name__}")
     spec = {
         "model": type(model).__qualname__,
-        "modules": {name: [type(module).__qualname__, _attributes(module)] for name, module in model.named_modules()},
+        "modules": {name: [type(module).__qualname__, plain_attributes(module)] for name, module in model.named_modules()},
         "numbers": _numbers(model),
         "ties": ties,
         "constants": places,
         "fixed": [name for name, entry in entries.items() if isinstance(entry, nn.Parameter) and not entry.requires_grad],
         "graph": None if graph is None else digest(graph),
         "mask": None if mask is None else {name: keep.nonzero().flatten().tolist() for name, keep in mask.items()},
+        "without": None if mask is None else sorted(mask.removed),
+        "removed": {name: [module.returned, module.is_tuple] for name, module in removed.items()},
         "proof": None if example_inputs is None else make_proof(model, example_inputs),
     }
     write_file(Path(path), entries | constants, spec)
@@ -109,6 +111,13 @@ def load_compact(
     model = _make(factory)
     tensors, spec = read_file(Path(path))
     with damage(path):
+        if missing := sorted(spec["removed"].keys() - dict(model.named_modules()).keys()):
+            raise CompactFileError(
+                f"{path} holds a {spec['model']} without the block {missing[0]!r}, and the {type(model).__qualname__} that the"
+                " factory makes has no such module; pass the factory of the dense model that was compacted"
+            )
+        if spec["removed"]:
+            model = remove_blocks(model, [_block(name, *values) for name, values in spec["removed"].items()])
         held = {key: tensors.pop(key) for key in spec["constants"]}
         tensors |= {alias: tensors[name] for alias, name in spec["ties"].items()}
         _check_architecture(path, model, tensors, spec)
@@ -167,9 +176,14 @@ def load_mask(path: str | os.PathLike[str], graph: UnitGraph) -> UnitMask:
                 f" with sparsekit {spec['sparsekit']} if the versions differ (this is {__version__})"
             )
         kept = {name: torch.tensor(units, dtype=torch.int64) for name, units in spec["mask"].items()}
-        mask = UnitMask({name: inverse_index(units, graph.groups[name].size) >= 0 for name, units in kept.items()})
+        found = {name: inverse_index(units, graph.groups[name].size) >= 0 for name, units in kept.items()}
+        mask = UnitMask(found, removed=spec["without"])
         mask.check(graph)
         return mask
+
+
+def _block(name: str, returned: Sequence[Any], is_tuple: bool) -> Block:
+    return Block(name, tuple(None if place is None else (place[0], place[1]) for place in returned), is_tuple, ())
 
 
 def _plain(model: object) -> nn.Module:
@@ -220,22 +234,12 @@ def _put(path: str | os.PathLike[str], model: nn.Module, name: str, at: NumberPa
         )
 
 
-def _is_plain(value: object) -> bool:
-    if type(value) is dict:
-        return all(type(key) is str and _is_plain(item) for key, item in value.items())
-    return type(value) in _PLAIN or (isinstance(value, tuple | list) and all(_is_plain(item) for item in value))
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _OWN and _is_plain(value)}
-
-
 def _numbers(model: nn.Module) -> list[tuple[list[str], str, list[tuple[NumberPath, int]]]]:
     """Return the integers in attributes that are not plain, such as a configuration: modules that share the object,
     its name, and path → integer."""
     found: dict[tuple[int, str], tuple[list[str], str, list[tuple[NumberPath, int]]]] = {}
     for name, module in model.named_modules():
-        plain, tables = _attributes(module), persistent_buffers(module)
+        plain, tables = plain_attributes(module), persistent_buffers(module)
         held = held_numbers(module)
         for attribute in dict.fromkeys(str(path[0]) for path in held if path[0] not in plain and path[0] not in tables):
             numbers = [(path, number) for path, number in held.items() if path[0] == attribute]
@@ -263,7 +267,7 @@ def _set_attributes(path: str | os.PathLike[str], name: str, module: nn.Module, 
     """Set the attributes that differ. A private one may be new: passes and loaders make such attributes."""
     for attribute, value in attributes.items():
         own = getattr(module, attribute, None if attribute.startswith("_") else module)  # a module is not plain
-        if not _is_plain(own):
+        if not is_plain(own):
             raise CompactFileError(
                 f"{path} has the attribute {attribute!r} of {name or 'the top'!r}, which {type(module).__qualname__} of the"
                 f" factory {'lacks' if own is module else f'has as {type(own).__name__}'}; use the code that the model was"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ from sparsekit.graph import StateDict, UnitGraph, UnitMask
 from sparsekit.layers import Rules
 from sparsekit.measure import Budget, CostModel, cost_model
 from sparsekit.pruning.result import Pruned, PrunePlan
+from sparsekit.surgery import compact
 from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.training import start
 from sparsekit.training.checkpoint import Checkpoint, Loaded, fingerprint
@@ -138,7 +140,8 @@ class LearnableMask(MovingMask):
 
         Args:
             pruned: The result; its model may have been trained since.
-            dense: The model that was pruned. Dropped units get its weights when they enter the mask.
+            dense: The model that was pruned. Dropped units get its weights when they enter the mask. Removed blocks stay away:
+                the mask is over a copy of the model without them.
             learning: `GradientImportance(…)` as in `LearnableMask`; every group keeps its number of units.
             rules: Rules for layer types of your own, as in `trace_units`.
 
@@ -153,6 +156,10 @@ class LearnableMask(MovingMask):
             raise InvalidValueError("plan() makes no small model to begin with; call prune() with the same arguments")
         if isinstance(learning, LearnedNarrowing):
             raise InvalidValueError("LearnedNarrowing begins with all units; pass the dense model to LearnableMask instead")
+        if pruned.mask.removed:
+            dense = compact(dense, pruned.graph, UnitMask.full(pruned.graph, removed=pruned.mask.removed))
+            graph, mask = pruned.mask.shortened(pruned.graph)
+            pruned = replace(pruned, graph=graph, mask=mask)
         masked = cls(dense, graph=pruned.graph, learning=learning, rules=rules)
         masked._begin(pruned, dense)
         return masked

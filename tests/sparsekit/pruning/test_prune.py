@@ -339,3 +339,23 @@ def test_a_bad_regular_expression_ends_in_a_sentence_wherever_it_is_given(
 def test_all_limits_of_a_group_hold_and_keep_goes_over_them(net: tuple[nn.Module, sk.UnitGraph]) -> None:
     limits = read_limits(*net, ["enter"], {"stage2": (0.2, 0.9), r"stage2\.0": (0.5, 1.0)})
     assert limits == {"enter": (1.0, 1.0), "stage2.0": (0.5, 0.9)}
+
+
+class _Grouped(nn.Module):
+    """A softmax over eight channels, which go together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 32, 1), nn.Conv2d(4, 6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        out: torch.Tensor = self.second(x.view(x.shape[0], x.shape[1] // 8, 8, *x.shape[2:]).softmax(2).amax(2))
+        return out
+
+
+def test_channels_that_are_removed_several_at_once_are_counted_one_by_one() -> None:
+    report = sk.prune(_Grouped(), torch.randn(2, 3, 4, 4), budget="flops=60%").report
+    [group] = report.groups
+    assert (group.before, group.after, group.together) == (32, 16, 8)
+    assert "first: 32 → 16 channels" in str(report)

@@ -1,0 +1,34 @@
+"""Removed: what stands in the place of a removed block."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+
+class Removed(nn.Module):
+    """Takes any arguments and returns some of them: what a block returns without its branch.
+
+    Args:
+        returned: For each value, the position and the keyword of an argument; None for the value None.
+        is_tuple: Whether the values are returned as a tuple.
+    """
+
+    def __init__(self, returned: Sequence[tuple[int, str] | None], *, is_tuple: bool) -> None:
+        super().__init__()
+        self.returned, self.is_tuple = [*returned], is_tuple
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the arguments that the block added its branch to."""
+        values: list[Any] = []
+        for place in self.returned:
+            if place is None:
+                values.append(None)
+            else:
+                position, keyword = place
+                values.append(args[position] if 0 <= position < len(args) else kwargs[keyword])
+        return tuple(values) if self.is_tuple else values[0]
+
+    def extra_repr(self) -> str:
+        """Name the arguments that are returned."""
+        return ", ".join("None" if place is None else place[1] or f"argument {place[0]}" for place in self.returned)

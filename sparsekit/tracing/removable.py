@@ -1,0 +1,317 @@
+"""with_blocks(): the residual branches of a model that can be removed whole, found and proved by passes."""
+
+import inspect
+import itertools
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsekit.graph.blocks import is_inside
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.groups import Argument, Block
+from sparsekit.rng import same_random_state, seeded
+from sparsekit.surgery.blocks import remove_blocks
+from sparsekit.surgery.rebuild import copy_with, named_entries
+from sparsekit.tracing.blocks import is_meta
+from sparsekit.tracing.inputs import ModelInputs, find_tensors, map_tensors
+from sparsekit.tracing.passes import ReadOnly, lent_copy, private_passes, train_without_dropout
+
+_SEED = 20130
+_CLOSE = 1e-5
+"""Largest difference between a model whose branches are zero and the one without them, as a share of the largest value."""
+
+
+@dataclass(eq=False)
+class _Found:
+    """What is known of a module: the outputs of its calls in the dense model, and what it returns without its branch."""
+
+    outputs: list[Any] = field(default_factory=list)
+    returned: tuple[tuple[Argument | None, ...], bool] | None = None
+    refused: bool = False
+
+
+def with_blocks(model: nn.Module, example_inputs: Any, graph: UnitGraph) -> UnitGraph:
+    """Return the graph with the residual branches of the model that can be removed whole.
+
+    A block is a module that returns one of its arguments, exactly, if all its parameters are zero: its output is that argument
+    plus a branch. The innermost such modules are blocks. To prove them, the model with zeros in all blocks is compared with the
+    model without them: outputs, gradients, and the buffers that a call leaves behind, in eval mode and in train mode.
+
+    Args:
+        model: As it was traced; not changed.
+        example_inputs: As for `trace_units`.
+        graph: Its units.
+    """
+    if is_meta(model) or graph.blocks:
+        return graph
+    guard = ReadOnly(model)
+    calls = [replace(call, guard=guard) for call in ModelInputs.several(example_inputs)]
+    with private_passes():
+        found = _find(model, calls, graph)
+        found = {name: found[name] for name in _apart_from_caches(model, found)}
+        if found and not _is_exact(model, calls, list(found.values())):
+            found = {name: block for name, block in found.items() if _is_exact(model, calls, [block])}
+    return replace(graph, blocks=found)
+
+
+def _find(model: nn.Module, calls: Sequence[ModelInputs], graph: UnitGraph) -> dict[str, Block]:
+    """Return the innermost modules that return an argument if their parameters are zero, in forward order."""
+    levels = _levels(model)
+    known = {name: _Found() for names in levels for name in names}
+    order = _dense_outputs(model, calls, known)
+    blocks: dict[str, Block] = {}
+    for names in levels:  # modules inside of others come first
+        tested = [name for name in names if known[name].outputs and not any(each.startswith(f"{name}.") for each in blocks)]
+        if not tested:
+            continue
+        _test(model, calls, {name: known[name] for name in tested})
+        for name in tested:
+            one = known[name]
+            if one.returned is not None and not one.refused and not _is_read_outside(graph, keys := _keys(model, name)):
+                blocks[name] = Block(name, *one.returned, keys)
+    return {name: blocks[name] for name in order if name in blocks}
+
+
+def _levels(model: nn.Module) -> list[list[str]]:
+    """Return the modules that may be blocks, in sets that are not inside of one another; the innermost come first."""
+    owners = Counter(id(entry) for module in model.modules() for entry in module.parameters(recurse=False))
+    heights: dict[str, int] = {}
+    for name, module in model.named_modules():
+        matrices = any(entry.dim() > 1 for child in module.children() for entry in child.parameters())
+        is_called = bool(name) and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if is_called and matrices and all(owners[id(entry)] == 1 for entry in module.parameters()):
+            heights[name] = 0
+    for name in sorted(heights, key=lambda name: -name.count(".")):
+        above = name.rpartition(".")[0]
+        while above:
+            if above in heights:
+                heights[above] = max(heights[above], heights[name] + 1)
+            above = above.rpartition(".")[0]
+    levels: dict[int, list[str]] = {}
+    for name, height in heights.items():
+        levels.setdefault(height, []).append(name)
+    return [levels[height] for height in sorted(levels)]
+
+
+def _dense_outputs(model: nn.Module, calls: Sequence[ModelInputs], known: Mapping[str, _Found]) -> list[str]:
+    """Note what the modules return that return a tensor like one of their arguments; returns their names in forward order."""
+    order: dict[str, None] = {}
+    for inputs in calls:
+        seen: set[str] = set()
+
+        def note(name: str, args: Any, kwargs: Any, out: Any, seen: set[str] = seen) -> None:
+            one = known[name]
+            alike = any(_is_like(value, _first(out)) for value in (*args, *kwargs.values()))
+            one.refused |= name in seen or not alike
+            seen.add(name)
+            if not one.refused:
+                order[name] = None
+                one.outputs.append(map_tensors(torch.clone, out))
+
+        copied = _prepared(lent_copy(model).eval())
+        with ExitStack() as stack:
+            for name in known:
+                stack.callback(_after(copied.get_submodule(name), name, note))
+            inputs.call(copied)
+    for one in known.values():
+        if one.refused:
+            one.outputs.clear()
+    return list(order)
+
+
+def _after(module: nn.Module, name: str, note: Callable[..., Any]) -> Callable[[], None]:
+    hook = module.register_forward_hook(lambda _, args, kwargs, out: note(name, args, kwargs, out), with_kwargs=True)
+    return hook.remove
+
+
+def _test(model: nn.Module, calls: Sequence[ModelInputs], tested: Mapping[str, _Found]) -> None:
+    """Note what the modules return if their parameters are zero, on the inputs of the dense model."""
+    outputs = {name: iter(one.outputs) for name, one in tested.items()}
+    for inputs in calls:
+        copied = _prepared(_without_branches(model, tested).eval())
+        given: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+
+        def leave(name: str, _args: Any, _kwargs: Any, out: Any, given: Any = given) -> Any:
+            one, module = tested[name], copied.get_submodule(name)  # noqa: B023 - called within this turn
+            returned = _returned(module, given[name][0], given[name][1], out)
+            one.refused |= returned is None or one.returned not in (None, returned)
+            one.returned = returned
+            return map_tensors(torch.clone, next(outputs[name]))
+
+        with ExitStack() as stack:
+            for name in tested:
+
+                def enter(_: nn.Module, args: Any, kwargs: Any, name: str = name, given: Any = given) -> None:
+                    given[name] = (
+                        map_tensors(torch.clone, args),
+                        {key: map_tensors(torch.clone, v) for key, v in kwargs.items()},
+                    )
+
+                module = copied.get_submodule(name)
+                stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                stack.callback(_after(module, name, leave))
+            inputs.call(copied)
+
+
+def _returned(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
+) -> tuple[tuple[Argument | None, ...], bool] | None:
+    """Return which arguments a module has returned, and whether as a tuple; None if it returned anything else."""
+    try:
+        parameters = [*inspect.signature(module.forward).parameters.values()]
+    except (TypeError, ValueError):
+        parameters = []
+    names = [each.name for each in itertools.takewhile(lambda each: each.kind == each.POSITIONAL_OR_KEYWORD, parameters)]
+    places: list[tuple[Argument, Any]] = [((at, names[at] if at < len(names) else ""), value) for at, value in enumerate(args)]
+    places += [((names.index(key) if key in names else -1, key), value) for key, value in kwargs.items()]
+    is_tuple = isinstance(out, tuple)
+    found: list[Argument | None] = []
+    for value in out if is_tuple else (out,):
+        place = next((each for each, own in places if isinstance(value, Tensor) and _equal(own, value)), None)
+        if place is None and (value is not None or not is_tuple):
+            return None
+        found.append(place)
+    return (tuple(found), is_tuple) if found and found[0] is not None else None
+
+
+def _is_exact(model: nn.Module, calls: Sequence[ModelInputs], blocks: Sequence[Block]) -> bool:
+    """Compare the model whose blocks have parameters of zero with the model without these blocks."""
+    try:
+        given = [(inputs, False) for inputs in calls] + [(_noise(inputs), True) for inputs in calls]
+        return all(_agree(model, inputs, blocks, train, drawn) for inputs, drawn in given for train in (False, True))
+    except Exception:  # noqa: BLE001 - whatever the code around a block raises if the block is missing
+        return False
+
+
+def _noise(inputs: ModelInputs) -> ModelInputs:
+    """Return other values for floating inputs, of both signs: a ReLU behind a sum passes what is positive on the examples."""
+    draw = torch.Generator().manual_seed(_SEED)
+
+    def one(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        return torch.randn(tensor.shape, generator=draw).to(tensor) * tensor.abs().mean().clamp_min(0.1)
+
+    return inputs.map(one)
+
+
+def _agree(model: nn.Module, inputs: ModelInputs, blocks: Sequence[Block], train: bool, drawn: bool) -> bool:
+    """Compare one call; a model may refuse drawn inputs, and a batch norm a single example in train mode."""
+    names = [block.name for block in blocks]
+    for given in (inputs, inputs.doubled()):
+        zero, short = (
+            _prepared(_without_branches(model, names)),
+            _prepared(remove_blocks(lent_copy(model), blocks, inplace=True)),
+        )
+        with ExitStack() as stack:
+            for name in names:  # what is missing draws no numbers
+                stack.callback(_keep_random_state(zero.get_submodule(name)))
+            try:
+                expected = _leaves(zero, given, train)
+            except Exception:  # noqa: BLE001 - whatever the user's code raises
+                if train and given is inputs:
+                    continue
+                return train or drawn
+        return _all_close(expected, _leaves(short, given, train), names)
+    return True
+
+
+def _leaves(model: nn.Module, inputs: ModelInputs, train: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Return the outputs of a call, and name → what it left behind: gradients of parameters, and buffers."""
+    model = train_without_dropout(model) if train else model.eval()
+    with seeded(_SEED), torch.enable_grad():
+        outputs = find_tensors(inputs.call(model))
+        moving = [out for out in outputs if out.requires_grad]
+        if moving:
+            draw = torch.Generator().manual_seed(_SEED)
+            sum((out * torch.rand(out.shape, generator=draw).to(out)).sum() for out in moving).backward()  # type: ignore[union-attr]
+    left = {name: entry.grad if isinstance(entry, nn.Parameter) else entry for name, entry in named_entries(model).items()}
+    return [out.detach() for out in outputs], {name: entry for name, entry in left.items() if entry is not None}
+
+
+def _all_close(
+    first: tuple[list[Tensor], dict[str, Tensor]], second: tuple[list[Tensor], dict[str, Tensor]], names: Collection[str]
+) -> bool:
+    left = {name: value for name, value in first[1].items() if not is_inside(name.rpartition(".")[0], names)}
+    if len(first[0]) != len(second[0]) or not first[0] or left.keys() != second[1].keys():
+        return False
+    pairs = [*zip(first[0], second[0]), *((value, second[1][name]) for name, value in left.items())]
+    return all(_is_close(a, b) for a, b in pairs)
+
+
+def _is_close(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or not a.is_floating_point():
+        return a.shape == b.shape and torch.equal(a, b)
+    scale = float(a.abs().nan_to_num().max()) if a.numel() else 0.0
+    return torch.allclose(a, b, rtol=0.0, atol=_CLOSE * scale, equal_nan=True)
+
+
+def _keep_random_state(module: nn.Module) -> Callable[[], None]:
+    """Let a module draw numbers that are drawn again after it."""
+    inside = ExitStack()
+    first = module.register_forward_pre_hook(lambda *_: inside.enter_context(same_random_state()) and None)
+    second = module.register_forward_hook(lambda *_: inside.close())
+
+    def remove() -> None:
+        first.remove()
+        second.remove()
+        inside.close()
+
+    return remove
+
+
+def _without_branches(model: nn.Module, names: Collection[str]) -> nn.Module:
+    """Return a copy of the model, with zeros as the parameters of some modules; it shares the others."""
+    own = model.named_parameters(remove_duplicate=False)
+    inside = tuple(f"{name}." for name in names)
+    return copy_with(model, {key: torch.zeros_like(entry) if key.startswith(inside) else entry for key, entry in own})
+
+
+def _prepared(copied: nn.Module) -> nn.Module:
+    """Let a model of transformers return no cache, to which a missing layer adds nothing."""
+    config: Any = getattr(copied, "config", None)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    return copied
+
+
+def _keys(model: nn.Module, name: str) -> tuple[str, ...]:
+    return tuple(key for key in named_entries(model) if key.startswith(f"{name}."))
+
+
+def _is_read_outside(graph: UnitGraph, keys: Collection[str]) -> bool:
+    """Tell whether units that are made in a block alone are read elsewhere."""
+    inside = set(keys)
+    for group in graph.groups.values():
+        makers = {piece.name for piece in group.slices if piece.side == "out"}
+        if makers <= inside and any(piece.name not in inside for piece in group.slices):
+            return True
+    return False
+
+
+def _apart_from_caches(model: nn.Module, blocks: Collection[str]) -> list[str]:
+    """Return the blocks without those that hold the first layer of a cache, from which the length of a sequence is taken."""
+    first: dict[object, tuple[int, str]] = {}
+    for name, module in model.named_modules():
+        number = getattr(module, "layer_idx", None)
+        if isinstance(number, int):
+            kind = type(module), getattr(module, "is_sliding", None), getattr(module, "attention_type", None)
+            first[kind] = min(first.get(kind, (number, name)), (number, name))
+    return [name for name in blocks if not any(is_inside(home, [name]) for _, home in first.values())]
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, tuple) and value else value
+
+
+def _is_like(value: Any, out: Any) -> bool:
+    return isinstance(value, Tensor) and isinstance(out, Tensor) and value.shape == out.shape and value.dtype == out.dtype
+
+
+def _equal(value: Any, out: Tensor) -> bool:
+    return _is_like(value, out) and torch.equal(value, out)
