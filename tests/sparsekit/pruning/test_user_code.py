@@ -233,7 +233,7 @@ def test_what_was_compared_on_few_examples_failed_or_could_not_be_judged_is_a_pr
     nan = _pruned(loss=lambda o, y: F.cross_entropy(o, y) if o.requires_grad else o.sum() * float("nan")).report
     assert str(nan).count("the loss on held-out examples is NaN") == 1
     nan.to_dict()
-    assert _pruned(metric=lambda _: 0.25).report.notes == []
+    assert [note for note in _pruned(metric=lambda _: 0.25).report.notes if not note.startswith("Left out")] == []
     assert "score_pruned: 0.25" in str(_pruned(metric=lambda _: 0.25).report)
 
 
