@@ -10,6 +10,8 @@ from sparsekit.criteria import Ordered, Random
 from sparsekit_fl.methods import registry
 from sparsekit_fl.testing import MethodContract
 
+pytestmark = pytest.mark.slow  # each case is some runs
+
 TESTS = [name for name in vars(MethodContract) if name.startswith("test_")]
 
 
