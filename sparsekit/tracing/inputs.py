@@ -178,12 +178,22 @@ class ModelInputs:
         is_calls = bool(given) and all(isinstance(call, tuple | Mapping | ModelInputs) for call in given)
         return [cls.of(call) for call in (given if is_calls else [example_inputs])]
 
-    def call(self, model: nn.Module, mode: AbstractContextManager[Any] | None = None) -> Any:
+    def call(
+        self, model: nn.Module, mode: AbstractContextManager[Any] | None = None, leaves: list[Tensor] | None = None
+    ) -> Any:
         """Run the model, a private copy, on copies of the inputs, which it may overwrite; in train mode without dropout.
 
-        `mode` follows the pass, such as a dispatch mode.
+        `mode` follows the pass, such as a dispatch mode. `leaves`: takes the tensors that the gradients of inputs are about.
         """
-        args, kwargs = map_tensors(lambda t: t.detach().clone(), (self.args, dict(self.kwargs)))
+
+        def own(tensor: Tensor) -> Tensor:
+            copied = tensor.detach().clone()
+            if leaves is None or not tensor.is_floating_point():
+                return copied
+            leaves.append(copied.requires_grad_())
+            return copied.clone()  # which may be overwritten, unlike a leaf
+
+        args, kwargs = map_tensors(own, (self.args, dict(self.kwargs)))
         with self.guard, WithoutDropout() if model.training else nullcontext(), mode or nullcontext():
             return model(*args, **kwargs)
 
