@@ -66,8 +66,16 @@ def compact(
         model, inplace = remove_blocks(model, blocks, inplace=inplace), True
         graph, mask = mask.shortened(graph)
     small = (narrow_in_place if inplace else narrow_module)(model, graph, mask, rules)
+    # Code that the small model shares with the dense one may write to the dense one.
+    written = (
+        [] if inplace else [b for b in model.buffers() if b.layout == torch.strided and not (b.is_meta or b.is_inference())]
+    )
+    kept = [buffer.clone() for buffer in written]
     for check in graph.checks:
         check(small, None if inplace else model)
+    for buffer, value in zip(written, kept, strict=True):
+        if not torch.equal(buffer, value):
+            buffer.detach().copy_(value)
     return bind_saving(small)
 
 
