@@ -17,10 +17,10 @@ from sparsekit_fl.rounds import round_cost
 
 @pytest.mark.parametrize("engine", [None, fl.Processes(workers=2)])
 def test_scoring_takes_simulated_seconds_and_the_number_without_stands_beside(engine):
-    result = tiny_run(fl.methods.hermes(), rounds=1, engine=engine)
-    cost, record = result.cost, result.rounds[0]
-    assert cost.simulated_seconds_scoring > 0
-    assert cost.seconds == pytest.approx(cost.simulated_seconds - cost.simulated_seconds_scoring)
+    result = tiny_run(fl.methods.hermes(threshold=1.0, lasso=0.0), rounds=1, engine=engine)  # FedAvg that scores
+    plain, record = tiny_run(rounds=1), result.rounds[0]
+    assert result.cost.seconds == pytest.approx(plain.cost.seconds)
+    assert result.cost.simulated_seconds_scoring > 0
     assert record.seconds == result.cost.simulated_seconds
     assert result.to_dict()["cost"] == asdict(result.cost)
 

@@ -159,7 +159,7 @@ def test_runs_to_the_end(name, model):
 
 
 EQUAL = [
-    "ditto lam=0.0", "ditto lam=2.0", "efd clip=none", "fedprox mu=0.0", "oort",
+    "ditto lam=0.0", "ditto lam=2.0", "efd clip=none", "fedlps nested=false head=shared", "fedprox mu=0.0", "oort",
     "fjord", "fedlps-random ratios=1.0 mu=0.0", "fedrolex clip=none", "fedspa ratio=1.0", "hermes threshold=1.0 lasso=0.0",
     "heterofl clip=none", "lotteryfl threshold=1.0", "per-fedavg adaptation_lr=0.0", "prunefl initial=0 every=99",
     "refl target=1.0 cool_down=0",
