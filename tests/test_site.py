@@ -310,7 +310,7 @@ CPU = "--extra-index-url https://download.pytorch.org/whl/cpu "
 
 def _made(target):
     """The lines that `make target` runs."""
-    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(["make", "-n", "--no-print-directory", target], cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout.replace(CPU, "").splitlines()
 
 

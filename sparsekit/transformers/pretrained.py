@@ -55,6 +55,8 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **options:
         InvalidValueError: `push_to_hub` was given.
         OSError: the folder cannot be written.
     """
+    if not any(base.__module__.partition(".")[0] in ("transformers", "peft") for base in type(model).__mro__):
+        raise _foreign(model)
     transformers = require("transformers")
     kind = _kind(model, transformers)
     if options.get("push_to_hub"):
@@ -94,7 +96,11 @@ def _kind(model: nn.Module, transformers: Any) -> Any:
     own = type(model).__bases__[0] if hasattr(config, KEY) and type(model).__module__.endswith(FILE) else type(model)
     if known and getattr(transformers, own.__name__, None) is own:
         return own
-    raise UnsupportedModelError(
+    raise _foreign(model)
+
+
+def _foreign(model: nn.Module) -> UnsupportedModelError:
+    return UnsupportedModelError(
         f"{type(model).__name__} is not a class of transformers, so that no folder can name it; save it with"
         " sparsekit.save_compact, and load it with sparsekit.load_compact"
     )
