@@ -202,7 +202,7 @@ def clients(setting: Setting, data: Path, seed: int) -> list[fl.Client]:
 
 
 SCORED: dict[int, dict[str, tuple[float, float]]] = {}
-"""Client → way → accuracy on test and on validation data, of the run that goes on."""
+"""Client → way → accuracy on test and on validation data in the current run."""
 
 
 class Measured(fl.Method):
@@ -303,7 +303,7 @@ def measure(name: str, who: str, seed: int, out: Path, data: Path) -> dict[str, 
 
 
 def mean_of(row: dict[str, Any], way: str, who: str = "members", level: float | None = None) -> float:
-    """Mean accuracy in % of a part of the devices: those that train, the worst tenth of them, late or new ones."""
+    """Mean accuracy in % of some devices: all that train, the worst tenth, late or new ones."""
     members = len(row["z"]) - (2 * NEW if len(row["z"]) > 10 else 0)
     places = {"members": (0, members), "worst": (0, members), "new": (members, members + NEW), "late": (members + NEW, None)}
     found = [a for a, z in list(zip(row[way], row["z"]))[slice(*places[who])] if level is None or z == level]
