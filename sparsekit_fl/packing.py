@@ -107,14 +107,14 @@ class Kept:
         return {name: self.gather(name, tensor) for name, tensor in state.items()}
 
     def scatter_all(self, kept: StateDict, into: StateDict) -> dict[str, Tensor]:
-        """Return a new dense state: `into` with the kept entries written over it."""
+        """Return a new dense state, on the device of `into`: `into` with the kept entries written over it."""
         result: dict[str, Tensor] = {}
         for name, tensor in kept.items():
             if self.is_whole(name):
-                result[name] = tensor.detach().clone()
+                result[name] = tensor.detach().to(into[name].device, copy=True)
             else:
                 result[name] = into[name].detach().clone()
-                self.scatter(name, tensor, result[name])
+                self.scatter(name, tensor.to(result[name].device), result[name])
         return result
 
 

@@ -121,8 +121,7 @@ class FedLPS(Method):
             return outputs, loss
 
         result = sgd(client, replace(task, state=start), batches=batches, forward=forward)
-        kept = Kept(client.graph, task.mask).scatter_all({name: result.state[name] for name in head}, start)
-        client.memory["head"] = {name: tensor.cpu() for name, tensor in kept.items()}
+        client.memory["head"] = Kept(client.graph, task.mask).scatter_all({name: result.state[name] for name in head}, start)
         extra = {} if counts is None else {"labels": counts / client.training.local_epochs}
         log = result.log
         work = client.work_on(log.examples, result.mask, padded_examples=log.padded_examples)
