@@ -4,6 +4,7 @@ Wrong input of a user is an `InvalidValueError` or another `SparsekitError`: `ma
 code 2.
 """
 
+import functools
 import inspect
 import json
 import logging
@@ -20,17 +21,28 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+INTERRUPTED = 130
+"""What a shell expects of a program that Ctrl-C ended."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")]
 """The flag of a command with a result for machines."""
 
 
 def command_app(command: Callable[..., None], *, examples: Sequence[str]) -> typer.Typer:
     """Return a Typer app with one command, for an entry point of `sparsekit.commands`; its help ends with the examples."""
+
+    @functools.wraps(command)
+    def told(**typed: Any) -> None:
+        try:
+            command(**typed)
+        except KeyboardInterrupt as stop:  # of which typer says nothing
+            typer.echo(f"interrupted{': ' if stop.args else ''}{stop}", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
     epilog = "\n\n".join(["Examples:", *(f"$ {escape(example)}" for example in examples)])
     # The lines of a paragraph are joined, so that a terminal breaks them where it ends.
     text = "\n\n".join(" ".join(part.split()) for part in (inspect.getdoc(command) or "").split("\n\n"))
-    app.command(help=text, epilog=epilog, context_settings={"help_option_names": ["-h", "--help"]})(command)
+    app.command(help=text, epilog=epilog, context_settings={"help_option_names": ["-h", "--help"]})(told)
     return app
 
 

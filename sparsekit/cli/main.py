@@ -21,7 +21,7 @@ import click
 import typer
 from typer.core import TyperGroup
 
-from sparsekit.cli import TYPED, in_flags, log_to
+from sparsekit.cli import INTERRUPTED, TYPED, in_flags, log_to
 from sparsekit.cli.table import COMMANDS
 from sparsekit.errors import InvalidValueError, SparsekitError, install_hint, nearest
 from sparsekit.registry import CALLED, Registry, load_object
@@ -29,9 +29,6 @@ from sparsekit.version import __version__
 
 commands = Registry("command", {name: listed.path for name, listed in COMMANDS.items()}, group="sparsekit.commands")
 """Commands of this project and of other packages: a `typer.Typer` each."""
-
-INTERRUPTED = 130
-"""What a shell expects of a program that Ctrl-C ended."""
 
 
 class _Commands(TyperGroup):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -10,7 +11,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -188,7 +189,7 @@ def _prune(
         best_epochs[f"best_epoch{f'_step{step}' if cuts.steps > 1 else ''}"] = done.best_epoch
         set_mode(small, False)
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _stoppable(out):
         warnings.simplefilter("ignore", UnprunableWarning)  # the report has the same facts
         dense, inputs = load_with_inputs(model, init=init, shapes=example_shape or (), device=device)
         loss_of = find_loss(loss)
@@ -303,6 +304,24 @@ def _write(pruned: Pruned, folder: Path, exported: ModelInputs | None, model: st
 def _log_epoch(record: EpochRecord) -> None:
     score = "" if record.score is None else f", score {record.score:.4f}"
     _logger.info("epoch %d: loss %.4f%s", record.epoch, record.loss, score)
+
+
+@contextlib.contextmanager
+def _stoppable(folder: Path | None) -> Iterator[None]:
+    """If the run ends early, remove the folder that it made, if that is empty; after Ctrl-C, say what is left."""
+    places = [] if folder is None else [place for place in (folder, *folder.parents) if not place.exists()]
+    before = set(os.listdir(folder)) if folder is not None and folder.is_dir() else set[str]()
+    try:
+        yield
+    except BaseException as error:
+        left = sorted({*os.listdir(folder)} - before) if folder is not None and folder.is_dir() else []
+        for place in places:
+            with contextlib.suppress(OSError):  # it is not there, or has files
+                place.rmdir()
+        if isinstance(error, KeyboardInterrupt):
+            kept = f"{folder} has {', '.join(left)}, and no report.json" if left else "nothing was written"
+            raise KeyboardInterrupt(f"{kept}; the same command starts from the dense model") from None
+        raise
 
 
 def _open_folder(folder: Path | None, *, onnx: bool) -> None:

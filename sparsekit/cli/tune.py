@@ -15,7 +15,7 @@ import typer
 
 from sparsekit.bandit.make import DEFAULT, registry
 from sparsekit.bandit.search_space import parse_axes
-from sparsekit.cli import AsJson, command_app, print_table
+from sparsekit.cli import INTERRUPTED, AsJson, command_app, print_table
 from sparsekit.cli.commands import Commands, check_command, metric_pattern
 from sparsekit.errors import InvalidValueError, require
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from sparsekit.cli.search import Search
 
-_INTERRUPTED, _FAILED = 130, 2
+_FAILED = 2
 _MAX_ROWS = 15
 
 
@@ -109,7 +109,7 @@ def _tune(
             so_far = "" if best is None else f"; best so far {best.value:g} with {_values(search.texts(best.params))}"
             resume = "nothing was kept, since --out was not given" if out is None else "the same command line resumes"
             typer.echo(f"stopped after {len(search.ended)} of {trials} trials{so_far}\n{resume}", err=True)
-            raise typer.Exit(_INTERRUPTED)
+            raise typer.Exit(INTERRUPTED)
         _finish(search.report() | {"out": None if out is None else str(out)}, as_json=as_json)
 
 

@@ -1,9 +1,11 @@
 """Time of forward passes: of one call, and of a model before and after a cut, in turns and by several runtimes."""
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,12 @@ from sparsekit.surgery.onnx import onnx_of
 from sparsekit.tracing.inputs import find_tensors, map_tensors
 from sparsekit.tracing.passes import Snapshot
 
-_WARM, _TURNS = 2, 100
-"""Turns that are not counted, and at most counted."""
+_WARM, _LEAST, _TURNS = 2, 5, 100
+"""Turns that are not counted, and turns that are counted at least, and usually at most."""
+_TURN_SECONDS, _CALLS = 0.01, 200
+"""Seconds that a turn of short calls lasts, so that what else the machine does evens out, and its calls at most."""
+_SPREAD, _PATIENCE = 1.2, 4
+"""Factor between the quartiles of a speed-up that can be measured, and how many times as long turns are made to get there."""
 
 
 def device_of(model: nn.Module, *inputs: Any) -> torch.device:
@@ -28,15 +34,20 @@ def device_of(model: nn.Module, *inputs: Any) -> torch.device:
 
 
 def stopwatch(device: torch.device) -> Callable[[Callable[[], object]], float]:
-    """Return a function that makes a call and returns the seconds until the device has finished."""
+    """Return a function that makes a call and returns the seconds until the device has finished.
+
+    On a CPU with one thread, these are seconds of processor time, which do not grow if other programs use the machine.
+    """
     synchronize = torch.get_device_module(device).synchronize
+    alone = device.type == "cpu" and torch.get_num_threads() == 1 and os.name != "nt"  # there, it moves in steps of 16 ms
+    clock = time.process_time if alone else time.perf_counter
 
     def timed(call: Callable[[], object]) -> float:
         synchronize()
-        start = time.perf_counter()
+        start = clock()
         call()
         synchronize()
-        return time.perf_counter() - start
+        return clock() - start
 
     return timed
 
@@ -81,9 +92,9 @@ def median_ms(call: Callable[[], object], device: torch.device, *, seconds: floa
 class TimePair:
     """Median milliseconds of a forward pass without gradients, before and after a cut.
 
-    In each of the `turns`, both models run once, in a fresh order. `faster` is the median over the turns of time before ÷ time
-    after, with its quartiles `low` and `high`. `batch` counts the examples in a pass. `threads` is 0 on another device than the
-    CPU.
+    In each of the `turns`, both models run equally often, in a fresh order. `faster` is the median over the turns of time
+    before ÷ time after, with its quartiles `low` and `high`; it is not `measurable` if they are more than 20 % apart. `batch`
+    counts the examples in a pass. `threads` is 0 on another device than the CPU.
     """
 
     batch: int
@@ -95,6 +106,14 @@ class TimePair:
     high: float
     turns: int
     runtime: str = "eager"
+    measurable: bool = True
+
+    @property
+    def speedup(self) -> str:
+        """The factor with its quartiles, as in "1.52 (1.48 to 1.55)"; no factor if it cannot be measured."""
+        if not self.measurable:
+            return "not measurable: the machine is busy"
+        return f"{self.faster:.2f} ({self.low:.2f} to {self.high:.2f})"
 
     @property
     def label(self) -> str:
@@ -162,18 +181,29 @@ def time_turns(
     *,
     seconds: float = 0.5,
 ) -> TimePair:
-    """Time two calls in turns; `timed` is a stopwatch."""
+    """Time two calls in turns; `timed` is a stopwatch. Takes `seconds`, and up to four times as long if turns differ."""
     order = np.random.default_rng(0)
     turns: list[tuple[float, float]] = []
-    for _ in range(_WARM):
-        timed(first), timed(second)
-    begun = time.perf_counter()
-    while not turns or (len(turns) < _TURNS and time.perf_counter() - begun < seconds):
-        late = timed(second) if order.random() >= 0.5 else None
-        turns.append((timed(first), timed(second) if late is None else late))
-    old, new = 1000 * np.median(np.array(turns), axis=0)
-    low, middle, high = np.quantile([dense / small for dense, small in turns], [0.25, 0.5, 0.75])
-    return TimePair(0, 0, float(old), float(new), float(middle), float(low), float(high), len(turns))
+    one = min(min(timed(first), timed(second)) for _ in range(_WARM))
+    calls = min(_CALLS, max(1, round(_TURN_SECONDS / max(one, 1e-9))))
+
+    def repeated(call: Callable[[], object]) -> None:
+        for _ in range(calls):
+            call()
+
+    def mean(call: Callable[[], object]) -> float:
+        return timed(partial(repeated, call)) / calls
+
+    begun, low, middle, high = time.perf_counter(), 0.0, 0.0, 0.0
+    for part in range(1, _PATIENCE + 1):
+        while len(turns) < _LEAST or (len(turns) < part * _TURNS and time.perf_counter() - begun < part * seconds):
+            late = mean(second) if order.random() >= 0.5 else None
+            turns.append((mean(first), mean(second) if late is None else late))
+        low, middle, high = map(float, np.quantile([dense / small for dense, small in turns], [0.25, 0.5, 0.75]))
+        if high <= _SPREAD * low:
+            break
+    old, new = map(float, 1000 * np.median(np.array(turns), axis=0))
+    return TimePair(0, 0, old, new, middle, low, high, len(turns), measurable=high <= _SPREAD * low)
 
 
 def prepare(model: nn.Module, runtime: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], object]:

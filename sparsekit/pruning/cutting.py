@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from typing import Any, NamedTuple, TypeVar
@@ -18,7 +18,7 @@ from sparsekit.errors import InvalidValueError, level_of_user
 from sparsekit.graph import UnitGraph, UnitMask
 from sparsekit.graph.edit import within
 from sparsekit.measure.budget import Budget, BudgetError
-from sparsekit.measure.timing import device_of, evaluated, prepare, stopwatch, time_turns
+from sparsekit.measure.timing import TimePair, device_of, evaluated, prepare, stopwatch, time_turns
 from sparsekit.progress import working
 from sparsekit.pruning.reconstruction import (
     batch_norms,
@@ -49,12 +49,16 @@ class StarvedGroupsWarning(UserWarning):
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """The units that a candidate keeps, and of the narrow model, if it was needed to decide, measurements and milliseconds."""
+    """The units that a candidate keeps, and of the narrow model, if it was needed to decide, measurements and milliseconds.
+
+    `turns` has all its timings, in turns with the dense model.
+    """
 
     mask: UnitMask
     model: nn.Module | None = None
     measured: Mapping[str, Any] | None = None
     latency_ms: float | None = None
+    turns: list[TimePair] = field(default_factory=list)
 
 
 class Decision(NamedTuple):
@@ -210,7 +214,7 @@ class Stage:
         small = self._small(cut)
         with torch.no_grad(), evaluated(small):
             small_pass = prepare(small, target.runtime, self.settings.call.args, self.settings.call.kwargs)
-        return replace(cut, model=small), partial(_milliseconds, self.settings, small, small_pass)
+        return replace(cut, model=small), partial(_milliseconds, self.settings, small, small_pass, cut.turns)
 
     def _refit(self, small: nn.Module, mask: UnitMask, *, sequential: bool) -> Mapping[str, Any]:
         """Refit the layers that read dropped units, then recalibrate batch norms; returns measurements."""
@@ -286,14 +290,33 @@ def meet_latency(
     return best
 
 
-def _milliseconds(settings: Settings, small: nn.Module, small_pass: Callable[[], object]) -> float:
+def _milliseconds(settings: Settings, small: nn.Module, small_pass: Callable[[], object], turns: list[TimePair]) -> float:
     assert settings.dense_pass is not None
     timed = stopwatch(device_of(settings.dense, settings.call.args, settings.call.kwargs))
     with torch.no_grad(), evaluated(settings.dense, small):
         pair = time_turns(settings.dense_pass, small_pass, timed)
+    turns.append(pair)
     # Machines slow down and speed up again, so a share refers to the dense model at the same time.
     of_dense = settings.budget is not None and isinstance(settings.budget.latency_ms, str)
     return settings.dense_costs["latency_ms"] / pair.faster if of_dense else pair.after_ms
+
+
+def notes_on_time(cut: Cut) -> list[str]:
+    """Return how well the milliseconds of a cut are known; warn if they are not."""
+    if not cut.turns:
+        return []
+    pair = cut.turns[-1]
+    about = (
+        f"in half of {pair.turns} turns, the pruned model was {pair.low:.2f} to {pair.high:.2f} times as fast as the dense one"
+    )
+    if pair.measurable:
+        return [f"latency_ms was measured: {about}."]
+    note = (
+        f"latency_ms is not measurable: the machine is busy ({about}), and the widths may miss the limit. Prune again when"
+        " nothing else runs, or after torch.set_num_threads(1), which is timed by processor time"
+    )
+    warnings.warn(note, stacklevel=level_of_user())
+    return [f"{note}."]
 
 
 def _warn_of_starved(graph: UnitGraph, counts: Counts) -> None:

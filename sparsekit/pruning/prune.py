@@ -24,7 +24,7 @@ from sparsekit.measure import Budget, cost_model
 from sparsekit.measure.timing import device_of, evaluated, measured, median_ms, prepare
 from sparsekit.progress import working
 from sparsekit.pruning.calibration import Calibration
-from sparsekit.pruning.cutting import LEFT_OUT, Decision, Stage
+from sparsekit.pruning.cutting import LEFT_OUT, Decision, Stage, notes_on_time
 from sparsekit.pruning.depth import try_depths, whole_mask
 from sparsekit.pruning.finetune import Metric, score_of
 from sparsekit.pruning.reconstruction import Reconstruct
@@ -240,7 +240,7 @@ def plan(
         else:
             decision = known.decision
         mask = decision.cut.mask
-        report = _report(settings, own, decision, mask, decision.cut.latency_ms, [own.costs.costs(mask.counts())], {})
+        report = _report(settings, own, decision, mask, [own.costs.costs(mask.counts())], {})
         return PrunePlan(
             mask=whole_mask(settings, mask, own.removed), graph=settings.graph, report=report, scores=decision.scores
         )
@@ -351,7 +351,7 @@ def _run(settings: Settings, named: str, metric: Callable[[nn.Module], float] | 
             score(f"finetuned{when}")
     assert first is not None
     RunsOnExamples(settings.call)(small, settings.dense)
-    report = _report(settings, own, first, mask, decision.cut.latency_ms, history, found)
+    report = _report(settings, own, first._replace(cut=decision.cut), mask, history, found)
     whole = whole_mask(settings, mask, own.removed)
     return Pruned(mask=whole, graph=settings.graph, report=report, scores=first.scores, model=small, inputs=settings.call)
 
@@ -382,7 +382,6 @@ def _report(
     own: Settings,
     decision: Decision,
     mask: UnitMask,
-    latency_ms: float | None,
     history: list[Mapping[str, float]],
     found: Mapping[str, Any],
 ) -> PruneReport:
@@ -391,7 +390,8 @@ def _report(
     # Preferred multiples give way where a budget asks for less.
     multiples = 1 if isinstance(settings.multiple_of, PreferredMultiple) else settings.multiple_of
     absolute = budget.limits(settings.dense_costs) if budget is not None else {}
-    notes = [*settings.notes, *notes_on(decision.tried)]
+    latency_ms = decision.cut.latency_ms
+    notes = [*settings.notes, *notes_on(decision.tried), *notes_on_time(decision.cut)]
     if LEFT_OUT in found:
         notes.append(f"Left out: {found[LEFT_OUT]}, since the loss on held-out examples is lower without.")
     if budget is not None and all(settings.dense_costs[name] <= limit for name, limit in absolute.items()):

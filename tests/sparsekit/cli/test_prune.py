@@ -3,6 +3,7 @@
 import html
 import json
 import logging
+import os
 import re
 import sys
 from importlib.metadata import EntryPoint
@@ -48,6 +49,28 @@ def test_it_writes_the_model_and_the_report(
     monkeypatch.chdir(out)  # where the page is
     exec(html.unescape(re.findall(r"<pre>(import sparsekit.*?)</pre>", page, re.S)[0]), names)
     assert sum(entry.numel() for entry in names["model"].parameters()) == report["after"]["params"]
+
+
+@pytest.mark.parametrize("place", ["sparsekit.pruning.prune.prune", "sparsekit.pruning.report.prune_page"])
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), RuntimeError("no")])
+def test_a_run_that_ends_early_says_what_is_left_and_leaves_no_empty_folder(
+    place: str, stop: BaseException, nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def broken(*_: object, **__: object) -> None:
+        raise stop
+
+    monkeypatch.setattr(place, broken)
+    monkeypatch.chdir(tmp_path)
+    line = ["prune", f"{nets}:make", "--budget", "flops=50%", "--time", "none", "--out", "runs/small"]
+    assert cli.execute(line) == (2 if isinstance(stop, RuntimeError) else 130)
+    told = capsys.readouterr().err
+    if place.endswith("page"):
+        assert os.listdir("runs/small") == ["model.safetensors"]
+        assert isinstance(stop, RuntimeError) or "interrupted: runs/small has model.safetensors, and no report.json" in told
+    else:
+        assert not Path("runs").exists()
+        assert isinstance(stop, RuntimeError) or "interrupted: nothing was written" in told
 
 
 def test_messages_name_flags_and_not_arguments_of_python(nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

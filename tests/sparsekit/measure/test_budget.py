@@ -1,6 +1,7 @@
 """Budgets: what may be asked for, how it is read, and how milliseconds are met by measurement."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 import sparsekit as sk
 from sparsekit.errors import InvalidValueError
-from sparsekit.measure.timing import device_of, median_ms, prepare
+from sparsekit.measure.timing import TimePair, device_of, median_ms, prepare
 from sparsekit.pruning.cutting import meet_latency
 
 
@@ -89,6 +90,18 @@ def test_a_budget_of_milliseconds_is_measured_in_its_runtime(monkeypatch: pytest
     assert pruned.report.after["latency_ms"] <= 0.6 * pruned.report.before["latency_ms"]
 
 
+@pytest.mark.parametrize("noisy", [False, True])
+def test_a_budget_of_milliseconds_says_how_well_it_could_measure(noisy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = TimePair(1, 1, 9.0, 0.009, 1000.0, 200.0 if noisy else 950.0, 1050.0, 80, measurable=not noisy)
+    monkeypatch.setattr("sparsekit.pruning.cutting.time_turns", lambda *_: pair)
+    with pytest.warns(UserWarning, match="not measurable: the machine is busy") if noisy else nullcontext():
+        report = sk.prune(_net(), X, budget={"latency_ms": "60%"}).report
+    told = [note for note in report.notes if note.startswith("latency_ms")]
+    assert len(told) == 1
+    assert f"in half of 80 turns, the pruned model was {pair.low:.2f} to 1050.00 times as fast" in told[0]
+    assert ("machine is busy" in told[0]) == noisy
+
+
 @given(
     fixed=st.floats(0.0, 0.9),
     power=st.sampled_from([0.5, 1.0, 2.0]),
@@ -145,7 +158,7 @@ def test_of_all_models_measured_the_one_nearest_below_the_limit_is_kept(
 def test_the_other_limits_hold_where_milliseconds_would_allow_more(
     limits: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparsekit.pruning.cutting.time_turns", lambda *_: SimpleNamespace(faster=1000.0, after_ms=0.0))
+    monkeypatch.setattr("sparsekit.pruning.cutting.time_turns", lambda *_: TimePair(1, 1, 9.0, 0.009, 1000.0, 999.0, 1001.0, 5))
     report = sk.prune(_net(), X, budget={"latency_ms": "60%", **limits}).report
     for metric, share in limits.items():
         assert report.after[metric] <= report.before[metric] * float(share[:-1]) / 100.0

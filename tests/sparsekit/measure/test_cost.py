@@ -1,12 +1,16 @@
 """Costs: exact numbers, agreement with the counter of torch, and times before and after a cut."""
 
 import json
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import zoo
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from laws import random_mask
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -16,8 +20,13 @@ from zoo_base import Lambda
 import sparsekit as sk
 from sparsekit.errors import InvalidValueError
 from sparsekit.measure.flops import UncountedFlopsWarning
-from sparsekit.measure.timing import measure_pair
+from sparsekit.measure.timing import measure_pair, stopwatch, time_turns
+from sparsekit.pruning.report import PruneReport, prune_page
 from sparsekit.tracing.inputs import ModelInputs
+
+_COSTS: dict[str, float] = {"flops": 4.0}
+_REPORT = PruneReport(model="Net", criterion="magnitude", allocation="by_cost", requested={}, limits={}, before=_COSTS,
+                      after=_COSTS, minimum=_COSTS, groups=(), unprunable=())  # fmt: skip
 
 
 def _mlp() -> nn.Module:
@@ -188,13 +197,62 @@ def test_both_models_run_equally_often_in_eval_mode_for_one_example_and_all_with
     assert not after.training
 
 
+@given(
+    factor=st.floats(0.2, 5.0),
+    noise=st.floats(1.0, 40.0),
+    calm=st.integers(0, 400),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60)
+def test_a_speed_up_in_noise_is_not_measurable_and_no_factor_is_shown(
+    factor: float, noise: float, calm: int, seed: int
+) -> None:
+    """Turns take up to `noise` times as long, at random, but for `calm` turns after the first hundred."""
+    draws, work, turns = random.Random(seed), [0.0], [0]
+
+    def timed(call: Callable[[], object]) -> float:
+        work[0] = 0.0
+        call()
+        turns[0] += 1
+        busy = turns[0] <= 200 or turns[0] > 200 + 2 * calm
+        return work[0] * (draws.uniform(1.0, noise) if busy else 1.0)
+
+    def takes(seconds: float) -> None:
+        work[0] += seconds
+
+    pair = time_turns(lambda: takes(1e-3 * factor), lambda: takes(1e-3), timed, seconds=60.0)
+    assert pair.measurable == (pair.high <= 1.2 * pair.low)
+    assert pair.turns in range(100, 401, 100)
+    assert pair.turns == 400 or pair.measurable, "the machine had its time to calm down"
+    if noise < 1.05:
+        assert pair.measurable
+        assert pair.turns == 100
+        assert 0.9 * factor < pair.faster < 1.1 * factor
+    if noise > 4.0 and not calm:
+        assert not pair.measurable
+    report = replace(_REPORT, times=(pair,))
+    shown = [str(report), str(report.tables()["Time"]), prune_page(report, file="", sizes={}), json.dumps(report.to_dict())]
+    assert all(("not measurable: the machine is busy" in text) != pair.measurable for text in shown[:3])
+    assert json.loads(shown[3])["times"][0]["measurable"] == pair.measurable
+    assert ("times as fast" in shown[2]) == ("times faster" in shown[0]) == pair.measurable
+
+
+def test_one_thread_of_a_cpu_is_timed_by_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    wall, own = iter([5.0, 9.0]), iter([1.0, 1.5])
+    monkeypatch.setattr("time.perf_counter", lambda: next(wall))
+    monkeypatch.setattr("time.process_time", lambda: next(own))
+    for threads, seconds in ((1, 0.5), (3, 4.0)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda number=threads: number)
+        assert stopwatch(torch.device("cpu"))(lambda: None) == seconds
+
+
 def test_a_report_with_times_survives_json_and_says_them() -> None:
     model, x = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4)), torch.zeros(6, 8)
     pruned = sk.prune(model, {"input": x}, budget="flops=50%").measure_times(model, {"input": x})
     report = pruned.report
     assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
     assert len(report.tables()["Time"][1]) == len(report.times)
-    assert "times faster" in str(report)
+    assert str(report).count("times faster") + str(report).count("not measurable") == len(report.times)
     assert "6 examples, 1 thread" in str(pruned.report)
 
 
