@@ -14,7 +14,7 @@ from sparsekit.surgery import save_compact
 from sparsekit_fl.checkpoint import write_atomically
 from sparsekit_fl.models import model_path
 from sparsekit_fl.problem.metrics import lower_is_better
-from sparsekit_fl.results import PARTS, Callback, RoundRecord, RunView, primary_metric
+from sparsekit_fl.results import CHOSEN_BY, PARTS, Callback, RoundRecord, RunView, primary_metric
 from sparsekit_fl.stored import number_text, score_text, texts
 
 if TYPE_CHECKING:
@@ -32,9 +32,12 @@ class _Monitor(Callback):
 
     def __init__(self, monitor: str = "") -> None:
         self._part, _, self._metric = (monitor or "validation").partition(".")
-        if self._part not in PARTS:
+        if self._part not in CHOSEN_BY:
+            tests = self._part in PARTS
             raise InvalidValueError(
-                f"monitor must be PART.METRIC, as in 'validation.accuracy', got {monitor!r}; {nearest(self._part, PARTS)}"
+                "monitor must be validation.METRIC, for the models that clients deploy, or global_validation.METRIC, for the"
+                f" global model, got {monitor!r}"
+                + (", which reads test data" if tests else f"; {nearest(self._part, CHOSEN_BY)}")
             )
 
     def on_run_start(self, run: RunView) -> None:
@@ -47,12 +50,12 @@ class _Monitor(Callback):
         """Return round and value of each evaluation so far, and the place of the first best one, if one is finite."""
         scored = [(record.round, record.evaluation.part(self._part)) for record in run.records if record.evaluation]
         course = [(round, values[self._name]) for round, values in scored if self._name in values]
-        later = self._part == "global" and run.config.eval_global_every is not None
+        later = self._part == "global_validation" and run.config.eval_global_every is not None
         if scored and not course and not later:
             raise InvalidValueError(
-                f"{type(self).__name__} cannot monitor {self._part}.{self._name}, which is not scored; validation needs clients"
-                " with validation data, global needs eval_global_every (--set eval_global_every=N), and every metric a name of"
-                f" {sorted({*run.metrics, 'loss'})}"
+                f"{type(self).__name__} cannot monitor {self._part}.{self._name}, which is not scored; both parts need clients"
+                " with validation data, global_validation also eval_global_every (--set eval_global_every=N), and every metric"
+                f" a name of {sorted({*run.metrics, 'loss'})}"
             )
         sign = -1 if self._lower else 1
         finite = [place for place, (_, value) in enumerate(course) if math.isfinite(value)]
@@ -63,8 +66,9 @@ class EarlyStopping(_Monitor):
     """Stop a run when a number has not improved for some evaluations in a row, or has reached a target.
 
     Args:
-        monitor: `PART.METRIC`, as in `validation.accuracy`: the mean over clients. PART is validation, personal or global.
-            Empty takes the first metric on the clients' own validation data, so that nothing is chosen by test data.
+        monitor: `PART.METRIC`, a mean over clients on their own validation data. PART is `validation` for the models that
+            clients deploy, or `global_validation` for the global model. Empty takes the first metric of `validation`. Nothing
+            can be chosen by test data.
         patience: Number of evaluations without an improvement after which the run ends.
         target: End the run as soon as the number is as good as this; None for no target.
 
@@ -95,7 +99,8 @@ class BestCheckpoint(_Monitor):
     `load_model(out, "best")` reads it, and `models/best.json` has its round and the number. A resumed run continues from there.
 
     Args:
-        monitor: As for `EarlyStopping`. `global.accuracy` needs `eval_global_every`, which scores the global model in the run.
+        monitor: As for `EarlyStopping`. `global_validation.accuracy` needs `eval_global_every`, which scores the global model
+            in the run.
 
     Raises:
         InvalidValueError: a value that is not allowed; at the start of a run, no folder; at the first evaluation, a number that

@@ -31,6 +31,7 @@ _SCORES = (
     Column("final.personal.accuracy", "personal accuracy", "share"),
     Column("final.validation.accuracy", "validation accuracy", "share"),
     Column("final.global.accuracy", "global accuracy", "share"),
+    Column("final.global_validation.accuracy", "global validation accuracy", "share"),
     Column("final.worst_decile.personal.accuracy", "worst decile", "share"),
 )
 _COSTS = (
@@ -43,7 +44,7 @@ _COSTS = (
 )
 
 
-_FIRST = ("personal accuracy", "FLOPs", "simulated time", "uplink", "downlink")
+_FIRST = ("personal accuracy", "global accuracy", "FLOPs", "simulated time", "uplink", "downlink")
 
 
 def unlike(result: Mapping[str, Any]) -> list[str]:

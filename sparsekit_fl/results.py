@@ -23,8 +23,11 @@ from sparsekit_fl.stored import SCHEMA_NUMBER, read_result
 Means = Mapping[str, Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]]
 """Metric name → value. JSON has no number that is not finite: such a value is null there, and comes back as NaN."""
 
-PARTS = ("personal", "validation", "global")
-"""Personal models on test and on validation data, and the global model on test data."""
+PARTS = ("personal", "validation", "global", "global_validation")
+"""Personal models on test and on validation data, and the global model on both."""
+
+CHOSEN_BY = ("validation", "global_validation")
+"""What something may be chosen by: not test data."""
 
 
 def primary_metric(names: Iterable[str]) -> str:
@@ -59,7 +62,7 @@ def _means(clients: Sequence[Means], *, worst: Collection[str] | None = None) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Metric → value of personal models on test and on validation data, and of the global model on test data if scored.
+    """Metric → value of personal models on test and on validation data, and of the global model on both, if scored.
 
     In files, `shared` is called `global`, as scripts expect; an attribute cannot be, since Python reserves that word.
     """
@@ -67,10 +70,12 @@ class Scores:
     personal: Means
     validation: Means = field(default_factory=dict)
     shared: Annotated[Means | None, Field(alias="global")] = None
+    shared_validation: Annotated[Means, Field(alias="global_validation")] = field(default_factory=dict)
 
     def part(self, name: str) -> Means:
         """Return metric → value of one of `PARTS`; empty if that was not scored."""
-        return {"personal": self.personal, "validation": self.validation, "global": self.shared or {}}[name]
+        parts = (self.personal, self.validation, self.shared or {}, self.shared_validation)
+        return dict(zip(PARTS, parts, strict=True))[name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +96,7 @@ class ClientScores(Scores):
             personal=_values(one.personal, known),
             validation=_values(one.validation, known),
             shared=None if one.shared is None else _values(one.shared, known),
+            shared_validation=_values(one.shared_validation, known),
         )
 
 
@@ -112,6 +118,7 @@ class RoundScores(Scores):
             personal=_means(parts["personal"]),
             validation=_means(parts["validation"]),
             shared=_means(parts["global"]) if parts["global"] else None,
+            shared_validation=_means(parts["global_validation"]),
             count=len(clients),
             worst_decile={part: _means(own, worst=lower) for part, own in parts.items() if own},
             **more,
@@ -178,7 +185,7 @@ class RoundRecord:
         """Return the numbers of the round by name, for frames and logs.
 
         They are `train_loss` and `train_accuracy`, the sizes of `cohort` and `dropped`, `round_seconds`, the costs of the run
-        so far, and scores: `PART_METRIC`, as in `personal_accuracy`, where PART is personal, validation or global, and
+        so far, and scores: `PART_METRIC`, as in `personal_accuracy`, where PART is one of `PARTS`, and
         `PART_METRIC_worst_decile`. A round that was not scored has no scores.
         """
         row: dict[str, Any] = {"train_loss": self.loss, "train_accuracy": self.accuracy, "cohort": len(self.cohort)}

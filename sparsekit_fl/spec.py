@@ -333,16 +333,17 @@ def _score(spec: RunSpec, client: Client, request: Request, memory: Memory, out:
         path = model_path(out, client.id)
         path.parent.mkdir(parents=True, exist_ok=True)
         save_compact(spec.masked.compact(), path, graph=spec.graph, mask=spec.masked.unit_mask())
-    shared = test if request.with_shared else None
+    shared = (test, validation) if request.with_shared else (None, {})
     if request.with_shared and not is_global:
         ctx.load(whole, None)
-        shared = ctx.score("test")
+        shared = ctx.score("test"), ctx.score("val")
     evaluation = Evaluation(
         client_id=client.id,
         examples=len(client.data.test),
         personal=test,
         validation=validation,
-        shared=shared,
+        shared=shared[0],
+        shared_validation=shared[1],
         ratio=_share(spec, model),
     )
     return Reply(client_id=client.id, evaluation=evaluation)

@@ -138,9 +138,9 @@ class Update:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Checked):
-    """Scores of one client on its own data: of its model on test and validation data, and of the global model (`shared`).
+    """Scores of one client on its own data, test and validation: of its model, and of the global one (`shared`, if asked for).
 
-    Validation scores are empty without such data, `shared` is None where not asked for, `ratio` where the model is not sparse.
+    Validation scores are empty without such data, and `ratio` is None where the model is not sparse.
     """
 
     client_id: NonNegativeCount
@@ -148,6 +148,7 @@ class Evaluation(Checked):
     personal: Scores
     validation: Scores = field(default_factory=dict)
     shared: Scores | None = None
+    shared_validation: Scores = field(default_factory=dict)
     ratio: Ratio | None = None
 
 
@@ -293,7 +294,7 @@ def _read_scores(raw: Mapping[str, Any], client_id: int) -> Evaluation:
     found = _EVALUATION.validate_python(raw)
     if found.client_id != client_id:
         raise DataError(f"it sent the scores of client {found.client_id}")
-    parts = (found.personal, found.validation, found.shared or {})
+    parts = (found.personal, found.validation, found.shared or {}, found.shared_validation)
     # A loss may be infinite, as that of a model that diverged; what it is divided by may not.
     if not all(0.0 <= weight < math.inf for part in parts for _, weight in part.values()):
         raise DataError("the weight of a score must be finite and >= 0")

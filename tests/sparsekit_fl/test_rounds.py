@@ -36,9 +36,9 @@ def test_result_json_has_what_scripts_rely_on(tmp_path):
     assert raw["config"]["training"]["lr"] == 0.1
     assert raw["config"]["experiment"] == {"dataset": "tiny"}
     assert raw["seed"] == 3
-    parts = {"personal", "validation", "global"}
+    parts = {"personal", "validation", "global", "global_validation"}
     assert set(raw["final"]) == {*parts, "count", "worst_decile", "primary_metric", "per_client", "state_sha256"}
-    assert set(raw["final"]["per_client"][0]) == {"id", "examples", "ratio", "personal", "validation", "global"}
+    assert set(raw["final"]["per_client"][0]) == {"id", "examples", "ratio", *parts}
     assert raw["final"]["personal"]["accuracy"] == result.final.metrics["accuracy"]
     assert raw["final"]["state_sha256"] == digest(result.state)
     costs = {"flops", "flops_paper", "uplink_bytes", "downlink_bytes", "simulated_seconds", "wall_seconds"}
@@ -263,12 +263,13 @@ def test_a_callback_stops_a_run_which_ends_as_one_of_fewer_rounds(round, tmp_pat
     [
         ("validation.loss", [0.5, 0.6, 0.4, math.nan], 3),
         ("validation.accuracy", [0.5, 0.4, math.nan, 0.45], 1),
-        ("personal.accuracy", [math.nan, 0.1, 0.15, 0.25], 4),
+        ("global_validation.accuracy", [math.nan, 0.1, 0.15, 0.25], 4),
     ],
 )
 def test_a_loss_is_better_when_it_is_lower_and_an_accuracy_when_it_is_higher(monitor, values, best):
     part, metric = monitor.split(".")
-    scores = [RoundScores(**{"personal": {}, part: {metric: value}}) for value in values]
+    field = {"global_validation": "shared_validation"}.get(part, part)
+    scores = [RoundScores(**{"personal": {}, field: {metric: value}}) for value in values]
     records = [
         fl.RoundRecord(round=at, cohort=(), cost=fl.Cost(), seconds=0.0, evaluation=one) for at, one in enumerate(scores, 1)
     ]
@@ -278,13 +279,21 @@ def test_a_loss_is_better_when_it_is_lower_and_an_accuracy_when_it_is_higher(mon
     assert (f"was best in round {best}" in view.stopped) is (best < 4)
 
 
-@pytest.mark.parametrize("monitor", ["global.loss", "personal.auc", "validation.accuracy", ""])
+@pytest.mark.parametrize("monitor", ["global_validation.loss", "validation.auc", "validation.accuracy", ""])
 @pytest.mark.parametrize("make", [fl.callbacks.EarlyStopping, fl.callbacks.BestCheckpoint])
 def test_a_number_that_the_run_never_has_is_refused_at_the_first_evaluation(make, monitor, tmp_path):
     without = [replace(client, data=replace(client.data, val=None)) for client in tiny_clients()]
     with pytest.raises(InvalidValueError, match=r"which is not scored.*\['accuracy', 'loss'\]"):
         tiny_run(clients=without, out=tmp_path, callbacks=[make(monitor)])
     assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("monitor", ["personal.accuracy", "global.loss", "valid.accuracy"])
+@pytest.mark.parametrize("make", [fl.callbacks.EarlyStopping, fl.callbacks.BestCheckpoint])
+def test_nothing_is_chosen_by_test_data(make, monitor):
+    with pytest.raises(InvalidValueError, match=r"validation\.METRIC.*global_validation\.METRIC") as refused:
+        make(monitor)
+    assert ("test data" in str(refused.value)) is (monitor != "valid.accuracy")
 
 
 STILL = replace(tiny_config(rounds=6), training=replace(tiny_config().training, lr=0.0), eval_every=1)
@@ -315,7 +324,7 @@ def test_a_run_that_is_killed_after_any_round_and_resumed_equals_one_that_is_not
                 assert (out / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
 
 
-@pytest.mark.parametrize("monitor", ["personal.loss", "global.accuracy"])
+@pytest.mark.parametrize("monitor", ["validation.loss", "global_validation.accuracy"])
 @pytest.mark.same_bits
 def test_the_best_checkpoint_is_the_model_of_its_round(monitor, tmp_path):
     best = fl.callbacks.BestCheckpoint(monitor)
