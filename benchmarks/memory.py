@@ -1,11 +1,11 @@
-"""Peak memory of tracing, scoring, and reconstructing in place a random transformer of a billion parameters in bfloat16.
+"""Peak memory and processor time of tracing and pruning random transformers in bfloat16, each in a process of its own.
 
-    python benchmarks/memory.py            one JSON line for each step
-    python benchmarks/memory.py --quick    the same on a network of 2 million parameters
+    python -W ignore benchmarks/memory.py 1.1 > rows.jsonl     0.1, 0.4 or 1.1 billion parameters; "tiny" for a try
 
-Numbers are resident bytes at the peak of a step, as shares of the dense weights, with those weights included and without
-what the process needs before they are made. Linux only: the peak is read from /proc, and reset before each step. On a core
-without instructions for bfloat16, take `--examples 3 --tokens 2`.
+`prune` makes a small model next to the dense one. Then units are scored, and the dense model is made small in place.
+Gibibytes are resident at the peak of a step, weights included, without what the process needs before they are made. Linux
+only: the peak is read from /proc, and reset before each step. On a core without instructions for bfloat16, take
+`--examples 3 --tokens 2`.
 """
 
 import gc
@@ -23,8 +23,12 @@ from torch import Tensor, nn
 
 import sparsekit as sk
 
-FULL = {"blocks": 14, "width": 2048, "inner": 8192, "heads": 16, "words": 32_000}
-QUICK = {"blocks": 4, "width": 128, "inner": 512, "heads": 4, "words": 4_000}
+SIZES = {
+    "tiny": {"blocks": 4, "width": 128, "inner": 512, "heads": 4, "words": 4_000},
+    "0.1": {"blocks": 12, "width": 768, "inner": 2048, "heads": 12, "words": 32_000},
+    "0.4": {"blocks": 24, "width": 1024, "inner": 3584, "heads": 16, "words": 32_000},
+    "1.1": {"blocks": 16, "width": 2048, "inner": 8192, "heads": 16, "words": 32_000},
+}
 
 
 class Block(nn.Module):
@@ -71,8 +75,8 @@ def resident(what: str) -> int:
 
 
 def main() -> None:
-    options = options_of(__doc__, quick=False, examples=8, tokens=16, criterion="fisher")
-    sizes = QUICK if options.quick else FULL
+    options = options_of(__doc__, "size", choices={"size": SIZES}, examples=8, tokens=16, criterion="fisher")
+    sizes = SIZES[options.size]
     torch.manual_seed(0)
     tokens = torch.randint(sizes["words"], (options.examples, 1, options.tokens))
     batches = [(each, each.flatten()) for each in tokens]
@@ -80,29 +84,30 @@ def main() -> None:
     torch.set_default_dtype(torch.bfloat16)
     model = Transformer(**sizes).eval()
     torch.set_default_dtype(torch.float32)
-    weights = sum(entry.nbytes for entry in model.parameters())
+    about = {"size": options.size, "parameters": sum(entry.numel() for entry in model.parameters())}
+    about["weights"] = sum(entry.nbytes for entry in model.parameters()) / 2**30
 
     def step(name: str, call: Callable[[], Any]) -> Any:
         gc.collect()
-        before = resident("RSS")
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets the peak
-        start = time.perf_counter()
+        start = time.process_time()
         result = call()
-        row = {"step": name, "before": (before - base) / weights, "peak": (resident("HWM") - base) / weights}
-        print(json.dumps(row | {"gigabytes": weights / 1e9, "seconds": time.perf_counter() - start}), flush=True)
+        row = {"step": name, "peak": (resident("HWM") - base) / 2**30, "seconds": time.process_time() - start}
+        print(
+            json.dumps(about | {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}),
+            flush=True,
+        )
         return result
 
     def loss(logits: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(logits.float().flatten(0, 1), target)
 
     graph = step("trace", lambda: sk.trace_units(model, tokens[0]))
-    decided = step(
-        "score",
-        lambda: sk.plan(
-            model, (tokens[0],), budget="flops=50%", batches=batches, loss=loss, criterion=options.criterion, graph=graph
-        ),
-    )
-    step("reconstruct", lambda: sk.reconstruct(model, model, graph, decided.mask, batches))
+    settings: dict[str, Any] = {"budget": "flops=50%", "batches": batches, "loss": loss, "criterion": options.criterion}
+    settings |= {"allocation": "by_loss", "graph": graph}
+    step("prune", lambda: sk.prune(model, (tokens[0],), **settings) and None)
+    decided = step("score", lambda: sk.plan(model, (tokens[0],), **settings))
+    step("reconstruct in place", lambda: sk.reconstruct(model, model, graph, decided.mask, batches))
 
 
 if __name__ == "__main__":
