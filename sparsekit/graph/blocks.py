@@ -18,6 +18,7 @@ def without_blocks(graph: UnitGraph, names: Collection[str]) -> UnitGraph:
         if name not in graph.blocks:
             raise UnknownNameError(f"no block {name!r} in this graph; {nearest(name, graph.blocks)}")
     gone = {key for name in names for key in graph.blocks[name].keys}
+    left, names = set(graph.blocks).difference(names), [each for name in names for each in graph.blocks[name].modules]
     constants = {key: each for key, each in graph.constants.items() if not is_inside(each.module, names)}
     groups = {}
     for name, group in graph.groups.items():
@@ -40,5 +41,5 @@ def without_blocks(graph: UnitGraph, names: Collection[str]) -> UnitGraph:
         constants=constants,
         free=tuple(each for each in graph.free if each.group in groups and not is_inside(each.module, names)),
         leftovers=tuple(each for each in graph.leftovers if not is_inside(each.module, names)),
-        blocks={name: block for name, block in graph.blocks.items() if not is_inside(name, names)},
+        blocks={name: block for name, block in graph.blocks.items() if name in left},
     )

@@ -1,7 +1,7 @@
 """UnitSlice, UnitGroup: positions of units in tensors; Constant, SizeAttribute, NormSite, Unprunable: other findings."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import ClassVar, Literal, TypeAlias
 
@@ -210,21 +210,31 @@ Argument: TypeAlias = tuple[int, str]
 
 @dataclass(frozen=True)
 class Block:
-    """A module whose output is one of its arguments plus a branch, so that it can be replaced by that argument.
+    """A residual branch that can be removed whole: a module that adds it to an argument, or a module that is the branch.
 
     Args:
         name: Qualified name of the module.
-        returned: The argument that the output is added to. If the module returns a tuple: for each element, the argument that
-            it equals without the branch, or None where it is None.
+        returned: The argument that the output is added to, or that has the shape of the branch. If the module returns a tuple:
+            for each element, the argument that it equals without the branch, or None where it is None.
         is_tuple: Whether the module returns a tuple.
         keys: State-dict keys of the entries that are removed with it.
+        is_branch: Whether the module is the branch itself, such as the attention of a layer, and zeros stand in its place.
+        beside: Modules next to such a branch that serve it alone, such as a norm before it, each with the argument that it
+            transforms.
     """
 
     name: str
     returned: tuple[Argument | None, ...]
     is_tuple: bool
     keys: tuple[str, ...]
+    is_branch: bool = False
+    beside: Mapping[str, Argument] = field(default_factory=dict)
     kind: ClassVar[str] = "block"
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of all modules that are removed."""
+        return self.name, *self.beside
 
 
 def group_order(groups: Iterable[UnitGroup]) -> dict[str, int]:

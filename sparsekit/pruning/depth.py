@@ -182,7 +182,7 @@ def _losses(
     blocks = settings.graph.blocks
     with ExitStack() as stack:
         for name in removed:
-            own = Removed(blocks[name].returned, is_tuple=blocks[name].is_tuple)
+            own = Removed(blocks[name].returned, is_tuple=blocks[name].is_tuple, is_branch=blocks[name].is_branch)
             stack.enter_context(_instead(model.get_submodule(name), own))
         for part in parts:
             count = sum(map(example_count, part.judge))
@@ -190,7 +190,7 @@ def _losses(
             with memory.writing():
                 sums[""] += part.measure(model) * count
             for name in names:
-                own = Removed(blocks[name].returned, is_tuple=blocks[name].is_tuple)
+                own = Removed(blocks[name].returned, is_tuple=blocks[name].is_tuple, is_branch=blocks[name].is_branch)
                 with memory.reading_before(name), _instead(model.get_submodule(name), own):
                     sums[name] += part.measure(model) * count
             examples += count

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -12,14 +13,15 @@ class Removed(nn.Module):
     Args:
         returned: For each value, the position and the keyword of an argument; None for the value None.
         is_tuple: Whether the values are returned as a tuple.
+        is_branch: Whether the first value is zeros in the shape of its argument.
     """
 
-    def __init__(self, returned: Sequence[tuple[int, str] | None], *, is_tuple: bool) -> None:
+    def __init__(self, returned: Sequence[tuple[int, str] | None], *, is_tuple: bool, is_branch: bool = False) -> None:
         super().__init__()
-        self.returned, self.is_tuple = [*returned], is_tuple
+        self.returned, self.is_tuple, self.is_branch = [*returned], is_tuple, is_branch
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the arguments that the block added its branch to."""
+        """Return the arguments that the block added its branch to, or zeros for the branch."""
         values: list[Any] = []
         for place in self.returned:
             if place is None:
@@ -27,8 +29,11 @@ class Removed(nn.Module):
             else:
                 position, keyword = place
                 values.append(args[position] if 0 <= position < len(args) else kwargs[keyword])
+        if self.is_branch:
+            values[0] = torch.zeros_like(values[0])
         return tuple(values) if self.is_tuple else values[0]
 
     def extra_repr(self) -> str:
         """Name the arguments that are returned."""
-        return ", ".join("None" if place is None else place[1] or f"argument {place[0]}" for place in self.returned)
+        names = ["None" if place is None else place[1] or f"argument {place[0]}" for place in self.returned]
+        return ", ".join([f"zeros like {names[0]}" if self.is_branch else names[0], *names[1:]])

@@ -82,7 +82,7 @@ def save_compact(
         "graph": None if graph is None else digest(graph),
         "mask": None if mask is None else {name: keep.nonzero().flatten().tolist() for name, keep in mask.items()},
         "without": None if mask is None else sorted(mask.removed),
-        "removed": {name: [module.returned, module.is_tuple] for name, module in removed.items()},
+        "removed": {name: [module.returned, module.is_tuple, module.is_branch] for name, module in removed.items()},
         "proof": None if example_inputs is None else make_proof(model, example_inputs),
     }
     write_file(Path(path), entries | constants, spec)
@@ -182,8 +182,8 @@ def load_mask(path: str | os.PathLike[str], graph: UnitGraph) -> UnitMask:
         return mask
 
 
-def _block(name: str, returned: Sequence[Any], is_tuple: bool) -> Block:
-    return Block(name, tuple(None if place is None else (place[0], place[1]) for place in returned), is_tuple, ())
+def _block(name: str, returned: Sequence[Any], is_tuple: bool, is_branch: bool) -> Block:
+    return Block(name, tuple(None if place is None else (place[0], place[1]) for place in returned), is_tuple, (), is_branch)
 
 
 def _plain(model: object) -> nn.Module:

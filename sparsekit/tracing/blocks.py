@@ -28,7 +28,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup
 from sparsekit.layers import Rules
 from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
-from sparsekit.tracing.inputs import ModelInputs, find_tensors, same_tensors, with_tokens
+from sparsekit.tracing.inputs import Copied, ModelInputs, find_tensors, plain_copy, same_tensors, with_tokens
 from sparsekit.tracing.passes import lent_copy, train_without_dropout
 from sparsekit.tracing.session import Session
 from sparsekit.tracing.tape import Tape
@@ -94,8 +94,8 @@ def make_verifier(
 class _Captured(ModelInputs):
     """Inputs of a module inside a model. What they hold may be changed by a call, such as a cache, so each call gets a copy."""
 
-    def call(self, model: nn.Module, mode: AbstractContextManager[Any] | None = None) -> Any:
-        return ModelInputs(*_Copies().take(self.args, dict(self.kwargs)), self.guard).call(model, mode)
+    def call(self, model: nn.Module, mode: AbstractContextManager[Any] | None = None, copied: Copied = plain_copy) -> Any:
+        return ModelInputs(*_Copies().take(self.args, dict(self.kwargs)), self.guard).call(model, mode, copied)
 
 
 class _Copies:

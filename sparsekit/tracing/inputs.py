@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,14 @@ _CONTAINERS = (Tensor, dict, list, tuple, deque)
 _DEPTH = 4  # how deep objects of unknown kinds are opened
 _STATES = frozenset({"transformers.cache_utils.Cache"})
 """What a model hands to its own next call: as wide as the model is inside, and so no output of it."""
+
+
+Copied: TypeAlias = Callable[[Tensor], Tensor]
+
+
+def plain_copy(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor, without its history."""
+    return tensor.detach().clone()
 
 
 def refuse_inference(model: nn.Module) -> None:
@@ -178,12 +186,12 @@ class ModelInputs:
         is_calls = bool(given) and all(isinstance(call, tuple | Mapping | ModelInputs) for call in given)
         return [cls.of(call) for call in (given if is_calls else [example_inputs])]
 
-    def call(self, model: nn.Module, mode: AbstractContextManager[Any] | None = None) -> Any:
+    def call(self, model: nn.Module, mode: AbstractContextManager[Any] | None = None, copied: Copied = plain_copy) -> Any:
         """Run the model, a private copy, on copies of the inputs, which it may overwrite; in train mode without dropout.
 
-        `mode` follows the pass, such as a dispatch mode.
+        `mode` follows the pass, such as a dispatch mode; `copied` makes the copies.
         """
-        args, kwargs = map_tensors(lambda t: t.detach().clone(), (self.args, dict(self.kwargs)))
+        args, kwargs = map_tensors(copied, (self.args, dict(self.kwargs)))
         with self.guard, WithoutDropout() if model.training else nullcontext(), mode or nullcontext():
             return model(*args, **kwargs)
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from sparsekit.graph.blocks import is_inside
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import Argument, Block
 from sparsekit.rng import same_random_state, seeded
-from sparsekit.surgery.blocks import remove_blocks
+from sparsekit.surgery.blocks import numbered_layers, remove_blocks
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.blocks import is_meta
 from sparsekit.tracing.inputs import ModelInputs, find_tensors, map_tensors
@@ -26,20 +26,43 @@ _CLOSE = 1e-5
 """Largest difference between a model whose branches are zero and the one without them, as a share of the largest value."""
 
 
+Inputs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+Returned: TypeAlias = tuple[tuple[Argument | None, ...], bool]
+"""The arguments that a module returns, and whether as a tuple."""
+
+
+_Leaves: TypeAlias = tuple[list[Tensor], dict[str, Tensor]]
+"""Outputs of a call, and name → what it left behind."""
+
+
 @dataclass(eq=False)
 class _Found:
     """What is known of a module: the outputs of its calls in the dense model, and what it returns without its branch."""
 
     outputs: list[Any] = field(default_factory=list)
-    returned: tuple[tuple[Argument | None, ...], bool] | None = None
+    returned: Returned | None = None
     refused: bool = False
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """A child of a block that is a branch of its own, and the children that serve it alone."""
+
+    returned: Returned
+    beside: Mapping[str, Argument]
+
+    def block(self, model: nn.Module, parent: str, child: str) -> Block:
+        names = [f"{parent}.{each}" for each in (child, *self.beside)]
+        keys = tuple(key for name in names for key in _keys(model, name))
+        return Block(names[0], *self.returned, keys, True, dict(zip(names[1:], self.beside.values())))
 
 
 def with_blocks(model: nn.Module, example_inputs: Any, graph: UnitGraph) -> UnitGraph:
     """Return the graph with the residual branches of the model that can be removed whole.
 
     A block is a module that returns one of its arguments, exactly, if all its parameters are zero: its output is that argument
-    plus a branch. The innermost such modules are blocks. To prove them, the model with zeros in all blocks is compared with the
+    plus a branch. The innermost such modules are blocks. If several branches are added in one module, such as the attention and
+    the MLP of a layer, each of them is a block. To prove them, the model with zeros in all blocks is compared with the
     model without them: outputs, gradients, and the buffers that a call leaves behind, in eval mode and in train mode.
 
     Args:
@@ -52,8 +75,12 @@ def with_blocks(model: nn.Module, example_inputs: Any, graph: UnitGraph) -> Unit
     guard = ReadOnly(model)
     calls = [replace(call, guard=guard) for call in ModelInputs.several(example_inputs)]
     with private_passes():
-        found = _find(model, calls, graph)
-        found = {name: found[name] for name in _apart_from_caches(model, found)}
+        kept = _needed_by_caches(model, calls)
+        found = {
+            name: block
+            for name, block in _find(model, calls, graph).items()
+            if not any(is_inside(each, block.modules) for each in kept)
+        }
         if found and not _is_exact(model, calls, list(found.values())):
             found = {name: block for name, block in found.items() if _is_exact(model, calls, [block])}
     return replace(graph, blocks=found)
@@ -74,7 +101,7 @@ def _find(model: nn.Module, calls: Sequence[ModelInputs], graph: UnitGraph) -> d
             one = known[name]
             if one.returned is not None and not one.refused and not _is_read_outside(graph, keys := _keys(model, name)):
                 blocks[name] = Block(name, *one.returned, keys)
-    return {name: blocks[name] for name in order if name in blocks}
+    return _apart(model, calls, graph, {name: blocks[name] for name in order if name in blocks})
 
 
 def _levels(model: nn.Module) -> list[list[str]]:
@@ -159,9 +186,17 @@ def _test(model: nn.Module, calls: Sequence[ModelInputs], tested: Mapping[str, _
 
 
 def _returned(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
-) -> tuple[tuple[Argument | None, ...], bool] | None:
-    """Return which arguments a module has returned, and whether as a tuple; None if it returned anything else."""
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    out: Any,
+    is_same: Callable[[Any, Tensor], bool] | None = None,
+) -> Returned | None:
+    """Return which arguments a module has returned, and whether as a tuple; None if it returned anything else.
+
+    `is_same` compares an argument and an output.
+    """
+    is_same = is_same or _equal
     try:
         parameters = [*inspect.signature(module.forward).parameters.values()]
     except (TypeError, ValueError):
@@ -172,11 +207,97 @@ def _returned(
     is_tuple = isinstance(out, tuple)
     found: list[Argument | None] = []
     for value in out if is_tuple else (out,):
-        place = next((each for each, own in places if isinstance(value, Tensor) and _equal(own, value)), None)
+        place = next((each for each, own in places if isinstance(value, Tensor) and is_same(own, value)), None)
         if place is None and (value is not None or not is_tuple):
             return None
         found.append(place)
     return (tuple(found), is_tuple) if found and found[0] is not None else None
+
+
+def _apart(model: nn.Module, calls: Sequence[ModelInputs], graph: UnitGraph, blocks: dict[str, Block]) -> dict[str, Block]:
+    """Return the blocks, with their branches in place of those that add several, such as a layer of attention and an MLP."""
+    wide = {name: _children(model.get_submodule(name)) for name in blocks}
+    wide = {name: children for name, children in wide.items() if len(children) > 1}
+    found = {name: [block] for name, block in blocks.items()}
+    for name, inputs in _inputs_of(model, calls, wide).items():
+        try:
+            with calls[0].guard:
+                branches = _branches(model.get_submodule(name), wide[name], inputs)
+        except Exception:  # noqa: BLE001 - whatever a layer raises if some of its parameters are zero
+            continue
+        parts = [one.block(model, name, child) for child, one in branches.items()]
+        if parts and not any(_is_read_outside(graph, part.keys) for part in parts):
+            found[name] = parts
+    return {part.name: part for parts in found.values() for part in parts}
+
+
+def _children(module: nn.Module) -> list[str]:
+    return [name for name, child in module.named_children() if any(entry.dim() > 1 for entry in child.parameters())]
+
+
+def _inputs_of(model: nn.Module, calls: Sequence[ModelInputs], names: Collection[str]) -> dict[str, list[Inputs]]:
+    found: dict[str, list[Inputs]] = {name: [] for name in names}
+    for inputs in calls if names else ():
+        copied = _prepared(lent_copy(model).eval())
+        with ExitStack() as stack:
+            for name in names:
+
+                def note(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+                    found[name].append(map_tensors(torch.clone, (args, kwargs)))
+
+                stack.callback(copied.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True).remove)
+            inputs.call(copied)
+    return found
+
+
+def _branches(module: nn.Module, children: Sequence[str], calls: Sequence[Inputs]) -> dict[str, _Branch]:
+    """Return the branches that a block adds; empty if one of the children reads another.
+
+    A child is a branch if it returns zeros where its parameters are zero, and if the output of the block depends on it while
+    the parameters of all other children are zero.
+    """
+    found: dict[str, _Branch] = {}
+    for inputs in calls:
+        bare = _run(_without_branches(module, children), inputs)
+        for child in children:
+            alone = _run(_without_branches(module, [each for each in children if each != child]), inputs)
+            one = None if torch.equal(alone, bare) else _branch(module, child, inputs)
+            if one is None or found.setdefault(child, one) != one:
+                return {}
+    return found
+
+
+def _branch(module: nn.Module, child: str, inputs: Inputs) -> _Branch | None:
+    """Return what a child that returns zeros without its parameters has returned, and the children that serve it alone."""
+    copied = _without_branches(module, [child]).requires_grad_()
+    returned: dict[str, Returned | None] = {}
+
+    def note(name: str, args: Any, kwargs: Any, out: Any) -> None:
+        is_same = _is_zero if name == child else _is_like
+        own = _returned(copied.get_submodule(name), args, kwargs, out, is_same)
+        returned[name] = None if name in returned else own
+
+    with ExitStack() as stack:
+        for name, each in copied.named_children():
+            stack.callback(_after(each, name, note))
+        with torch.enable_grad():
+            out = _run(copied, inputs)
+            out.backward(torch.rand(out.shape, generator=torch.Generator().manual_seed(_SEED)).to(out))
+    own, beside = returned.get(child), dict[str, Argument]()
+    idle = {name for name, entry in copied.named_parameters() if entry.grad is None or not entry.grad.any()}
+    for name, each in copied.named_children():
+        place, keys = returned.get(name), {f"{name}.{key}" for key, _ in each.named_parameters()}
+        first = None if place is None or place[1] else place[0][0]
+        if name == child or (keys and keys <= idle and first is not None):
+            idle -= keys
+            beside |= {} if name == child or first is None else {name: first}
+    return None if own is None or idle else _Branch(own, beside)  # what is left has no parameter without effect
+
+
+def _run(module: nn.Module, inputs: Inputs) -> Tensor:
+    args, kwargs = map_tensors(torch.clone, inputs)
+    found: Tensor = _first(module.eval()(*args, **kwargs))
+    return found
 
 
 def _is_exact(model: nn.Module, calls: Sequence[ModelInputs], blocks: Sequence[Block]) -> bool:
@@ -202,14 +323,14 @@ def _noise(inputs: ModelInputs) -> ModelInputs:
 
 def _agree(model: nn.Module, inputs: ModelInputs, blocks: Sequence[Block], train: bool, drawn: bool) -> bool:
     """Compare one call; a model may refuse drawn inputs, and a batch norm a single example in train mode."""
-    names = [block.name for block in blocks]
+    names = [name for block in blocks for name in block.modules]
     for given in (inputs, inputs.doubled()):
         zero, short = (
             _prepared(_without_branches(model, names)),
             _prepared(remove_blocks(lent_copy(model), blocks, inplace=True)),
         )
         with ExitStack() as stack:
-            for name in names:  # what is missing draws no numbers
+            for name in names:  # what is missing draws no random numbers
                 stack.callback(_keep_random_state(zero.get_submodule(name)))
             try:
                 expected = _leaves(zero, given, train)
@@ -221,27 +342,40 @@ def _agree(model: nn.Module, inputs: ModelInputs, blocks: Sequence[Block], train
     return True
 
 
-def _leaves(model: nn.Module, inputs: ModelInputs, train: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return the outputs of a call, and name → what it left behind: gradients of parameters, and buffers."""
+def _leaves(model: nn.Module, inputs: ModelInputs, train: bool) -> _Leaves:
+    """Return the outputs of a call, and name → what it left behind: gradients of parameters and inputs, and buffers."""
     model = train_without_dropout(model) if train else model.eval()
+    given: dict[str, Tensor] = {}
+
+    def with_gradient(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor.clone()
+        leaf = given[f"input {len(given)}"] = tensor.detach().clone().requires_grad_()
+        return leaf * 1  # which code may write to, unlike a leaf
+
     with seeded(_SEED), torch.enable_grad():
-        outputs = find_tensors(inputs.call(model))
+        outputs = find_tensors(inputs.call(model, copied=with_gradient))
         moving = [out for out in outputs if out.requires_grad]
         if moving:
             draw = torch.Generator().manual_seed(_SEED)
             sum((out * torch.rand(out.shape, generator=draw).to(out)).sum() for out in moving).backward()  # type: ignore[union-attr]
     left = {name: entry.grad if isinstance(entry, nn.Parameter) else entry for name, entry in named_entries(model).items()}
+    left |= {name: leaf.grad for name, leaf in given.items()}
     return [out.detach() for out in outputs], {name: entry for name, entry in left.items() if entry is not None}
 
 
-def _all_close(
-    first: tuple[list[Tensor], dict[str, Tensor]], second: tuple[list[Tensor], dict[str, Tensor]], names: Collection[str]
-) -> bool:
+def _all_close(first: _Leaves, second: _Leaves, names: Collection[str]) -> bool:
     left = {name: value for name, value in first[1].items() if not is_inside(name.rpartition(".")[0], names)}
     if len(first[0]) != len(second[0]) or not first[0] or left.keys() != second[1].keys():
         return False
     pairs = [*zip(first[0], second[0]), *((value, second[1][name]) for name, value in left.items())]
     return all(_is_close(a, b) for a, b in pairs)
+
+
+def _is_same(first: _Leaves, second: _Leaves) -> bool:
+    """Tell whether two calls of the same operators return the same, bit for bit."""
+    pairs = [*zip(first[0], second[0], strict=True), *((value, second[1][name]) for name, value in first[1].items())]
+    return all(torch.equal(a, b) for a, b in pairs)
 
 
 def _is_close(a: Tensor, b: Tensor) -> bool:
@@ -294,15 +428,24 @@ def _is_read_outside(graph: UnitGraph, keys: Collection[str]) -> bool:
     return False
 
 
-def _apart_from_caches(model: nn.Module, blocks: Collection[str]) -> list[str]:
-    """Return the blocks without those that hold the first layer of a cache, from which the length of a sequence is taken."""
-    first: dict[object, tuple[int, str]] = {}
-    for name, module in model.named_modules():
-        number = getattr(module, "layer_idx", None)
-        if isinstance(number, int):
-            kind = type(module), getattr(module, "is_sliding", None), getattr(module, "attention_type", None)
-            first[kind] = min(first.get(kind, (number, name)), (number, name))
-    return [name for name in blocks if not any(is_inside(home, [name]) for _, home in first.values())]
+def _needed_by_caches(model: nn.Module, calls: Sequence[ModelInputs]) -> list[str]:
+    """Return the modules that stay, since a cache takes its length from its first layer: the last module of each kind.
+
+    It can take the number of the first one. If outputs depend on the number, the first modules stay instead.
+    """
+    kinds = numbered_layers(dict(model.named_modules()))
+    if not kinds:
+        return []
+    moved = lent_copy(model)
+    for layers in kinds:
+        for _, name in layers:
+            moved.get_submodule(name).layer_idx = layers[0][0]  # type: ignore[assignment]
+    ways = [(inputs, train) for inputs in calls for train in (False, True)]
+    try:
+        free = all(_is_same(*(_leaves(_prepared(lent_copy(own)), *way) for own in (model, moved))) for way in ways)
+    except Exception:  # noqa: BLE001 - whatever a layer raises under another number
+        free = False
+    return [layers[-1 if free else 0][1] for layers in kinds]
 
 
 def _first(value: Any) -> Any:
@@ -311,6 +454,10 @@ def _first(value: Any) -> Any:
 
 def _is_like(value: Any, out: Any) -> bool:
     return isinstance(value, Tensor) and isinstance(out, Tensor) and value.shape == out.shape and value.dtype == out.dtype
+
+
+def _is_zero(value: Any, out: Tensor) -> bool:
+    return _is_like(value, out) and not out.any()
 
 
 def _equal(value: Any, out: Tensor) -> bool:

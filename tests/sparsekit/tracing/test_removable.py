@@ -116,6 +116,70 @@ def test_a_block_in_any_spelling_can_be_removed_and_equals_zeros_in_its_branch(s
             torch.testing.assert_close(entry, left[name])
 
 
+class _Mixer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Conv2d(8, 12, 3, padding=1), nn.Conv2d(12, 8, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return self.leave(F.relu(self.enter(x))), None
+
+
+class _Layer(nn.Module):
+    """Two branches behind a norm each, one after the other or side by side; `scaled`: the first by a parameter of its own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.norm1, self.mixer, self.norm2, self.mlp = nn.BatchNorm2d(8), _Mixer(), nn.BatchNorm2d(8), Branch("plain").last
+        if kind == "scaled":
+            self.scale = nn.Parameter(torch.full((8, 1, 1), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, _ = self.mixer(self.norm1(x))
+        if self.kind == "scaled":
+            first = self.scale * first
+        if self.kind == "chain":
+            return x + self.mlp(self.norm2(first))
+        return x + first + self.mlp(self.norm2(x if self.kind == "beside" else x + first))
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"), [("", ["mixer", "mlp"]), ("beside", ["mixer", "mlp"]), ("chain", []), ("scaled", [])]
+)
+def test_branches_of_one_layer_are_removed_apart_with_their_norms(kind: str, parts: list[str], tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 8, 3), _Layer(kind), _Layer(kind), nn.Conv2d(8, 4, 1)).eval()
+
+    model = make()
+    graph = with_blocks(model, X, sk.trace_units(model, X))
+    assert list(graph.blocks) == ([f"{at}.{part}" for at in "12" for part in parts] if parts else ["1", "2"])
+    for part in parts:
+        mask = sk.UnitMask(random_mask(graph, 0.5, 0), removed=[f"1.{part}"])
+        small = sk.compact(model, graph, mask)
+        zero = copy.deepcopy(model)
+        with torch.no_grad():
+            for entry in zero[1].get_submodule(part).parameters():
+                entry.zero_()
+        expected = sk.compact(zero, graph, sk.UnitMask(dict(mask)))
+        for train in (False, True):
+            x, y = X.clone().requires_grad_(), X.clone().requires_grad_()
+            torch.testing.assert_close(small.train(train)(x), expected.train(train)(y))
+            small(x).square().sum().backward()
+            expected(y).square().sum().backward()
+            torch.testing.assert_close(x.grad, y.grad)
+        assert all(entry.grad is not None and entry.grad.any() for entry in small.parameters()), "no parameter is left idle"
+        sk.save_compact(small.eval(), tmp_path / "small.safetensors", graph=graph, mask=mask, example_inputs=(X,))
+        assert torch.equal(sk.load_compact(tmp_path / "small.safetensors", make).eval()(X), small(X))
+        back = sk.expand(small.state_dict(), graph, mask, into=model.state_dict())
+        assert back.keys() == model.state_dict().keys()
+        again = with_blocks(small, X, sk.trace_units(small, X))
+        assert len(again.blocks) == 3
+        both = sk.compact(small, again, sk.UnitMask.full(again, removed=list(again.blocks)))
+        assert both(X).shape == (2, 4, 4, 4)
+
+
 @pytest.mark.parametrize("spelling", NOT_FOUND)
 def test_what_is_not_an_argument_plus_a_branch_is_no_block(spelling: str) -> None:
     assert not traced(spelling)[1].blocks
@@ -145,6 +209,16 @@ class _Others(nn.Module):
 def test_a_block_is_compared_on_values_of_both_signs() -> None:
     model = nn.Sequential(Branch("relu after", 3), nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 2, 1)).eval()
     assert not with_blocks(model, X.abs(), sk.trace_units(model, X.abs())).blocks, "the ReLU changes what is negative"
+
+
+class _StopsGradients(Branch):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach() + self.branch(x)
+
+
+def test_gradients_of_inputs_are_compared() -> None:
+    model = nn.Sequential(_StopsGradients("sum", 3), nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 2, 1)).eval()
+    assert not with_blocks(model, X, sk.trace_units(model, X)).blocks, "the inputs have a gradient without the block alone"
 
 
 @pytest.mark.parametrize(
@@ -250,14 +324,69 @@ def test_a_depth_that_cannot_be_is_refused(depth: Any, told: str) -> None:
         sk.prune(model, X, budget="flops=50%", depth=1)
 
 
-def test_generation_without_layers_of_a_decoder_is_right_with_a_cache() -> None:
+class _Numbered(nn.Module):
+    """An attention that has a number in a cache, by which it scales its output or not."""
+
+    def __init__(self, number: int, scaled: bool) -> None:
+        super().__init__()
+        self.layer_idx, self.scaled, self.out = number, scaled, nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(x) / (1 + self.layer_idx * self.scaled)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_layer_whose_number_matters_keeps_it(scaled: bool) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), *(_Numbered(number, scaled) for number in range(3)), nn.Conv2d(8, 4, 1)).eval()
+    graph = with_blocks(model, X, sk.trace_units(model, X))
+    assert list(graph.blocks) == (["2", "3"] if scaled else ["1", "2"])
+    small: Any = sk.compact(model, graph, sk.UnitMask.full(graph, removed=list(graph.blocks)))
+    assert [each.layer_idx for each in small if isinstance(each, _Numbered)] == [0]
+
+
+def decoder(kind: str, **more: Any) -> tuple[Any, Tensor]:
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 50, "num_hidden_layers": 4}
+    config = transformers.AutoConfig.for_model(kind, **sizes, **more)
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=4)).eval()
-    tokens = torch.randint(50, (1, 9))
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    return model, torch.randint(3, 50, (1, 9))
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "layers", "kept"),
+    [
+        ("llama", {"num_key_value_heads": 2}, "model.layers.{}", ["3.self_attn"]),
+        (
+            "gemma2",
+            {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4},
+            "model.layers.{}",
+            ["2.self_attn", "3.self_attn"],
+        ),
+        ("gpt2", {}, "transformer.h.{}", ["3.attn"]),
+    ],
+)
+def test_decoders_generate_with_a_cache_whatever_is_removed(
+    kind: str, more: dict[str, Any], layers: str, kept: list[str], tmp_path: Path
+) -> None:
+    model, tokens = decoder(kind, **more)
     graph = with_blocks(model, {"input_ids": tokens}, sk.trace_units(model, {"input_ids": tokens}))
-    assert list(graph.blocks) == [f"model.layers.{number}" for number in (1, 2, 3)], "the first layer counts the cache's tokens"
-    small = sk.compact(model, graph, sk.UnitMask(random_mask(graph, 0.5, 0), removed=["model.layers.1", "model.layers.2"]))
+    attention = "attn" if kind == "gpt2" else "self_attn"
+    parts = [layers.format(f"{number}.{part}") for number in range(4) for part in (attention, "mlp")]
+    assert list(graph.blocks) == [name for name in parts if name not in [layers.format(each) for each in kept]]
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(tokens)}
-    assert torch.equal(small.generate(tokens, use_cache=True, **options), small.generate(tokens, use_cache=False, **options))
+    for removed in (list(graph.blocks), [name for name in graph.blocks if "0." in name or "2.mlp" in name]):
+        mask = sk.UnitMask(random_mask(graph, 0.5, 0), removed=removed)
+        small = sk.compact(model, graph, mask)
+        assert torch.equal(
+            small.generate(tokens, use_cache=True, **options), small.generate(tokens, use_cache=False, **options)
+        )
+        zero = copy.deepcopy(model)
+        with torch.no_grad():
+            for name, entry in zero.named_parameters():
+                entry.mul_(not any(name in graph.blocks[each].keys for each in removed))
+        expected = sk.compact(zero, graph, sk.UnitMask(dict(mask)))
+        torch.testing.assert_close(small(tokens).logits, expected(tokens).logits)
+        sk.save_compact(small, tmp_path / "small.safetensors", example_inputs={"input_ids": tokens})
+        again = sk.load_compact(tmp_path / "small.safetensors", lambda: decoder(kind, **more)[0])
+        assert torch.equal(again.generate(tokens, **options), small.generate(tokens, **options))

@@ -1,5 +1,6 @@
 """Every architecture of the zoo, traced once: groups, the untouched model, the laws in both modes, costs, a file."""
 
+import copy
 import inspect
 import warnings
 from pathlib import Path
@@ -23,6 +24,7 @@ from sparsekit.runtime.narrow_attention import NarrowMultiheadAttention
 from sparsekit.surgery.rebuild import named_entries
 from sparsekit.tracing import blocks
 from sparsekit.tracing.inputs import ModelInputs, find_tensors
+from sparsekit.tracing.removable import with_blocks
 from sparsekit.tracing.trace import UnprunableWarning, UnreadParametersWarning
 
 NATIVE = (
@@ -155,6 +157,31 @@ def check_cut_twice(model: nn.Module, args: Any, kwargs: Any, graph: sk.UnitGrap
     torch.testing.assert_close(*(find_tensors(each(*args, **kwargs)) for each in (twice, once)))
 
 
+def check_removed_blocks(name: str, norms: bool, model: nn.Module, given: ModelInputs, graph: sk.UnitGraph, path: Path) -> None:
+    """The model without blocks equals one with zeros in them, and is saved, expanded, counted and pruned again."""
+    graph = with_blocks(model, given, graph)
+    for part in range(2 if graph.blocks else 0):
+        mask = sk.UnitMask(random_mask(graph, 0.5, 5), removed=list(graph.blocks)[part::2])
+        check_nothing_is_lost(model, graph, mask)
+        small, zero = sk.compact(model.eval(), graph, mask), copy.deepcopy(model)
+        gone = {key for block in mask.removed for key in graph.blocks[block].keys}
+        with torch.no_grad():
+            for key, entry in zero.named_parameters(remove_duplicate=False):
+                entry.mul_(key not in gone)
+            expected = find_tensors(given.call(sk.compact(zero, graph, sk.UnitMask(dict(mask)))))
+            found = find_tensors(given.call(small))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        assert sk.count_cost(model, given, graph=graph, mask=mask) == sk.count_cost(small, given)
+        sk.save_compact(small, path, graph=graph, mask=mask, example_inputs=given.args or given.kwargs)
+        again = sk.load_compact(path, lambda: build(name, zoo_norms.KEPT if norms else None)[0]).eval()
+        with torch.no_grad():
+            assert all(map(torch.equal, find_tensors(given.call(again)), found))
+        assert sk.load_mask(path, graph) == mask
+        left = compact_graph(graph, mask)
+        assert left.blocks.keys() == graph.blocks.keys() - mask.removed
+        find_tensors(given.call(sk.compact(small, left, sk.UnitMask.full(left, removed=left.blocks))))
+
+
 @pytest.mark.parametrize(
     ("name", "norms"),
     [
@@ -176,6 +203,7 @@ def test_an_architecture(name: str, norms: bool, tmp_path: Path, monkeypatch: py
     check_costs(model, args, kwargs, graph)
     check_saved(name, norms, model, args, kwargs, graph, tmp_path / "small.safetensors")
     check_cut_twice(model, args, kwargs, graph)
+    check_removed_blocks(name, norms, model, ModelInputs(args, kwargs), graph, tmp_path / "short.safetensors")
     if CASES.index((name, norms)) % 12 == 0:  # as a large model, block by block, it has the same units and costs
         cost = sk.cost_model(model, ModelInputs(args, kwargs), graph).cost(mask)
         monkeypatch.setattr(blocks, "LARGE_NUMBERS", 0)
