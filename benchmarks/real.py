@@ -253,7 +253,7 @@ def cells(name: str) -> list[tuple[str, float, str]]:
 
 def train(bench: Bench, share: float, seed: int) -> tuple[nn.Module, dict[str, Any]]:
     network = bench.network
-    arm = "/".join(CANDIDATES[1 if network.loss is None else 0])
+    arm = "position_fisher/by_loss" if network.loss is None else "fisher/by_cost"
     optimizer, rate, steps = (torch.optim.AdamW, 1e-4, 50) if network.loss is None else (torch.optim.SGD, 0.004, 100)
     small, flops = bench.cut(arm, share, "reconstructed")
     batches = list(network.training)

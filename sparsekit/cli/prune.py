@@ -264,7 +264,7 @@ def _without_data(criterion: str) -> Criterion:
 
 
 def _print(report: PruneReport, how: str) -> None:
-    typer.echo(f"{report.model}: criterion {report.criterion}, allocation {report.allocation}{how}")
+    typer.echo(f"{report.model}: criterion {report.criterion}, allocation {report.allocation}, {report.widths}{how}")
     tables = report.tables()
     for title in ("Costs", "Candidates", "Blocks", "Groups", "Time", "Measured"):
         head, rows = tables.get(title, ((), ()))

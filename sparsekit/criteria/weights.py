@@ -206,11 +206,13 @@ class Scored:
         values: Group name → float (units,), larger stays.
         name: Name of the criterion in reports.
         comparable: Whether scores of units of different groups mean the same.
+        of: Hash of the weights that were scored, as `Pruned.scores` have it; `prune` refuses them for others. Empty: any.
     """
 
     values: Mapping[str, Tensor] = field(repr=False, compare=False)
     name: str = "Scored"
     comparable: bool = False
+    of: str = field(default="", repr=False)
 
     def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:  # noqa: ARG002 - the protocol's signature
         """Return the scores as they were given."""

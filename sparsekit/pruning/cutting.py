@@ -171,9 +171,9 @@ class Stage:
                 name: own[kept[name].to(own.device)] if name in kept and own.shape == kept[name].shape else own
                 for name, own in criterion.values.items()
             }
-            criterion = replace(criterion, values=values)
+            criterion = replace(criterion, values=values, of="")
         found = score_units(criterion, self.graph, context)
-        return Scored(found, candidate.label, is_comparable(candidate.criterion))
+        return Scored(found, candidate.label, is_comparable(candidate.criterion), self.settings.hash)
 
     def _cut(self, candidate: Candidate, scores: Scored) -> Cut:
         """Choose the units within the budget; if it limits milliseconds, by timing narrow models."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from sparsekit.allocation import PreferredMultiple, Schedule, by_ratio
-from sparsekit.allocation.limits import check_multiples, free_counts, least_counts
+from sparsekit.allocation.limits import Multiples, check_multiples, free_counts, least_counts, step_of
 from sparsekit.criteria.batches import Batch, Loss
 from sparsekit.errors import InvalidValueError, level_of_user
 from sparsekit.graph import UnitGraph, UnitMask
@@ -41,6 +41,7 @@ from sparsekit.pruning.settings import (
     make_candidates,
     read_depth,
     refuse_contradictions,
+    refuse_foreign,
     refuse_unreachable,
 )
 from sparsekit.registry import calling
@@ -167,6 +168,7 @@ def prune(
         MissingImportanceError: The criterion needs data or an importance that it did not get.
         TraceError: The model fails on the inputs.
         NoUnitsError: Nothing in the model can be removed exactly.
+        ForeignMaskError: Scores of other weights.
 
     Warns:
         UncalibratedWarning: A network that shows signs of training is pruned without data.
@@ -295,6 +297,7 @@ def _read(
         refuse_unreachable(graph, costs, wanted, shares, multiples)
         calibration = None if batches is None else Calibration.read(model, batches, loss)
         candidates = make_candidates(criterion, allocation, calibration, progress=progress)
+        refuse_foreign(model, candidates)
         if wanted is not None and wanted.latency_ms is not None:
             with torch.no_grad(), evaluated(model):
                 dense_pass = prepare(model, wanted.runtime, call.args, call.kwargs)
@@ -377,6 +380,18 @@ def _identifier(metric: Metric) -> str:
     return name if name not in ("", "lambda") else "score"
 
 
+def _multiple(graph: UnitGraph, counts: Mapping[str, int], given: Multiples) -> int | None:
+    """Return the number of which the widths of wide layers are multiples: as given, or the preferred one that was taken."""
+    if not isinstance(given, PreferredMultiple):
+        return given if isinstance(given, int) else None
+    cut = [group for group in graph.groups.values() if counts[group.name] not in (0, group.size)]
+    for step in given.steps:
+        steps = {group.name: step_of(group, replace(given, step=step)) for group in cut}
+        if max(steps.values(), default=1) > 1 and all(counts[name] % own == 0 for name, own in steps.items()):
+            return step
+    return 1
+
+
 def _report(
     settings: Settings,
     own: Settings,
@@ -415,4 +430,5 @@ def _report(
         candidates=decision.tried,
         notes=notes,
         removed=own.removed,
+        multiple=_multiple(graph, counts, settings.multiple_of),
     )

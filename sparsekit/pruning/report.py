@@ -112,6 +112,8 @@ class PruneReport:
         notes: Sentences for the reader.
         times: Milliseconds before and after, if they were measured: `measure_times`.
         removed: Blocks that were removed before units, in the order of removal.
+        multiple: The widths of wide layers are multiples of this number; 1 where any width was taken, None where kinds of unit
+            have numbers of their own.
     """
 
     model: str
@@ -130,6 +132,14 @@ class PruneReport:
     notes: Sequence[str] = ()
     times: Sequence[TimePair] = ()
     removed: Sequence[str] = ()
+    multiple: int | None = None
+
+    @property
+    def widths(self) -> str:
+        """Which widths were taken, in words."""
+        if self.multiple is None:
+            return "multiples by kind of unit"
+        return "any width" if self.multiple == 1 else f"widths in multiples of {self.multiple}"
 
     def to_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
@@ -171,7 +181,7 @@ class PruneReport:
         return {title: table for title, table in found.items() if table[1]}
 
     def __str__(self) -> str:
-        lines = [f"{self.model}, {self.criterion}, {self.allocation}"]
+        lines = [f"{self.model}, {self.criterion}, {self.allocation}, {self.widths}"]
         for name, before in self.before.items():
             requested = f", requested ≤ {format_cost(name, self.limits[name])}" if name in self.limits else ""
             share = f" ({self.after[name] / before:.1%})" if before else ""
@@ -281,4 +291,5 @@ def _summary(report: PruneReport) -> str:
         words = (f"{measured_text(name, value)} {name.removeprefix('accuracy_')}" for name, value in scores)
         told.append(f"accuracy {', '.join(words)}")
     told += [f"{pair.faster:.2f} times as fast ({pair.label})" for pair in report.times[:1] if pair.measurable]
-    return f"{'; '.join(told)}. Units were ranked by {report.criterion}; {report.allocation} set how many stay in each layer."
+    told_of = f"Units were ranked by {report.criterion}; {report.allocation} set how many stay in each layer ({report.widths})."
+    return f"{'; '.join(told)}. {told_of}"

@@ -1,6 +1,5 @@
 """Checkpoints of fine-tuning: files that hold no code, and are continued by the training that wrote them alone."""
 
-import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
+from sparsekit.surgery.files import hash_state
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -91,18 +91,6 @@ class CheckpointFile:
         for generator, state in zip(_loader_generators(self._batches), found["loader"]):
             generator.set_state(state)
         return dict(found["progress"])
-
-
-def hash_state(state: Mapping[str, Any]) -> str:
-    """Return a hash of names, shapes, types and values of the tensors of a state dict."""
-    sha = hashlib.sha256()
-    for name in sorted(state):
-        value = state[name]
-        if isinstance(value, Tensor):
-            sha.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            if type(value.detach()) is Tensor and value.layout is torch.strided and not value.is_quantized:
-                sha.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return sha.hexdigest()[:16]
 
 
 def _settings(name: str, part: Any) -> dict[str, str]:

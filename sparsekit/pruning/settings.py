@@ -17,15 +17,16 @@ from sparsekit.allocation import Allocation, PreferredMultiple, Problem, Schedul
 from sparsekit.allocation import registry as allocations
 from sparsekit.allocation.limits import Limits, Multiples, free_counts
 from sparsekit.allocation.problem import name_of
-from sparsekit.criteria import Criterion, as_criterion, is_comparable, with_data
+from sparsekit.criteria import Criterion, Scored, as_criterion, is_comparable, with_data
 from sparsekit.criteria.batches import DataDriven
-from sparsekit.errors import InvalidValueError, UnsupportedModelError, level_of_user
+from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedModelError, level_of_user
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.layers import LayerRule
 from sparsekit.measure import Budget, CostModel
 from sparsekit.pruning.calibration import Calibration
 from sparsekit.pruning.reconstruction import Reconstruct, batch_norms, statistics_prior
 from sparsekit.pruning.selection import Ratios
+from sparsekit.surgery.files import hash_state
 from sparsekit.tracing.blocks import refuse_meta
 from sparsekit.tracing.inputs import ModelInputs, find_tensors, refuse_inference
 
@@ -98,6 +99,11 @@ class Settings:
         assert self.calibration is not None
         return statistics_prior(self.dense, self.calibration.fit)
 
+    @cached_property
+    def hash(self) -> str:
+        """What scores say they belong to: a hash of the dense weights."""
+        return hash_state(self.dense.state_dict())
+
     def target(self, step: int) -> Budget | None:
         return None if self.budget is None else self.budget.part(self.schedule.progress(step), self.dense_costs)
 
@@ -128,6 +134,18 @@ def check_model(model: nn.Module, example_inputs: ExampleInputs) -> ModelInputs:
                 " move one of them with .to(device)"
             )
     return calls[0]
+
+
+def refuse_foreign(model: nn.Module, candidates: Sequence[Candidate]) -> None:
+    """Refuse scores of other weights."""
+    given = [each for each in candidates if isinstance(each.criterion, Scored) and each.criterion.of]
+    own = hash_state(model.state_dict()) if given else ""
+    for each in given:
+        if isinstance(each.criterion, Scored) and each.criterion.of != own:
+            raise ForeignMaskError(
+                f"the {each.label} scores are of another {type(model).__name__}, or of this one with other weights; score it"
+                " again, or rank these weights by them anyway: criterion=sk.criteria.Scored(scores.values)"
+            )
 
 
 def refuse_contradictions(budget: Budget | None, ratio: Ratios | None, allocation: Allocations | None) -> None:

@@ -34,6 +34,8 @@ _ROUNDING, _ROUNDING_OF_HALVES = 1e-3, 1e-2
 # Differences of the outputs, as shares of their norm, that are allowed: this many times the rounding, or what rounding of every
 # product did to the outputs; a model that it changes by more than the last number gets no proof.
 _FACTOR, _MOST = 10.0, 0.3
+_HASHED = 2**16
+"""Values of a tensor that its hash reads, about."""
 
 
 def write_file(path: Path, entries: StateDict, spec: Mapping[str, Any]) -> None:
@@ -101,6 +103,20 @@ def digest(graph: UnitGraph) -> str:
             sha.update(repr((piece.name, piece.dim)).encode())
             sha.update(piece.index.cpu().contiguous().numpy().tobytes())
     return sha.hexdigest()
+
+
+def hash_state(state: Mapping[str, Any]) -> str:
+    """Return a hash of names, shapes, types and values of the tensors of a state dict; large ones are sampled."""
+    sha = hashlib.sha256()
+    for name in sorted(state):
+        value = state[name]
+        if isinstance(value, Tensor):
+            sha.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            plain = type(value.detach()) is Tensor and value.layout is torch.strided
+            if plain and not value.is_quantized and not value.is_meta:
+                flat = value.detach().reshape(-1)[:: 1 + value.numel() // _HASHED]
+                sha.update(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()[:16]
 
 
 def make_proof(model: nn.Module, example_inputs: tuple[Any, ...] | Mapping[str, Any]) -> dict[str, Any] | None:

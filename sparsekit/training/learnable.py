@@ -150,12 +150,13 @@ class LearnableMask(MovingMask):
 
         Raises:
             InvalidValueError: the result of `plan`, or `LearnedNarrowing`, which begins with all units.
-            ForeignMaskError: `dense` is another model.
+            ForeignMaskError: `dense` is another model, or has other weights than those that were pruned.
         """
         if not isinstance(pruned, Pruned):
             raise InvalidValueError("plan() makes no small model to begin with; call prune() with the same arguments")
         if isinstance(learning, LearnedNarrowing):
             raise InvalidValueError("LearnedNarrowing begins with all units; pass the dense model to LearnableMask instead")
+        start.refuse_foreign(pruned, dense)
         if pruned.mask.removed:
             dense = compact(dense, pruned.graph, UnitMask.full(pruned.graph, removed=pruned.mask.removed))
             graph, mask = pruned.mask.shortened(pruned.graph)

@@ -213,7 +213,7 @@ class MovingMask(nn.Module):
 
     def _change(self, mask: UnitMask) -> None:
         self._watch()
-        self.optimizers.check_change()
+        self.optimizers.check_change(self)
         self.mask_changed, self._shown = True, None
         rule, old, before = self._rule, self.narrow_model.mask, None
         if isinstance(rule, NarrowingSteps) and rule.batches:

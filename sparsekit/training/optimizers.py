@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -63,6 +64,8 @@ class OptimizerSet:
             if optimizer.state:  # counts as just loaded
                 self.just_loaded.add(optimizer)
             reference = weakref.ref(masked)
+            _refuse_foreign(optimizer, masked)
+            optimizer.register_state_dict_post_hook(functools.partial(_sign, reference))
             optimizer.register_step_pre_hook(functools.partial(_before_step, reference))
             optimizer.register_step_post_hook(functools.partial(_after_step, reference))
             optimizer.register_load_state_dict_post_hook(functools.partial(_after_load, reference))
@@ -72,11 +75,36 @@ class OptimizerSet:
         found = (at for at, each in enumerate(self.stepping) if each is step)
         del self.stepping[next(found, len(self.stepping)) :]
 
-    def check_change(self) -> None:
-        """Raise InvalidValueError if one of them is an LBFGS with history."""
+    def check_change(self, masked: Any) -> None:
+        """Raise InvalidValueError if one of them is an LBFGS with history, or has loaded the state of other units."""
         for optimizer in self:
+            _refuse_foreign(optimizer, masked)
             if any(state.get("n_iter") for state in optimizer.state.values()):
                 refuse_history(optimizer)
+
+
+_UNITS = "sparsekit.units"
+"""Key of a parameter group in a saved state: hash of the mask whose units the state belongs to."""
+
+
+def _sign(reference: Callable[[], Any], _optimizer: Optimizer, state: dict[str, Any]) -> None:
+    masked = reference()
+    for group in state["param_groups"] if masked is not None else ():
+        group[_UNITS] = _hash(masked)
+
+
+def _hash(masked: Any) -> str:
+    return hashlib.sha256(torch.cat([*masked.unit_mask().values()]).numpy().tobytes()).hexdigest()[:16]
+
+
+def _refuse_foreign(optimizer: Any, masked: Any) -> None:
+    """Raise InvalidValueError if the loaded state of an optimizer belongs to other units."""
+    given = {group.pop(_UNITS) for group in getattr(optimizer, "param_groups", ()) if _UNITS in group}
+    if given - {_hash(masked)}:
+        raise InvalidValueError(
+            f"the state that this {type(optimizer).__name__} has loaded belongs to other units than the mask keeps; load the"
+            " mask of the same time as well: masked.load_state_dict(...), or make a new optimizer"
+        )
 
 
 def _before_step(reference: Callable[[], Any], optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -85,6 +113,7 @@ def _before_step(reference: Callable[[], Any], optimizer: Optimizer, args: Any, 
         return None
     if masked.may_change:
         refuse_history(optimizer)
+    _refuse_foreign(optimizer, masked)
     masked.optimizers.just_loaded.discard(optimizer)
     masked.optimizers.finish(optimizer)
     masked.optimizers.stepping.append(optimizer)

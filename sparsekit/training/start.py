@@ -13,13 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsekit.allocation.shares import by_ratio, check_ratio
 from sparsekit.criteria.weights import unit_sums, used_weights
-from sparsekit.errors import InvalidValueError, UnsupportedModelError
+from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.layers import Rules
 from sparsekit.pruning.prune import plan, prune
 from sparsekit.pruning.result import Pruned, PrunePlan
 from sparsekit.pruning.settings import CANDIDATES, UncalibratedWarning, signs_of_training
 from sparsekit.surgery.compaction import expand
+from sparsekit.surgery.files import hash_state
 from sparsekit.tracing.blocks import refuse_meta
 from sparsekit.tracing.inputs import ModelInputs, refuse_inference
 from sparsekit.tracing.trace import trace_units
@@ -125,6 +126,17 @@ def importance_of(pruned: PrunePlan, scale: Callable[[Tensor], Tensor]) -> Tenso
             own = torch.where(keep, own + missing + 1e-4 * own.abs().max() + 1e-12, own)
         found.append(own)
     return torch.cat(found)
+
+
+def refuse_foreign(pruned: PrunePlan, dense: nn.Module) -> None:
+    """Refuse a dense model whose weights are not those that were pruned."""
+    own = hash_state(dense.state_dict())
+    if any(each.of not in ("", own) for each in pruned.scores.values()):
+        raise ForeignMaskError(
+            f"the result was pruned from another {type(dense).__name__}, or from this one with other weights, and dropped units"
+            " would enter with these; pass the dense model with the weights that it had then. To train these under its mask:"
+            " masked = sk.LearnableMask(dense, graph=pruned.graph); masked.load(dense.state_dict(), mask=pruned.mask)"
+        )
 
 
 def used_magnitudes(model: nn.Module, graph: UnitGraph, example_inputs: Any) -> Tensor | None:

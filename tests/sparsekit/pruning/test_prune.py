@@ -68,6 +68,10 @@ def test_widths_are_multiples_of_eight_by_default_and_the_budget_is_used() -> No
     assert any(group.after % 8 for group in plain.report.groups)
     assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
     assert report.minimum == plain.report.minimum, "a preference gives way to a budget"
+    assert report.multiple == next(n for n in (16, 8) if all(group.after % n == 0 for group in report.groups))
+    assert f"widths in multiples of {report.multiple}" in str(report).splitlines()[0]
+    assert "any width" in str(plain.report).splitlines()[0]
+    assert "multiples of 32" in str(sk.plan(model, x, budget="flops=50%", multiple_of=32))
 
 
 @pytest.mark.parametrize(("allocation", "criterion"), [("by_cost", "magnitude"), ("global", "random"), ("uniform", None)])

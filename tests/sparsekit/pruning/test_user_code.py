@@ -4,19 +4,22 @@ import copy
 import json
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from small import make_batches, make_model
+from small import make_batches, make_model, make_trained
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from zoo_base import Lambda
 
 import sparsekit as sk
 from sparsekit.criteria import Magnitude, ScoringContext
+from sparsekit.errors import ForeignMaskError
 from sparsekit.pruning.calibration import Calibration
 
 BATCHES = make_batches()
@@ -317,6 +320,31 @@ def test_scores_of_an_earlier_call_are_compared_as_they_were_there() -> None:
     once = _pruned(criterion=first.scores, budget="flops=60%")
     assert [each.loss for each in once.report.candidates] == [each.loss for each in fresh.report.candidates]
     assert once.mask == fresh.mask
+
+
+@pytest.mark.parametrize("change", ["other", "trained", "half", "same"])
+def test_scores_and_results_of_other_weights_are_refused(change: str) -> None:
+    """Also if names and shapes are the same; scores without an owner rank any weights."""
+    model, batches = make_trained()
+    x = batches[0][0][:1]
+    pruned = sk.prune(model, x, budget="flops=60%", criterion="magnitude", allocation="by_cost")
+    other = copy.deepcopy(model)
+    if change == "other":
+        other = type(model)(*(copy.deepcopy(part).apply(_reset) for part in model))
+    elif change == "trained":
+        other[-1].bias.data.add_(1e-3)
+    elif change == "half":
+        other.to(torch.bfloat16)
+    again = partial(sk.prune, other, x.to(other[0].weight.dtype), budget="flops=50%", allocation="by_cost")
+    for call in (partial(again, criterion=pruned.scores), partial(sk.LearnableMask.from_pruned, pruned, other)):
+        with pytest.raises(ForeignMaskError, match="other weights") if change != "same" else nullcontext():
+            call()
+    again(criterion=sk.criteria.Scored(pruned.scores["Magnitude"].values))
+
+
+def _reset(module: nn.Module) -> None:
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
 
 
 def test_the_metric_may_choose_among_candidates() -> None:

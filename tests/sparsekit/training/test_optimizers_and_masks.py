@@ -39,6 +39,33 @@ def test_an_optimizer_that_was_loaded_and_not_told_of_says_so_when_the_mask_has_
         train_step(twin, other, x, y)
 
 
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("order", ["both", "swapped", "alone", "before a change"])
+def test_the_state_of_an_optimizer_belongs_to_the_units_that_were_kept(order: str, known: bool) -> None:
+    """Also if other units have the same shapes."""
+    masked, optimizer, x, y = _trained(_momentum)
+    mask, state = masked.state_dict(), copy.deepcopy(optimizer.state_dict())
+    model, _, _ = classifier()
+    twin = LearnableMask(model, (x,), ratio=0.5, learning=GradientImportance())
+    twin.load(model.state_dict(), importance=-masked.importance_vector())
+    other = _momentum(twin.parameters())
+    if known:
+        twin.add_optimizer(other)
+    if order == "swapped":
+        other.load_state_dict(state)
+    if order in ("both", "swapped"):
+        twin.load_state_dict(mask)
+    if order != "swapped":
+        other.load_state_dict(state)
+    refused = order in ("alone", "before a change")
+    with pytest.raises(InvalidValueError, match="belongs to other units") if refused else nullcontext():
+        if order == "before a change":
+            twin.add_optimizer(other)
+            twin.ratio = 0.25
+        train_step(twin, other, x, y)
+    assert all("sparsekit" not in key for group in other.param_groups for key in group)
+
+
 @pytest.mark.parametrize("make", [torch.optim.Adafactor, Lookahead])
 def test_state_that_is_not_one_value_for_each_weight_starts_anew_where_units_change(make: Any) -> None:
     """And stays where they do not, and where the mask stands."""
