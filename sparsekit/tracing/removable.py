@@ -14,25 +14,15 @@ from torch import Tensor, nn
 from sparsekit.graph.blocks import is_inside
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import Argument, Block
-from sparsekit.rng import same_random_state, seeded
-from sparsekit.surgery.blocks import numbered_layers, remove_blocks
-from sparsekit.surgery.rebuild import copy_with, named_entries
+from sparsekit.surgery.rebuild import named_entries
 from sparsekit.tracing.blocks import is_meta
-from sparsekit.tracing.inputs import ModelInputs, find_tensors, map_tensors
-from sparsekit.tracing.passes import ReadOnly, lent_copy, private_passes, train_without_dropout
-
-_SEED = 20130
-_CLOSE = 1e-5
-"""Largest difference between a model whose branches are zero and the one without them, as a share of the largest value."""
-
+from sparsekit.tracing.inputs import ModelInputs, map_tensors
+from sparsekit.tracing.passes import ReadOnly, lent_copy, private_passes
+from sparsekit.tracing.removal import SEED, is_exact, needed_by_caches, prepared, without_branches
 
 Inputs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 Returned: TypeAlias = tuple[tuple[Argument | None, ...], bool]
 """The arguments that a module returns, and whether as a tuple."""
-
-
-_Leaves: TypeAlias = tuple[list[Tensor], dict[str, Tensor]]
-"""Outputs of a call, and name → what it left behind."""
 
 
 @dataclass(eq=False)
@@ -75,14 +65,14 @@ def with_blocks(model: nn.Module, example_inputs: Any, graph: UnitGraph) -> Unit
     guard = ReadOnly(model)
     calls = [replace(call, guard=guard) for call in ModelInputs.several(example_inputs)]
     with private_passes():
-        kept = _needed_by_caches(model, calls)
+        kept = needed_by_caches(model, calls)
         found = {
             name: block
             for name, block in _find(model, calls, graph).items()
             if not any(is_inside(each, block.modules) for each in kept)
         }
-        if found and not _is_exact(model, calls, list(found.values())):
-            found = {name: block for name, block in found.items() if _is_exact(model, calls, [block])}
+        if found and not is_exact(model, calls, list(found.values())):
+            found = {name: block for name, block in found.items() if is_exact(model, calls, [block])}
     return replace(graph, blocks=found)
 
 
@@ -140,7 +130,7 @@ def _dense_outputs(model: nn.Module, calls: Sequence[ModelInputs], known: Mappin
                 order[name] = None
                 one.outputs.append(map_tensors(torch.clone, out))
 
-        copied = _prepared(lent_copy(model).eval())
+        copied = prepared(lent_copy(model).eval())
         with ExitStack() as stack:
             for name in known:
                 stack.callback(_after(copied.get_submodule(name), name, note))
@@ -160,7 +150,7 @@ def _test(model: nn.Module, calls: Sequence[ModelInputs], tested: Mapping[str, _
     """Note what the modules return if their parameters are zero, on the inputs of the dense model."""
     outputs = {name: iter(one.outputs) for name, one in tested.items()}
     for inputs in calls:
-        copied = _prepared(_without_branches(model, tested).eval())
+        copied = prepared(without_branches(model, tested).eval())
         given: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
         def leave(name: str, _args: Any, _kwargs: Any, out: Any, given: Any = given) -> Any:
@@ -238,7 +228,7 @@ def _children(module: nn.Module) -> list[str]:
 def _inputs_of(model: nn.Module, calls: Sequence[ModelInputs], names: Collection[str]) -> dict[str, list[Inputs]]:
     found: dict[str, list[Inputs]] = {name: [] for name in names}
     for inputs in calls if names else ():
-        copied = _prepared(lent_copy(model).eval())
+        copied = prepared(lent_copy(model).eval())
         with ExitStack() as stack:
             for name in names:
 
@@ -258,9 +248,9 @@ def _branches(module: nn.Module, children: Sequence[str], calls: Sequence[Inputs
     """
     found: dict[str, _Branch] = {}
     for inputs in calls:
-        bare = _run(_without_branches(module, children), inputs)
+        bare = _run(without_branches(module, children), inputs)
         for child in children:
-            alone = _run(_without_branches(module, [each for each in children if each != child]), inputs)
+            alone = _run(without_branches(module, [each for each in children if each != child]), inputs)
             one = None if torch.equal(alone, bare) else _branch(module, child, inputs)
             if one is None or found.setdefault(child, one) != one:
                 return {}
@@ -269,7 +259,7 @@ def _branches(module: nn.Module, children: Sequence[str], calls: Sequence[Inputs
 
 def _branch(module: nn.Module, child: str, inputs: Inputs) -> _Branch | None:
     """Return what a child that returns zeros without its parameters has returned, and the children that serve it alone."""
-    copied = _without_branches(module, [child]).requires_grad_()
+    copied = without_branches(module, [child]).requires_grad_()
     returned: dict[str, Returned | None] = {}
 
     def note(name: str, args: Any, kwargs: Any, out: Any) -> None:
@@ -282,7 +272,7 @@ def _branch(module: nn.Module, child: str, inputs: Inputs) -> _Branch | None:
             stack.callback(_after(each, name, note))
         with torch.enable_grad():
             out = _run(copied, inputs)
-            out.backward(torch.rand(out.shape, generator=torch.Generator().manual_seed(_SEED)).to(out))
+            out.backward(torch.rand(out.shape, generator=torch.Generator().manual_seed(SEED)).to(out))
     own, beside = returned.get(child), dict[str, Argument]()
     idle = {name for name, entry in copied.named_parameters() if entry.grad is None or not entry.grad.any()}
     for name, each in copied.named_children():
@@ -300,120 +290,6 @@ def _run(module: nn.Module, inputs: Inputs) -> Tensor:
     return found
 
 
-def _is_exact(model: nn.Module, calls: Sequence[ModelInputs], blocks: Sequence[Block]) -> bool:
-    """Compare the model whose blocks have parameters of zero with the model without these blocks."""
-    try:
-        given = [(inputs, False) for inputs in calls] + [(_noise(inputs), True) for inputs in calls]
-        return all(_agree(model, inputs, blocks, train, drawn) for inputs, drawn in given for train in (False, True))
-    except Exception:  # noqa: BLE001 - whatever the code around a block raises if the block is missing
-        return False
-
-
-def _noise(inputs: ModelInputs) -> ModelInputs:
-    """Return other values for floating inputs, of both signs: a ReLU behind a sum passes what is positive on the examples."""
-    draw = torch.Generator().manual_seed(_SEED)
-
-    def one(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        return torch.randn(tensor.shape, generator=draw).to(tensor) * tensor.abs().mean().clamp_min(0.1)
-
-    return inputs.map(one)
-
-
-def _agree(model: nn.Module, inputs: ModelInputs, blocks: Sequence[Block], train: bool, drawn: bool) -> bool:
-    """Compare one call; a model may refuse drawn inputs, and a batch norm a single example in train mode."""
-    names = [name for block in blocks for name in block.modules]
-    for given in (inputs, inputs.doubled()):
-        zero, short = (
-            _prepared(_without_branches(model, names)),
-            _prepared(remove_blocks(lent_copy(model), blocks, inplace=True)),
-        )
-        with ExitStack() as stack:
-            for name in names:  # what is missing draws no random numbers
-                stack.callback(_keep_random_state(zero.get_submodule(name)))
-            try:
-                expected = _leaves(zero, given, train)
-            except Exception:  # noqa: BLE001 - whatever the user's code raises
-                if train and given is inputs:
-                    continue
-                return train or drawn
-        return _all_close(expected, _leaves(short, given, train), names)
-    return True
-
-
-def _leaves(model: nn.Module, inputs: ModelInputs, train: bool) -> _Leaves:
-    """Return the outputs of a call, and name → what it left behind: gradients of parameters and inputs, and buffers."""
-    model = train_without_dropout(model) if train else model.eval()
-    given: dict[str, Tensor] = {}
-
-    def with_gradient(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
-            return tensor.clone()
-        leaf = given[f"input {len(given)}"] = tensor.detach().clone().requires_grad_()
-        return leaf * 1  # which code may write to, unlike a leaf
-
-    with seeded(_SEED), torch.enable_grad():
-        outputs = find_tensors(inputs.call(model, copied=with_gradient))
-        moving = [out for out in outputs if out.requires_grad]
-        if moving:
-            draw = torch.Generator().manual_seed(_SEED)
-            sum((out * torch.rand(out.shape, generator=draw).to(out)).sum() for out in moving).backward()  # type: ignore[union-attr]
-    left = {name: entry.grad if isinstance(entry, nn.Parameter) else entry for name, entry in named_entries(model).items()}
-    left |= {name: leaf.grad for name, leaf in given.items()}
-    return [out.detach() for out in outputs], {name: entry for name, entry in left.items() if entry is not None}
-
-
-def _all_close(first: _Leaves, second: _Leaves, names: Collection[str]) -> bool:
-    left = {name: value for name, value in first[1].items() if not is_inside(name.rpartition(".")[0], names)}
-    if len(first[0]) != len(second[0]) or not first[0] or left.keys() != second[1].keys():
-        return False
-    pairs = [*zip(first[0], second[0]), *((value, second[1][name]) for name, value in left.items())]
-    return all(_is_close(a, b) for a, b in pairs)
-
-
-def _is_same(first: _Leaves, second: _Leaves) -> bool:
-    """Tell whether two calls of the same operators return the same, bit for bit."""
-    pairs = [*zip(first[0], second[0], strict=True), *((value, second[1][name]) for name, value in first[1].items())]
-    return all(torch.equal(a, b) for a, b in pairs)
-
-
-def _is_close(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or not a.is_floating_point():
-        return a.shape == b.shape and torch.equal(a, b)
-    scale = float(a.abs().nan_to_num().max()) if a.numel() else 0.0
-    return torch.allclose(a, b, rtol=0.0, atol=_CLOSE * scale, equal_nan=True)
-
-
-def _keep_random_state(module: nn.Module) -> Callable[[], None]:
-    """Let a module draw numbers that are drawn again after it."""
-    inside = ExitStack()
-    first = module.register_forward_pre_hook(lambda *_: inside.enter_context(same_random_state()) and None)
-    second = module.register_forward_hook(lambda *_: inside.close())
-
-    def remove() -> None:
-        first.remove()
-        second.remove()
-        inside.close()
-
-    return remove
-
-
-def _without_branches(model: nn.Module, names: Collection[str]) -> nn.Module:
-    """Return a copy of the model, with zeros as the parameters of some modules; it shares the others."""
-    own = model.named_parameters(remove_duplicate=False)
-    inside = tuple(f"{name}." for name in names)
-    return copy_with(model, {key: torch.zeros_like(entry) if key.startswith(inside) else entry for key, entry in own})
-
-
-def _prepared(copied: nn.Module) -> nn.Module:
-    """Let a model of transformers return no cache, to which a missing layer adds nothing."""
-    config: Any = getattr(copied, "config", None)
-    if hasattr(config, "use_cache"):
-        config.use_cache = False
-    return copied
-
-
 def _keys(model: nn.Module, name: str) -> tuple[str, ...]:
     return tuple(key for key in named_entries(model) if key.startswith(f"{name}."))
 
@@ -426,26 +302,6 @@ def _is_read_outside(graph: UnitGraph, keys: Collection[str]) -> bool:
         if makers <= inside and any(piece.name not in inside for piece in group.slices):
             return True
     return False
-
-
-def _needed_by_caches(model: nn.Module, calls: Sequence[ModelInputs]) -> list[str]:
-    """Return the modules that stay, since a cache takes its length from its first layer: the last module of each kind.
-
-    It can take the number of the first one. If outputs depend on the number, the first modules stay instead.
-    """
-    kinds = numbered_layers(dict(model.named_modules()))
-    if not kinds:
-        return []
-    moved = lent_copy(model)
-    for layers in kinds:
-        for _, name in layers:
-            moved.get_submodule(name).layer_idx = layers[0][0]  # type: ignore[assignment]
-    ways = [(inputs, train) for inputs in calls for train in (False, True)]
-    try:
-        free = all(_is_same(*(_leaves(_prepared(lent_copy(own)), *way) for own in (model, moved))) for way in ways)
-    except Exception:  # noqa: BLE001 - whatever a layer raises under another number
-        free = False
-    return [layers[-1 if free else 0][1] for layers in kinds]
 
 
 def _first(value: Any) -> Any:
