@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from sparsekit.layers import LayerRule as LayerRule
     from sparsekit.measure import Budget as Budget, BudgetError as BudgetError, Cost as Cost
     from sparsekit.measure import cost_model as cost_model, count_cost as count_cost
+    from sparsekit.pruning.folder import prune_folder as prune_folder
     from sparsekit.pruning.prune import plan as plan, prune as prune
     from sparsekit.pruning.report import PruneReport as PruneReport
     from sparsekit.pruning.result import Pruned as Pruned
@@ -43,6 +44,7 @@ _HOMES = {
     "sparsekit.finetuning": "finetune recalibrate_batchnorm reconstruct Distillation",
     "sparsekit.graph": "UnitGraph UnitMask",
     "sparsekit.measure": "Budget count_cost",
+    "sparsekit.pruning.folder": "prune_folder",
     "sparsekit.pruning.prune": "plan prune",
     "sparsekit.pruning.result": "Pruned",
     "sparsekit.surgery": "compact expand export_onnx load_compact save_compact",

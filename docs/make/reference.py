@@ -17,7 +17,7 @@ from sparsekit_fl.methods.base import Method
 
 _WIDTH = 96
 TASKS: dict[str, str] = {
-    "Prune": "prune plan Budget Pruned finetune Distillation reconstruct recalibrate_batchnorm count_cost",
+    "Prune": "prune plan prune_folder Budget Pruned finetune Distillation reconstruct recalibrate_batchnorm count_cost",
     "Train narrow": "LearnableMask LearnedNarrowing",
     "Units and masks": "trace_units UnitGraph UnitMask allocation.make_mask compact expand",
     "Criteria and allocations": "criteria.Magnitude criteria.Fisher criteria.Wanda criteria.Taylor"

@@ -148,7 +148,8 @@ def _prune(
     """Prune a model to a budget, and report what was pruned.
 
     A factory is called without arguments and returns the module, or the module and its example inputs. A loader may take
-    data_dir, batch_size and seed.
+    data_dir, batch_size and seed. If MODEL is a folder of transformers, its weights are read and written one at a time, without
+    data, so that the model need not fit into memory; --out is then a folder of transformers too.
     """
     import numpy as np
     import torch
@@ -161,6 +162,29 @@ def _prune(
     from sparsekit.rng import torch_generator
     from sparsekit.tracing.trace import UnprunableWarning
 
+    if (Path(model) / "config.json").is_file():
+        other = [
+            dataset,
+            init,
+            example_shape,
+            onnx,
+            dry_run,
+            epochs,
+            distill,
+            reconstruct not in (None, "none"),
+            device != "cpu",
+        ]
+        if out is None or any(other) or schedule != "one_shot":
+            raise InvalidValueError(
+                "a folder is pruned to --out, by --budget, --criterion, --allocation, --exclude, --multiple-of and"
+                " --prune-hidden-size alone; for data, load the model and call sparsekit.prune"
+            )
+        _prune_folder(
+            model, out, as_json=as_json, budget=Budget.of(budget), criterion=criterion and _without_data(criterion),
+            allocation=allocation, exclude=exclude or (), multiple_of=multiple_of, prune_hidden_size=prune_hidden_size,
+            progress=not quiet and not as_json and sys.stderr.isatty(),
+        )  # fmt: skip
+        return
     shape, _, steps = schedule.partition("=")
     if steps and not steps.isdecimal():
         raise InvalidValueError(f"--schedule must be a name or NAME=steps, as in cubic=3, got {schedule!r}")
@@ -230,6 +254,20 @@ def _prune(
         typer.echo(f"{what}: {path}")
     if out is None and not dry_run:
         typer.echo("nothing was written; pass --out FOLDER to save the pruned model")
+
+
+def _prune_folder(source: str, out: Path, *, as_json: bool, **options: Any) -> None:
+    from sparsekit.pruning.folder import prune_folder
+    from sparsekit.tracing.trace import UnprunableWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnprunableWarning)  # the report has the same facts
+        report = prune_folder(source, out, **options).report
+    if as_json:
+        print_json({**report.to_dict(), "files": {"model": str(out)}})
+        return
+    _print(report, "")
+    typer.echo(f"model: {out}")
 
 
 def _read_runtimes(text: str) -> tuple[str, ...]:
@@ -344,6 +382,7 @@ prune = command_app(
         "sparsekit prune nets.py:make --init dense.pt --dataset nets.py:load --budget flops=50%,bytes=2e6 --out small",
         "sparsekit prune nets.py:make --init dense.pt --dataset nets.py:load --budget latency_ms=4,runtime=onnx --out fast"
         " --onnx",
+        "sparsekit prune ./Llama-3-8B --budget params=80% --out ./Llama-3-8B-pruned",
         "sparsekit prune cnn --dataset mnist --data-dir data --criterion taylor --budget flops=25% --schedule cubic=3"
         " --epochs 2 --distill 0.5 --out small",
     ),

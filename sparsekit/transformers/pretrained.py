@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -68,22 +69,29 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **options:
     pruned: Any = model
     config = plain_config(pruned.config)
     widths = find_widths(model, kind, config)
-    narrow = bool(widths["shapes"] or widths["numbers"])
-    if narrow:
+    if widths["shapes"] or widths["numbers"]:
         Path(folder, "config.json").unlink(missing_ok=True)  # an old one would not fit the new weights
         own, state = tensors_of(model), options.get("state_dict") or model.state_dict()
         options["state_dict"] = state | {name: own[name] for name in widths["shapes"] if name not in state}
     kind.save_pretrained(model, folder, **options)
     if not options.get("is_main_process", True):
         return
-    config.architectures, config.dtype = [kind.__name__], pruned.config.dtype
-    if narrow:
+    config.dtype = pruned.config.dtype
+    describe_folder(model, kind, config, widths, Path(folder))
+
+
+def describe_folder(model: nn.Module, kind: type[nn.Module], config: Any, widths: Mapping[str, Any], folder: Path) -> None:
+    """Write all of a folder but weights: configuration, modeling file and tokenizer."""
+    transformers = require("transformers")
+    config.architectures = [kind.__name__]
+    if widths["shapes"] or widths["numbers"]:
         config.architectures = [f"Pruned{kind.__name__}"]
         config.auto_map = dict.fromkeys(_auto_classes(kind, config, transformers), f"{FILE}.{kind.__name__}")
         setattr(config, KEY, widths)
-        Path(folder, f"{FILE}.py").write_text(modeling_file(model, kind.__name__), encoding="utf-8")
-    config.save_pretrained(folder)
-    _copy_tokenizer(config, Path(folder), transformers)
+        (folder / f"{FILE}.py").write_text(modeling_file(model, kind.__name__), encoding="utf-8")
+    _copy_tokenizer(config, folder, transformers)
+    with _whole(folder / "config.json") as file:
+        config.save_pretrained(file.parent)
 
 
 def _kind(model: nn.Module, transformers: Any) -> Any:
@@ -121,12 +129,36 @@ def _copy_tokenizer(config: Any, folder: Path, transformers: Any) -> None:
     """Copy files of the tokenizer from where the model was loaded, if they are on this machine."""
     source = getattr(config, "_name_or_path", "")
     for name in _TEXT if source else ():
+        found = None
         with contextlib.suppress(OSError, ValueError):  # no such folder, or a name that no cache has
             found = transformers.utils.cached_file(
                 source, name, local_files_only=True, _raise_exceptions_for_missing_entries=False
             )
-            if found is not None and not (folder / name).exists():
-                shutil.copyfile(found, folder / name)
+        if found is not None and not (folder / name).exists():
+            with _whole(folder / name) as temporary:
+                shutil.copyfile(found, temporary)
+
+
+@contextlib.contextmanager
+def _whole(file: Path) -> Iterator[Path]:
+    """Yield a path to write to. A file has its name only when it is complete, and `file` comes last."""
+    with tempfile.TemporaryDirectory(prefix=".", dir=file.parent) as folder:
+        yield Path(folder, file.name)
+        for made in sorted(Path(folder).iterdir(), key=lambda made: made.name == file.name):
+            made.replace(file.parent / made.name)
+
+
+def class_of(folder: str | os.PathLike[str]) -> tuple[Any, Any]:
+    """Return the class of transformers that a folder names, and its configuration."""
+    transformers = require("transformers")
+    config = transformers.AutoConfig.from_pretrained(folder)
+    widths = getattr(config, KEY, None)
+    with damage(folder):
+        name = widths["class"] if widths else (config.architectures or ["none"])[0]
+    kind = getattr(transformers, name, None)
+    if kind is None or not issubclass(kind, transformers.PreTrainedModel):
+        raise CompactFileError(f"{folder} names {name!r}, which is not a model of transformers {transformers.__version__}")
+    return kind, config
 
 
 def load_pretrained(folder: str | os.PathLike[str], **options: Any) -> Any:
@@ -147,14 +179,8 @@ def load_pretrained(folder: str | os.PathLike[str], **options: Any) -> Any:
         CompactFileError: the folder names no class of transformers, or its widths or weights are damaged.
         OSError: files are missing.
     """
-    transformers = require("transformers")
-    config = transformers.AutoConfig.from_pretrained(folder)
+    kind, config = class_of(folder)
     widths = getattr(config, KEY, None)
-    with damage(folder):
-        name = widths["class"] if widths else (config.architectures or ["none"])[0]
-    kind: Any = getattr(transformers, name, None)
-    if kind is None or not issubclass(kind, transformers.PreTrainedModel):
-        raise CompactFileError(f"{folder} names {name!r}, which is not a model of transformers {transformers.__version__}")
     if widths is None:
         return kind.from_pretrained(folder, **options)
 

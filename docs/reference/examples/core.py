@@ -288,12 +288,14 @@ sk.recalibrate_batchnorm(small, [x])  # the statistics of batch norms, from data
 small = sk.compact(model, graph, mask)  # of a transformers model: its config then says the widths of the small one
 print(sk.fit_config.__doc__.splitlines()[0])
 
-# sparsekit.save_pretrained, sparsekit.load_pretrained, sparsekit.export_gguf
+# sparsekit.save_pretrained, sparsekit.load_pretrained, sparsekit.prune_folder, sparsekit.export_gguf
 from transformers import LlamaConfig, LlamaForCausalLM
 
 llama = LlamaForCausalLM(LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2))
 sk.save_pretrained(llama, "small")  # or what `prune` made of it, with layers of any widths
 again = sk.load_pretrained("small")  # generates as before
+plan = sk.prune_folder("small", "pruned", budget="params=90%", multiple_of=1)  # the model is never in memory
+print(plan.report.after["params"])
 sk.export_gguf(again, "small.gguf", dtype="q8_0")  # for llama.cpp, Ollama and LM Studio
 
 # sparsekit.LearnedNarrowing
