@@ -59,7 +59,7 @@ def prune_folder(
     example_inputs: Mapping[str, Any] | None = None,
     progress: bool | None = None,
 ) -> PrunePlan:
-    """Prune a dense model of transformers that does not fit into memory, from its folder to another one.
+    """Prune a dense model of transformers from its folder into another one, shard by shard.
 
     Units are traced and verified on the meta device, without values. Weights are read one at a time, scored by magnitude, and
     written as shards of half a GiB. The result equals `prune` without data in memory, so a large cut needs training. A call
