@@ -1,10 +1,13 @@
 """Calibration: the batches that score, refit and judge cuts, and the loss that judges them."""
 
+import contextlib
 import functools
 import itertools
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import Any, cast
 
 import numpy as np
@@ -17,9 +20,9 @@ from sparsekit._torch import tree_leaves
 from sparsekit.criteria.batches import (
     Batch,
     Loss,
-    call_model,
     example_count,
     has_loss,
+    loss_of,
     read_batches,
     run_model,
     scoring,
@@ -34,6 +37,10 @@ _BATCHES, _BYTES = 48, 2**30
 """Batches that are read at most, and the bytes that they may take; at least two are read."""
 _JUDGES, _FEW = 64, 12
 """Examples that judge at least, or tokens where inputs are token ids; batches whose order is judged by their ends."""
+
+
+_LUCK = 0.16
+"""Probability that noise lets the first of several cuts lose, though it is the best: that of more than a standard error."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,16 +119,89 @@ class Calibration:
 
     def measure(self, model: nn.Module) -> float:
         """Return the mean loss over the batches that judge, or the distance to the dense outputs: lower is better."""
-        total, count = 0.0, 0
+        return self.losses(model).mean
+
+    def losses(self, model: nn.Module) -> "Losses":
+        """Return the losses on the examples that judge, or the distances to the dense outputs: lower is better.
+
+        Where the loss of a batch is not the mean over its examples, it counts as one.
+        """
+        found: list[tuple[float, int]] = []
         with scoring(model), torch.no_grad():
             for batch, wanted in itertools.zip_longest(self.judge, self.wanted or ()):
+                outputs, target = run_model(model, batch, keep_target=self.loss is None)
                 if wanted is not None:
-                    own = Distillation.outputs(run_model(model, batch)[0])
-                    value = float(F.mse_loss(own.float(), wanted.float()) / wanted.float().var().clamp_min(1e-30))
+                    outputs, target = Distillation.outputs(outputs).float(), wanted.float()
+                    loss: Loss | None = functools.partial(_distance, variance=target.var().clamp_min(1e-30))
                 else:
-                    value = float(call_model(model, batch, self.loss))
-                total, count = total + value * example_count(batch), count + example_count(batch)
-        return total / max(1, count)
+                    loss = self.loss
+                found += _of_examples(outputs, target, loss, example_count(batch))
+        return Losses([value for value, _ in found], [count for _, count in found])
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Losses of a model on the examples that judge, or on parts of so many examples."""
+
+    values: Sequence[float]
+    counts: Sequence[int]
+
+    @property
+    def mean(self) -> float:
+        """The mean over examples."""
+        return sum(value * count for value, count in zip(self.values, self.counts)) / max(1, sum(self.counts))
+
+    def is_clearly_below(self, other: "Losses", rivals: int) -> bool:
+        """Tell whether the mean is lower by more than noise: a standard error of the difference, more if the best of several.
+
+        Source: Breiman et al., Classification and Regression Trees, 1984, for the rule of one standard error; Bonferroni for
+        several `rivals`, each of which then has a part of the 16 % that such a rule errs.
+        """
+        gains = Losses([b - a for a, b in zip(self.values, other.values, strict=True)], self.counts)
+        mean = gains.mean
+        squares = Losses([(gain - mean) * (gain - mean) for gain in gains.values], self.counts)
+        error = math.sqrt(squares.mean / max(1, len(gains.values) - 1))
+        return mean > error * NormalDist().inv_cdf(1.0 - _LUCK / rivals)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The losses of a finished cut, and its score if a metric chooses."""
+
+    losses: Losses
+    score: float | None
+
+    @property
+    def told(self) -> str:
+        """Why the losses cannot be compared; empty if they can."""
+        return "" if self.losses.mean == self.losses.mean else "the loss on held-out examples is NaN"
+
+    def beats(self, best: "Verdict", *, rivals: int) -> bool:
+        """Tell whether the cut replaces the best one before it.
+
+        The first cut of all is the best guess without these examples, so it stays unless one of its `rivals` is clearly better;
+        0 if the best one is another.
+        """
+        if self.score is not None and best.score is not None:
+            return self.score > best.score
+        if self.told or best.told:
+            return bool(best.told) and not self.told
+        return self.losses.is_clearly_below(best.losses, rivals) if rivals else self.losses.mean < best.losses.mean
+
+
+def _distance(outputs: Tensor, wanted: Tensor, *, variance: Tensor) -> Tensor:
+    return F.mse_loss(outputs, wanted) / variance
+
+
+def _of_examples(outputs: Any, target: Any, loss: Loss | None, count: int) -> list[tuple[float, int]]:
+    """Return the loss of each example if the loss of the batch is their mean, or else that one, with numbers of examples."""
+    whole = float(loss_of(outputs, target, loss))
+    if count > 1 and all(isinstance(each, Tensor) and each.dim() and len(each) == count for each in (outputs, target)):
+        with contextlib.suppress(Exception):  # a loss may need a whole batch
+            values = [float(loss_of(outputs[at : at + 1], target[at : at + 1], loss)) for at in range(count)]
+            if math.isclose(sum(values) / count, whole, rel_tol=1e-3, abs_tol=1e-6):
+                return [(value, 1) for value in values]
+    return [(whole, count)]
 
 
 def _terms(batch: Batch) -> int:

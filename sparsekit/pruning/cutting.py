@@ -20,6 +20,7 @@ from sparsekit.graph.edit import within
 from sparsekit.measure.budget import Budget, BudgetError
 from sparsekit.measure.timing import TimePair, device_of, evaluated, prepare, stopwatch, time_turns
 from sparsekit.progress import working
+from sparsekit.pruning.calibration import Verdict
 from sparsekit.pruning.reconstruction import (
     batch_norms,
     put_statistics,
@@ -85,6 +86,8 @@ class Stage:
     def decide(self, candidates: Sequence[Candidate]) -> Decision:
         """Choose the candidate with the lowest loss on examples that neither scored nor reconstructed it, or the best score.
 
+        The first candidate stays unless the loss of another is clearly lower.
+
         A single candidate is not compared. Otherwise, each layer of a candidate is refitted by itself: a refit in sequence
         takes twice the time and lowers all losses alike.
 
@@ -96,8 +99,8 @@ class Stage:
             return Decision(candidates[0], self._cut(candidates[0], score), (), {candidates[0].label: score})
         scores: dict[str, Scored] = {}
         tried: list[CandidateReport] = []
-        best: tuple[float, Candidate, Cut] | None = None
-        refused = InvalidValueError("no candidate")
+        best: tuple[Verdict, Candidate, Cut] | None = None
+        first, refused = None, InvalidValueError("no candidate")
         for candidate in candidates:
             label, way = candidate.label, candidate.way
             try:
@@ -110,13 +113,12 @@ class Stage:
                 refused = error
                 tried.append(CandidateReport(label, way, None, False, f"could not be made: {error}"))
                 continue
-            loss = calibration.measure(small)
-            told = "" if loss == loss else "the loss on held-out examples is NaN"
             metric = None if self.settings.score is None else self.settings.score(small)
-            tried.append(CandidateReport(label, way, None if told else loss, False, told, metric))
-            rank = (float("inf") if told else loss) if metric is None else -metric
-            if best is None or rank < best[0]:
-                best = rank, candidate, replace(cut, model=small, measured=measured)
+            one = Verdict(calibration.losses(small), metric)
+            tried.append(CandidateReport(label, way, None if one.told else one.losses.mean, False, one.told, metric))
+            first = first or one
+            if best is None or one.beats(best[0], rivals=(len(candidates) - 1) * (best[0] is first)):
+                best = one, candidate, replace(cut, model=small, measured=measured)
         if best is None:
             raise refused
         _, candidate, cut = best

@@ -15,7 +15,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph import UnitMask
 from sparsekit.measure import Budget, cost_model
 from sparsekit.progress import track
-from sparsekit.pruning.calibration import Calibration
+from sparsekit.pruning.calibration import Calibration, Verdict
 from sparsekit.pruning.cutting import Decision, Stage
 from sparsekit.pruning.reconstruction import statistics_prior
 from sparsekit.pruning.report import CandidateReport
@@ -47,8 +47,9 @@ class Finished:
 def try_depths(settings: Settings) -> Finished | None:
     """Cut models without some of their blocks to the budget, and return the best; None if no block may be removed.
 
-    The criterion and allocation are those of the cut with all blocks. All cuts are finished and judged by their loss on
-    held-out examples: the loss of a model that merely lacks blocks measures how confident it is.
+    The criterion and allocation are those of the cut with all blocks, which stays unless the loss of another one is
+    clearly lower. All cuts are finished and judged by their loss on held-out examples: the loss of a model that
+    merely lacks blocks measures how confident it is.
     """
     low, high = settings.depth
     calibration = settings.calibration
@@ -56,10 +57,11 @@ def try_depths(settings: Settings) -> Finished | None:
         return None
     order = _order(settings, min(high, len(settings.blocks)))
     tried: list[CandidateReport] = []
-    best: tuple[float, Finished] | None = None
-    candidates = settings.candidates
+    best: tuple[Verdict, Finished] | None = None
+    candidates, first = settings.candidates, None
     refused = InvalidValueError("no candidate")
-    for number in _numbers(settings, order, low, high):
+    numbers = _numbers(settings, order, low, high)
+    for number in numbers:
         removed = tuple(order[:number])
         own, start = shortened(settings, removed)
         try:
@@ -68,19 +70,19 @@ def try_depths(settings: Settings) -> Finished | None:
             small, measured = stage.execute(decision.cut)
         except InvalidValueError as error:
             refused = error
-            one = candidates[0]
-            tried.append(CandidateReport(one.label, one.way, None, False, f"could not be made: {error}", removed=removed))
+            told = f"could not be made: {error}"
+            tried.append(CandidateReport(candidates[0].label, candidates[0].way, None, False, told, removed=removed))
             continue
         if not number:
             candidates = (decision.candidate,)
             tried += [each for each in decision.tried if not each.chosen]
-        loss = calibration.measure(small) if calibration.judge else 0.0
         score = None if settings.score is None else settings.score(small)
+        one = Verdict(calibration.losses(small), score)
         label, way = decision.candidate.label, decision.candidate.way
-        tried.append(CandidateReport(label, way, loss, False, score=score, removed=removed))
-        rank = loss if score is None else -score
-        if best is None or rank < best[0]:
-            best = rank, Finished(own, start, decision, small, measured)
+        tried.append(CandidateReport(label, way, None if one.told else one.losses.mean, False, one.told, score, removed))
+        first = first or one
+        if best is None or one.beats(best[0], rivals=(len(numbers) - 1) * (best[0] is first)):
+            best = one, Finished(own, start, decision, small, measured)
     if best is None:
         raise refused
     found = best[1]

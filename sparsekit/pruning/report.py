@@ -38,7 +38,7 @@ _SECTIONS = (
     (
         "Candidates",
         "Cuts that were tried; the one with the lowest loss on examples that neither scored nor reconstructed it was chosen,"
-        " or the one with the best score, if the metric chose.",
+        " or the one with the best score, if the metric chose. The first stays if the gain is within noise.",
     ),
 )
 
