@@ -11,6 +11,7 @@ from sparsekit.page import chart, code, heading, page, paragraph, row, strips, t
 from sparsekit_fl.checkpoint import write_atomically
 from sparsekit_fl.comparison import Comparison
 from sparsekit_fl.paper.published import RULE, published_beside, published_source
+from sparsekit_fl.problem.metrics import lower_is_better
 from sparsekit_fl.results import primary_metric
 from sparsekit_fl.stored import flat, number_text, texts
 
@@ -21,12 +22,13 @@ _AXES = (
     ("flops", "FLOPs of all clients so far", "flops"),
     ("simulated_seconds", "simulated time so far", "seconds"),
 )
+_OVER = {"round": "rounds", "flops": "FLOPs", "simulated_seconds": "simulated time"}
 # 97.5 % quantiles of Student's t, by degrees of freedom; the last one serves for more.
 _T = (
     12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09, 2.09,
     1.96,
 )  # fmt: skip
-_MOST_RATIO_CHARTS = 3
+_MOST_RATIO_CHARTS, _MOST_NAMED = 3, 6
 
 
 def write_report(comparisons: Sequence[Comparison], out: Path | str, *, command: str = "", failed: Sequence[str] = ()) -> Path:
@@ -70,6 +72,7 @@ def _section(comparison: Comparison) -> list[str]:
     metric, unit = _metric(comparison)
     seeds = comparison.seeds_text()
     return [
+        paragraph(verdict(comparison)),
         heading("Scores", 3),
         _table(comparison.table("final")),
         heading("Costs", 3),
@@ -82,14 +85,18 @@ def _section(comparison: Comparison) -> list[str]:
         *(paragraph(line, "soft") for line in comparison.remarks()),
         *(paragraph(line, "failed") for line in comparison.troubles()),
         row(*curves_of(comparison), _clients(comparison, metric, unit)),
-        heading(f"{metric.capitalize()} at equal cost", 3),
-        paragraph("The last score within the cost that every run reached; a dash if a method was not scored by then.", "soft"),
-        table(*_at_equal_cost(comparison, metric, unit)),
+        *_equal(comparison, metric, unit),
         *_differences(comparison, metric, unit),
         *_ratios(comparison),
         heading("Settings", 3),
         table(("setting", "value"), _settings(comparison)),
     ]
+
+
+def _equal(comparison: Comparison, metric: str, unit: str) -> list[str]:
+    head, rows = _at_equal_cost(comparison, metric, unit)
+    about = "The last score within the cost that every run reached; a dash if a method was not scored by then."
+    return [heading(f"{metric.capitalize()} at equal cost", 3), paragraph(about, "soft"), table(head, rows)] if rows else []
 
 
 def _table(frame: Any, *, texts: Sequence[str] = ()) -> str:
@@ -101,7 +108,7 @@ def _settings(comparison: Comparison) -> list[tuple[str, str]]:
     config = {name.rpartition(".")[2].replace("_", " "): value for name, value in flat(comparison.results[0]["config"]).items()}
     found = [(name, str(value)) for name, value in config.items() if value is not None and name != "seed"]
     about = [one.get("environment") or {} for one in comparison.results]
-    for name in ("sparsekit", "torch", "platform", "device", "finished"):
+    for name in ("sparsekit", "torch", "platform", "finished"):
         values = [str(one[name])[: 10 if name == "finished" else None] for one in about if name in one]
         found += [(name, ", ".join(sorted(set(values))))] if values else []
     return found
@@ -117,7 +124,8 @@ def curves_of(comparison: Comparison) -> list[str]:
         for method in comparison.methods:
             own = means[means["series"] == method]
             lines |= {method: list(zip(own[name], own["y"], own["deviation"], strict=True))} if len(own) else {}
-        charts.append(chart(lines, x=title, y=f"Mean personal {metric}", x_text=_writer(x_unit), y_text=_writer(unit)))
+        about = f"Mean personal {metric} over {_OVER[name]}"
+        charts.append(chart(lines, x=title, y=about, x_text=_writer(x_unit), y_text=_writer(unit)))
     return charts
 
 
@@ -165,18 +173,57 @@ def _clients(comparison: Comparison, metric: str, unit: str) -> str:
     )
 
 
+def _within(comparison: Comparison, metric: str, cost: str) -> tuple[float, dict[str, dict[int, float]]]:
+    """Return the cost that every run reached, and method → seed → the last score within it; without methods that lack one."""
+    budget = min(result["cost"][cost] for result in comparison.results)
+    found: dict[str, dict[int, float]] = {}
+    for method in comparison.methods:
+        own = {one["seed"]: _scores(one, metric) for one in comparison.results if one["method"] == method}
+        within = {seed: [one["y"] for one in scores if one[cost] <= budget * (1 + 1e-9)] for seed, scores in own.items()}
+        if all(within.values()):
+            found[method] = {seed: scores[-1] for seed, scores in within.items()}
+    return budget, found
+
+
 def _at_equal_cost(comparison: Comparison, metric: str, unit: str) -> tuple[list[str], list[list[str]]]:
+    """Return head and rows of a table; a cost within which one method alone was scored compares nothing, and is left out."""
     head, columns = ["method"], []
     for name, _, cost_unit in _AXES[1:]:
-        budget = min(result["cost"][name] for result in comparison.results)
-        found = []
-        for method in comparison.methods:
-            own = [_scores(result, metric) for result in comparison.results if result["method"] == method]
-            within = [[one["y"] for one in scores if one[name] <= budget * (1 + 1e-9)] for scores in own]
-            found.append(statistics.fmean(scores[-1] for scores in within) if all(within) else None)
-        head.append(f"at {number_text(cost_unit, budget)}{' FLOPs' if name == 'flops' else ' simulated'}")
-        columns.append(texts(unit, found))
-    return head, [list(cells) for cells in zip(comparison.methods, *columns, strict=True)]
+        budget, scores = _within(comparison, metric, name)
+        if len(scores) > 1 or len(comparison.methods) == 1:
+            means = [statistics.fmean(scores[method].values()) if method in scores else None for method in comparison.methods]
+            head.append(f"at {number_text(cost_unit, budget)}{' FLOPs' if name == 'flops' else ' simulated'}")
+            columns.append(texts(unit, means))
+    return (head, [list(cells) for cells in zip(comparison.methods, *columns, strict=True)]) if columns else ([], [])
+
+
+def verdict(comparison: Comparison) -> str:
+    """Return a sentence that says which method wins at equal FLOPs and by how much; empty where there is nothing to compare."""
+    metric, unit = _metric(comparison)
+    budget, scores = _within(comparison, metric, "flops")
+    if len(scores) < 2:
+        return ""
+    better = -1 if lower_is_better(metric) else 1
+    ranked = sorted(scores, key=lambda method: -better * statistics.fmean(scores[method].values()))
+    first, second = ranked[:2]
+    scale, sign = (100, " points") if unit == "share" else (1, "")
+    gaps = [scale * better * (own - scores[second][seed]) for seed, own in scores[first].items() if seed in scores[second]]
+    (text,) = texts(unit, [statistics.fmean(scores[first].values())])
+    if not gaps:
+        return f"At equal FLOPs ({number_text('flops', budget)}), {first} has the best {metric}: {text}."
+    mean, half = statistics.fmean(gaps), _half_interval(gaps)
+    told = f"{mean:.3g}{sign} better than {second}"
+    if half is None:
+        return f"At equal FLOPs ({number_text('flops', budget)}), {first} wins: {metric} {text}, {told} (one seed)."
+    wins = f"{first} wins" if mean > half else f"nobody wins clearly, and {first} leads"
+    within = f"95 % interval {mean - half:+.2f} to {mean + half:+.2f}, {len(gaps)} seeds"
+    return f"At equal FLOPs ({number_text('flops', budget)}), {wins}: {metric} {text}, {told} ({within})."
+
+
+def _half_interval(gaps: Sequence[float]) -> float | None:
+    """Return half of the 95 % interval of a mean, or None for a single number."""
+    n = len(gaps)
+    return None if n < 2 else _T[min(n - 2, len(_T) - 1)] * statistics.stdev(gaps) / math.sqrt(n)
 
 
 def _differences(comparison: Comparison, metric: str, unit: str) -> list[str]:
@@ -188,8 +235,8 @@ def _differences(comparison: Comparison, metric: str, unit: str) -> list[str]:
     for other in others:
         pairs = [(mine, by_seed.get((first, seed))) for (name, seed), mine in by_seed.items() if name == other]
         gaps = [scale * (mine - its) for mine, its in pairs if mine is not None and its is not None]
-        if (n := len(gaps)) > 1:
-            mean, half = statistics.fmean(gaps), _T[min(n - 2, len(_T) - 1)] * statistics.stdev(gaps) / math.sqrt(n)
+        if (half := _half_interval(gaps)) is not None:
+            mean = statistics.fmean(gaps)
             each = ", ".join(f"{gap:+.2f}" for gap in gaps)
             rows.append((other, f"{mean:+.2f}{sign}", f"{mean - half:+.2f} to {mean + half:+.2f}", each))
     title = f"{metric.capitalize()} minus {first}, seed by seed"
@@ -207,6 +254,6 @@ def _ratios(comparison: Comparison) -> list[str]:
                 lines.setdefault(f"client {client}", []).append((record["round"], ratio, 0.0))
         if len({point[1] for line in lines.values() for point in line}) > 1:
             title = f"{method}, seed {result['seed']}: ratio of each client"
-            charts.append(chart(lines, x="round", y=title, y_text=_writer("share"), legend=False))
-    about = "Each line joins the rounds that a client trained in."
+            charts.append(chart(lines, x="round", y=title, y_text=_writer("share"), legend=len(lines) <= _MOST_NAMED))
+    about = "Each line joins the rounds that a client trained in. Point at a line for the name of its client."
     return [heading("Ratios", 3), paragraph(about, "soft"), row(*charts[:_MOST_RATIO_CHARTS])] if charts else []

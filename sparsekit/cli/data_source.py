@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sparsekit.cli.table import DATA
@@ -30,13 +30,14 @@ class _Moved:
             yield map_tensors(lambda tensor: tensor.to(self.device), batch)
 
 
-def load_data(text: str | None, device: str, **offered: Any) -> tuple[Iterable[Any], Iterable[Any] | None]:
-    """Load the data of `--dataset`: batches to train on, which can be read again, and batches for validation, if any.
+def load_data(text: str | None, device: str, **offered: Any) -> tuple[Iterable[Any], Iterable[Any] | None, str]:
+    """Load the data of `--dataset`: batches to train on, which can be read again, batches for validation, and a note on them.
 
-    A loader gets those of the `offered` arguments that it takes.
+    A loader gets those of the `offered` arguments that it takes. If it returns a list without validation data, the last fifth
+    of the list validates. The note is empty if the loader returns both.
     """
     if text is None:
-        return (), None
+        return (), None, ""
     from torch import nn
 
     found = data_sets.find(text)
@@ -53,9 +54,16 @@ def load_data(text: str | None, device: str, **offered: Any) -> tuple[Iterable[A
                 f"--dataset {text} must give batches that can be read again, a list or a loader, or a pair of them for"
                 f" training and validation, got {type(batches).__name__}"
             )
+    note = ""
+    if validation is None and isinstance(train, Sequence) and len(train) >= 5:
+        kept = len(train) - len(train) // 5
+        train, validation = train[:kept], train[kept:]
+        note = "--dataset gave no validation data: the last fifth of its batches is set aside, for scores and the best epoch."
+    elif validation is None:
+        note = "No scores: --dataset gave training batches only. Let it return (training, validation)."
     if device == "cpu":
-        return train, validation
-    return _Moved(train, device), None if validation is None else _Moved(validation, device)
+        return train, validation, note
+    return _Moved(train, device), None if validation is None else _Moved(validation, device), note
 
 
 def find_loss(text: str) -> Callable[..., Any] | None:

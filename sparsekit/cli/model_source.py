@@ -129,7 +129,7 @@ def example_inputs(
 
     from sparsekit.rng import torch_generator
 
-    # Tokens that every embedding knows, and not all 0, which may be padding.
+    # Tokens that are in every vocabulary, and not all 0, which may be padding.
     sizes = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
     tokens, generator = min(sizes, default=2), torch_generator(np.random.default_rng(0))
     read = [read_example(text, tokens=min(tokens, 100), generator=generator) for text in shapes]

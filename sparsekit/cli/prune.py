@@ -22,7 +22,7 @@ from sparsekit._torch import set_mode
 from sparsekit.cli import AsJson, command_app, command_line, in_flags, print_json, print_table, print_wrapped
 from sparsekit.cli.data_source import find_loss, load_data, metric_of
 from sparsekit.cli.model_source import Device, ExampleShape, Init, Model, load_with_inputs
-from sparsekit.errors import InvalidValueError
+from sparsekit.errors import DataError, InvalidValueError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -217,8 +217,13 @@ def _prune(
         warnings.simplefilter("ignore", UnprunableWarning)  # the report has the same facts
         dense, inputs = load_with_inputs(model, init=init, shapes=example_shape or (), device=device)
         loss_of = find_loss(loss)
-        train, validation = load_data(dataset, device, data_dir=data_dir, batch_size=batch_size, seed=seed)
+        train, validation, data_note = load_data(dataset, device, data_dir=data_dir, batch_size=batch_size, seed=seed)
         metric = metric_of(validation, loss_of)
+        if metric is not None and data_note:
+            try:
+                metric(dense)
+            except DataError as error:  # nobody asked for this score
+                train, metric, data_note = [*train, *(validation or ())], None, f"No scores: {error}."
         options: dict[str, Any] = {
             "budget": Budget.of(budget),
             "batches": None if dataset is None else itertools.islice(drawn(train, calibration_batches), calibration_batches),
@@ -238,7 +243,8 @@ def _prune(
         else:
             _open_folder(out, onnx=onnx)
             done = prune(dense, inputs, metric=metric, schedule=cuts, finetune=train_small if epochs else None, **options)
-            done = replace(done, report=replace(done.report, measured={**done.report.measured, **best_epochs}))
+            notes = [*done.report.notes, *filter(None, [data_note])]
+            done = replace(done, report=replace(done.report, measured={**done.report.measured, **best_epochs}, notes=notes))
             if runtimes:
                 if progress:
                     _logger.info("timing both models; --time none leaves it out")

@@ -37,10 +37,12 @@ _SECTIONS = (
     ),
     (
         "Candidates",
-        "Cuts that were tried; the one with the lowest loss on examples that neither scored nor reconstructed it was chosen,"
-        " or the one with the best score, if the metric chose. The first stays if the gain is within noise.",
+        "Pruned models that were tried. The one with the lowest loss on examples that neither scored nor reconstructed it was"
+        " chosen, or the one with the best score, if the metric chose. The first stays if the gain is within noise.",
     ),
 )
+
+_NOUNS = {"flops": "FLOPs", "params": "parameters", "bytes": "bytes", "latency_ms": "milliseconds"}
 
 Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[str]]]
 
@@ -154,7 +156,7 @@ class PruneReport:
             told = f" ({requested})" if isinstance(requested, str) else ""
             upper = "" if limit is None else f"≤ {format_cost(name, limit)}{told}"
             minimum = format_cost(name, self.minimum[name]) if name in self.minimum else ""
-            costs.append((name, format_cost(name, before), format_cost(name, after), share, upper, minimum))
+            costs.append((_NOUNS.get(name, name), format_cost(name, before), format_cost(name, after), share, upper, minimum))
         fewer = self.before.get("flops", 0.0) / (self.after.get("flops") or 1.0)
         for pair in self.times:
             efficiency = f"{pair.faster / fewer:.2f}" if fewer and pair.measurable else ""
@@ -246,7 +248,7 @@ def measured_text(name: str, value: Any) -> str:
 
 
 def prune_page(report: PruneReport, *, file: str, sizes: Mapping[str, int], factory: str = "", command: str = "") -> str:
-    """Return a page about a cut: costs, measurements, groups, and how to load the model.
+    """Return a page about a pruned model: costs, measurements, groups, and how to load the model.
 
     `file` names the file of the pruned model, `sizes` all written files with their bytes. `factory` is the maker of the dense
     model, as Python, and `command` the command line that pruned it; both may be empty.
@@ -269,15 +271,13 @@ def prune_page(report: PruneReport, *, file: str, sizes: Mapping[str, int], fact
     parts += [paragraph(note) for note in report.notes]
     maker = f"{factory or report.model})  # a class or function that makes the dense model"
     load = f'import sparsekit as sk\n\nmodel = sk.load_compact("{file}", {maker}'
-    made = f"sparsekit {__version__}, torch {torch.__version__}, {platform.machine()}, {datetime.date.today():%d %B %Y}"
+    machine = f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    made = f"sparsekit {__version__}, torch {torch.__version__}, {machine}, {datetime.date.today():%d %B %Y}"
     about = "In the folder of this page:"
     return page(
         f"{report.model}, pruned",
         [*parts, heading("Load the model"), paragraph(about, "soft"), code(load), paragraph(made, "soft")],
     )
-
-
-_NOUNS = {"flops": "FLOPs", "params": "parameters", "bytes": "bytes", "latency_ms": "milliseconds"}
 
 
 def _summary(report: PruneReport) -> str:

@@ -158,7 +158,7 @@ def _app_for(
     env = {**QUIET, **os.environ, "FLWR_HOME": str(base / "app" / "flwr-home")}
     # What this process can import, others can too.
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(os.path.abspath(path) for path in sys.path))
-    # SuperLink starts more programs by name, which stand next to this interpreter also where no environment is activated.
+    # SuperLink starts programs by name. They are in this interpreter's folder, even if no environment is activated.
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), *filter(None, [env.get("PATH")])])
     # Without "local" Ray would join a cluster that it finds on this machine.
     env["RAY_ADDRESS"] = options.ray_address or "local"

@@ -18,7 +18,7 @@ import typer
 from sparsekit.cli import with_options
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit_fl.config import Count, Option, RunConfig, TrainingConfig, option, options_of, read_settings
-from sparsekit_fl.paper.presets import Preset
+from sparsekit_fl.paper.presets import DEFAULT, PRESETS, Preset
 from sparsekit_fl.stored import flat
 
 if TYPE_CHECKING:
@@ -55,7 +55,9 @@ class RunOptions:
     """The options of a run and of a command that the user gave, by name in `given`; any other has its default, or None."""
 
     preset: str | None = option(
-        None, "Experiment of the paper, by name (`sparsekit list presets`). Default: by the data set, or digits."
+        None,
+        "Experiment of the paper, by name (`sparsekit list presets`). Default: by the data set, or digits. Other presets "
+        "change the defaults marked (digits).",
     )
     dataset: str | None = option(None, "A data set by name, or package.module:factory.")
     model: str | None = option(None, "A model by name, or package.module:factory.")
@@ -294,6 +296,10 @@ def _plain(hint: Any) -> Any:
 
 
 def about_of(name: str) -> str:
-    """Return the meaning of an option on the command line, where the preset decides many defaults."""
-    about = OPTIONS[name].about
-    return re.sub(r" Default: .*", "", about) + " Default: that of the preset." if name in _FROM_PRESET else about
+    """Return the meaning of an option on the command line, with the default of the first preset if presets decide it."""
+    about, first = OPTIONS[name].about, PRESETS[DEFAULT]
+    if name not in _FROM_PRESET:
+        return about
+    config = first.config({}, first.clients)
+    value = next((getattr(part, name) for part in (first, config, config.training) if hasattr(part, name)), "high")
+    return f"{re.sub(r' Default: .*', '', about)} Default: {text_of(value)} ({DEFAULT})."

@@ -189,6 +189,12 @@ def _show_reference(result: RunResult, experiment: Experiment, options: RunOptio
     from sparsekit import count_cost
     from sparsekit_fl.stored import number_text
 
+    personal, server = result.final.personal.get("accuracy"), (result.final.shared or {}).get("accuracy")
+    if personal is not None and server is not None and personal != server:
+        print_wrapped(
+            "Personal accuracy is of the models that clients deploy. Global accuracy is of the server's model, which no client"
+            " deploys: it lacks what clients keep for themselves, such as heads, and may be near chance."
+        )
     inputs, epochs = experiment.problem.example_inputs, result.config.training.local_epochs
     one = 3 * count_cost(experiment.problem.model(), inputs).flops // len(inputs[0])  # a backward costs two forwards
     sizes = {client.id: len(client.data.train) for client in experiment.clients}
@@ -202,6 +208,7 @@ def _show_reference(result: RunResult, experiment: Experiment, options: RunOptio
         typer.echo(f"result.json, rounds.jsonl, checkpoint and models are in {options.out}")
     methods = " ".join(dict.fromkeys((result.method, "fedavg", "local")))
     print_wrapped(f"Next: sparsekit compare {methods} --seeds 3 --out runs/first")
+    print_wrapped("It shows who is more accurate at equal cost, and whether federating pays: runs/first/report.html.")
 
 
 def _fedlps(*, options: RunOptions) -> None:

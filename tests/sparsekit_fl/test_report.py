@@ -10,7 +10,7 @@ from saved_results import FLOPS, SECONDS, compared, result, save
 from sparsekit.cli.main import execute
 from sparsekit.page import chart
 from sparsekit_fl.comparison import comparisons_of
-from sparsekit_fl.report import curves_of, means_of, write_report
+from sparsekit_fl.report import curves_of, means_of, verdict, write_report
 from sparsekit_fl.stored import number_text
 
 
@@ -115,6 +115,22 @@ def test_the_page_has_paired_differences_equal_costs_ratios_clients_and_failures
     for part in ("fedlps, seed 0: ratio of each client", "client 7", "Personal accuracy of each client", "no such luck"):
         assert part in text
     assert '<p class="failed">fedlps, seed 1: 1 of 1 clients that were asked could never train</p>' in text
+
+
+def test_the_first_sentence_says_who_wins_at_equal_flops_and_by_how_much():
+    def runs(name, *scores):
+        return [result(name, seed, accuracies={50: score, 100: 0.99}) for seed, score in enumerate(scores)]
+
+    def at_half(*made):
+        for one in made[:1]:
+            one["cost"] = {**one["cost"], "flops": 50 * FLOPS}  # one run ends there, so all are compared there
+        return verdict(compared(*made))
+
+    told = at_half(*runs("a", 0.5, 0.51, 0.49), *runs("b", 0.6, 0.62, 0.61), *runs("c", 0.1, 0.1, 0.1))
+    assert re.match(r"At equal FLOPs \(.+\), b wins: accuracy 61\.0%, 11 points better than a \(95 % interval", told)
+    assert "nobody wins clearly, and b leads" in at_half(*runs("a", 0.5, 0.7, 0.49), *runs("b", 0.6, 0.62, 0.61))
+    assert "better than a (one seed)." in at_half(*runs("a", 0.5), *runs("b", 0.6))
+    assert at_half(*runs("a", 0.5)) == ""
 
 
 @pytest.mark.parametrize("span", [1e-9, 0.3, 1.0, 7.0, 123.0, 9.9e12])

@@ -106,6 +106,24 @@ def test_data_score_reconstruct_and_train_the_small_model(
     assert again["groups"] == report["groups"]
 
 
+@pytest.mark.parametrize(
+    ("data", "scored", "note"),
+    [
+        ("[(torch.randn(8, 1, 8, 8), torch.randint(3, (8,))) for _ in range(10)]", True, "the last fifth of its batches"),
+        ("[(torch.randn(8, 1, 8, 8), torch.rand(8, 3)) for _ in range(10)]", False, "No scores: accuracy needs the index"),
+        ("[(torch.randn(8, 1, 8, 8), torch.randint(3, (8,)))]", False, "Let it return (training, validation)"),
+    ],
+)
+def test_without_validation_data_a_report_has_scores_where_the_data_allow_and_says_why_not(
+    nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], data: str, scored: bool, note: str
+) -> None:
+    (tmp_path / "data.py").write_text(f"import torch\n\ndef load():\n    return {data}\n", encoding="utf-8")
+    given = ["--budget", "flops=50%", "--criterion", "magnitude", "--time", "none", "--out", str(tmp_path / "small")]
+    report = _json(capsys, "prune", f"{nets}:make", "--dataset", f"{tmp_path / 'data.py'}:load", *given)
+    assert ("accuracy_pruned" in report["measured"]) == scored
+    assert sum(note in each for each in report["notes"]) == 1
+
+
 def test_a_folder_with_a_run_is_not_written_over(nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "report.json").touch()
     assert cli.execute(["prune", f"{nets}:make", "--budget", "flops=50%", "--out", str(tmp_path)]) == 2

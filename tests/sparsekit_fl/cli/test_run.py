@@ -30,6 +30,7 @@ def test_a_run_prints_a_table_and_says_how_to_keep_it(capsys):
         "Next: sparsekit compare fedavg",
     )
     assert all(title in captured.out for title in titles)
+    assert "which no client deploys" not in " ".join(captured.out.split()), "clients of fedavg deploy the model of the server"
     # Stderr is not a terminal here: a line per evaluation, as in a log of nohup.
     lines = captured.err.splitlines()
     says = r"fedavg round {}/2: accuracy \d+\.\d%, validation accuracy \d+\.\d%, \d\.\d{{3}}G FLOPs, "
@@ -38,9 +39,13 @@ def test_a_run_prints_a_table_and_says_how_to_keep_it(capsys):
     assert max(map(len, captured.out.splitlines())) <= 100
     assert execute(["run", "local", *TINY, "--quiet"]) == 0
     # Each client trains the whole model, so it costs what FedAvg costs.
-    assert "this run used 100%" in " ".join(capsys.readouterr().out.split())
-    assert execute(["run", "fedavg", *TINY, "--quiet"]) == 0
-    assert capsys.readouterr().err == ""
+    told = " ".join(capsys.readouterr().out.split())
+    assert "this run used 100%" in told
+    assert "whether federating pays: runs/first/report.html" in told
+    assert execute(["run", "fedper", *TINY, "--quiet"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "Global accuracy is of the server's model, which no client deploys" in " ".join(captured.out.split())
 
 
 def test_json_is_the_result_and_nothing_else(capsys):

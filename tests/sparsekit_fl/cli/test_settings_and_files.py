@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 import typer
@@ -12,10 +13,11 @@ from personal import SMALL, command
 from sparsekit.cli import command_app
 from sparsekit.cli.main import execute
 from sparsekit_fl.cli.listing import KINDS
-from sparsekit_fl.cli.options import RunOptions, paths, with_run_options, written
+from sparsekit_fl.cli.options import RunOptions, paths, text_of, with_run_options, written
 from sparsekit_fl.config import RunConfig, TrainingConfig
 from sparsekit_fl.methods import registry
 from sparsekit_fl.paper.presets import PRESETS
+from sparsekit_fl.stored import flat
 
 
 @pytest.mark.same_bits
@@ -91,7 +93,12 @@ def test_every_option_is_listed_and_no_option_of_a_method_has_the_name_of_one_of
     listed = {setting["path"]: setting["about"] for setting in json.loads(capsys.readouterr().out)}
     assert {"rounds", "training.momentum", "partition.alpha", "partition.lack_classes"} <= set(listed)
     assert all(listed.values())
-    assert listed["rounds"].endswith("Default: that of the preset.")
+    assert listed["rounds"].endswith("Default: 60 (digits).")
+    assert listed["heterogeneity"].endswith("Default: high (digits).")
+    first = PRESETS["digits"]
+    for name, value in flat(asdict(first.config({}, first.clients))).items():
+        told = re.search(r"Default: (\S+) \(digits\)\.$", listed.get(name, ""))
+        assert told is None or told[1] == text_of(value), name
     for name in registry:
         assert not set(registry[name]().options()) & set(paths()), name
 
