@@ -7,7 +7,7 @@ CPU = $(shell test "$$(uname -s)" = Linux && ! command -v nvidia-smi >/dev/null 
 
 help:
 	@echo "make demo    install, and run federated learning on handwritten digits, offline (about two minutes)"
-	@echo "make test    install, and run the fast tests (four minutes on two cores)"
+	@echo "make test    install, and run the fast tests (about eight minutes on two cores)"
 	@echo "make site    install, and build the documentation in site/"
 	@echo "make check   everything that CI runs (15 minutes)"
 

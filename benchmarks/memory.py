@@ -1,8 +1,8 @@
 """Peak memory and processor time of tracing and pruning random transformers in bfloat16, each in a process of its own.
 
     python -W ignore benchmarks/memory.py 1.1 > rows.jsonl     0.1, 0.4 or 1.1 billion parameters; "tiny" for a try
+    python -W ignore benchmarks/memory.py 1.1 --in-place       the dense model is made small, in place of a second model
 
-`prune` makes a small model next to the dense one. Then units are scored, and the dense model is made small in place.
 Gibibytes are resident at the peak of a step, weights included, without what the process needs before they are made. Linux
 only: the peak is read from /proc, and reset before each step. On a core without instructions for bfloat16, take
 `--examples 3 --tokens 2`.
@@ -75,7 +75,7 @@ def resident(what: str) -> int:
 
 
 def main() -> None:
-    options = options_of(__doc__, "size", choices={"size": SIZES}, examples=8, tokens=16, criterion="fisher")
+    options = options_of(__doc__, "size", choices={"size": SIZES}, examples=8, tokens=16, criterion="fisher", in_place=False)
     sizes = SIZES[options.size]
     torch.manual_seed(0)
     tokens = torch.randint(sizes["words"], (options.examples, 1, options.tokens))
@@ -105,7 +105,9 @@ def main() -> None:
     graph = step("trace", lambda: sk.trace_units(model, tokens[0]))
     settings: dict[str, Any] = {"budget": "flops=50%", "batches": batches, "loss": loss, "criterion": options.criterion}
     settings |= {"allocation": "by_loss", "graph": graph}
-    step("prune", lambda: sk.prune(model, (tokens[0],), **settings) and None)
+    if not options.in_place:
+        step("prune", lambda: sk.prune(model, (tokens[0],), **settings) and None)
+        return
     decided = step("score", lambda: sk.plan(model, (tokens[0],), **settings))
     step("reconstruct in place", lambda: sk.reconstruct(model, model, graph, decided.mask, batches))
 

@@ -17,25 +17,54 @@ from cells import ROOT, SENTENCES, Lines, Row, drawn, one, placed, rows, sentenc
 from common import spread
 from stored_tables import read_results
 
-HALF = ("half of the FLOPs removed", "whole", "pruned, not trained", "trained afterwards", "speed-up")
 
-
-@table("README.md", *HALF)
-def half() -> Lines:
-    """Networks of three pages, each with the row that is its whole model and the one that is trained afterwards."""
+@table("README.md", "network, FLOPs kept, score", "whole", "pruned", "trained", "PyTorch", "ONNX Runtime")
+def lead() -> Lines:
+    """Networks of four pages, each with its whole, its pruned and its trained row."""
     file, epochs, steps = "examples.jsonl", "fine-tuned for 10 epochs", "half of the FLOPs, 200 steps of training"
     longer, cut = "dense, trained for 10 more epochs like the pruned one", "pruned, reconstructed on 128 images"
     maps = [one(file, "map", "{:.3f}", example="yolo", row=row) for row in (longer, cut, epochs)]
-    faster = one(file, "faster_onnx", "{:.2f} × in ONNX Runtime", example="yolo", row=epochs)
-    yield ["[YOLOv8n](docs/howto/yolo.md), mAP50-95, a small data set, 10 epochs", *maps, faster]
+    faster = [one(file, f"faster_{runtime}", "{:.2f} × faster", example="yolo", row=epochs) for runtime in ("eager", "onnx")]
+    yield ["[YOLOv8n](docs/howto/yolo.md), 50 %, mAP50-95, a small data set", *maps, *faster]
     key = {"example": "resnet", "share": 0.5}
-    whole = one(file, "trained", "{:.1f} %", example="resnet", share=1.0)
-    parts = [one(file, column, "{:.1f} %", **key) for column in ("cut", "trained")]
-    faster = one(file, "faster_1", "{:.2f} × in PyTorch", **key)
-    yield ["[ResNet, CIFAR-10](docs/tutorials/prune.md), accuracy, 3 epochs", whole, *parts, faster]
+    scores = [one(file, "trained", "{:.1f} %", example="resnet", share=1.0)]
+    scores += [one(file, column, "{:.1f} %", **key) for column in ("cut", "trained")]
+    yield [
+        "[ResNet](docs/tutorials/prune.md), 50 %, accuracy, CIFAR-10",
+        *scores,
+        one(file, "faster_1", "{:.2f} × faster", **key),
+        "",
+    ]
     whole, after = (one(file, "accuracy", "{:.1f} %", example="int8", row=row) for row in ("dense", steps))
-    faster = one(file, "faster", "{:.2f} × in ONNX Runtime", example="int8", row=steps)
-    yield ["[EfficientNet-Lite0](docs/tutorials/int8.md), Tiny ImageNet, accuracy, 200 steps", whole, "–", after, faster]
+    faster_onnx = one(file, "faster", "{:.2f} × faster", example="int8", row=steps)
+    yield ["[EfficientNet-Lite0](docs/tutorials/int8.md), 50 %, accuracy, Tiny ImageNet", whole, "", after, "", faster_onnx]
+    perplexities = [f"{row['perplexity']}" for row in rows(file, example="language model")]
+    yield ["[SmolLM2-135M](docs/tutorials/language-model.md), 80 % of the layers' FLOPs, perplexity", *perplexities, "", ""]
+
+
+LITE0 = {"network": "efficientnet-lite0"}
+SHARES = (0.75, 0.5, 0.35)
+
+
+@table(
+    "README.md", "score in %, FLOPs kept", "EfficientNet-Lite0, not trained: 75 %", "50 %", "ResNet-20, trained: 50 %", "25 %",
+    "VGG-11, trained: 50 %", "25 %",
+)  # fmt: skip
+def beside() -> Lines:
+    def cells(label: str, lite0: tuple[str, str], arm: str) -> list[str]:
+        found = [
+            one("real.csv", "accuracy", times=100, share=share, arm=lite0[0], how=lite0[1], **LITE0) for share in SHARES[:2]
+        ]
+        for task in ("resnet20-cifar10", "vgg11-cifar100"):
+            budgets = (1, 1) if arm == "dense" else (0.5, 0.25)
+            found += [spread(values("prune.csv", "finetuned", times=100, task=task, arm=arm, budget=each)) for each in budgets]
+        return [label, *found]
+
+    dense = one("real.csv", "accuracy", times=100, arm="dense", **LITE0)
+    yield ["whole network", dense, dense, *cells("", ("dense", ""), "dense")[3:]]
+    yield cells("sparsekit", ("fisher/by_cost", "reconstructed"), "ours, no teacher")
+    yield cells("Torch-Pruning", ("tp taylor", "as cut"), "torch-pruning: L2")
+    yield cells("Torch-Pruning with sparsekit's reconstruction", ("tp taylor", "reconstructed"), "")
 
 
 @table(
@@ -94,22 +123,6 @@ def scale() -> Lines:
 def overhead() -> Lines:
     for row in rows("engines.jsonl", part="overhead"):
         yield [row["engine"], str(row["messages"]), str(row["bytes"]), " to ".join(map(str, row["start"]))]
-
-
-LITE0 = {"network": "efficientnet-lite0"}
-SHARES = (0.75, 0.5, 0.35)
-
-
-@table("README.md", "accuracy in % at a share of the FLOPs", "100 %", "75 %", "50 %", "35 %")
-def beside() -> Lines:
-    for label, arm, how in (
-        ("sparsekit", "fisher/by_cost", "reconstructed"),
-        ("Torch-Pruning (Taylor), with sparsekit's reconstruction", "tp taylor", "reconstructed"),
-        ("Torch-Pruning (Taylor), batch norms recalibrated", "tp taylor", "as cut"),
-    ):
-        key = {**LITE0, "arm": arm, "how": how}
-        cells = [one("real.csv", "accuracy", times=100, share=share, **key) for share in SHARES]
-        yield [label, one("real.csv", "accuracy", times=100, arm="dense", **LITE0), *cells]
 
 
 NAMED = {
@@ -384,6 +397,14 @@ def by_capability() -> Lines:
         parts = [f"{mean_of(row, way, part):.0f}" for part in ("worst", "new", "late")]
         sent = [f"{row[part]:.0f}" if arm != "alone" else "" for part in ("MB up", "MB down")]
         yield [f"{setting}, {label}", levels, *parts, f"{row['TFLOPs']:.3f}", *sent]
+
+
+@table("docs/howto/memory.md", "parameters", "weights", "trace", "`prune`, dense model kept", "score", "reconstruct in place")
+def memory() -> Lines:
+    for size in dict.fromkeys(row["size"] for row in rows("memory.jsonl")):
+        found = {row["step"]: row for row in rows("memory.jsonl", size=size)}
+        made = [found[step] for step in ("trace", "prune", "score", "reconstruct in place")]
+        yield [f"{size} billion", f"{made[0]['weights']:.1f}", *(f"{row['peak']:.1f} ({row['seconds']:.0f} s)" for row in made)]
 
 
 def main() -> None:
