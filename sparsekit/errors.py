@@ -64,7 +64,7 @@ class UnsupportedModelError(SparsekitError, TypeError):
 
 
 class UnknownNameError(SparsekitError, KeyError, ValueError):
-    """A name that no registry knows."""
+    """A name that is in no registry."""
 
     def __str__(self) -> str:
         # KeyError prints the repr of its argument, which would quote and escape the sentence.

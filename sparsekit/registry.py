@@ -59,7 +59,7 @@ def _run_file(place: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    first = sys.modules.setdefault(path.stem, module) is module  # data classes look their module up
+    first = sys.modules.setdefault(path.stem, module) is module  # data classes find their module by name
     try:
         spec.loader.exec_module(module)
     except BaseException:

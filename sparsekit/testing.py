@@ -58,7 +58,7 @@ class ExampleModel(nn.Module):
 
 
 def example_context(seed: int = 0) -> ScoringContext:
-    """Return everything that a criterion may look at, drawn from `seed`."""
+    """Return all inputs of a criterion, drawn from `seed`."""
     generator, graph = torch.Generator().manual_seed(seed), example_graph()
     weights = {name: torch.randn(shape, generator=generator) for name, shape in graph.shapes.items()}
     return ScoringContext(weights=weights, generator=generator, model=ExampleModel(weights))

@@ -14,7 +14,7 @@ from sparsekit.errors import DataError, require
 from sparsekit_fl.config import HETEROGENEITY
 from sparsekit_fl.stored import flat, read_result, texts
 
-# What may differ between the runs of a table, since it changes no number but by chance.
+# Options that may differ between the runs of a table: they change numbers by chance only.
 _FREE = ("seed", "eval_every", "device")
 _DECIDED = "redraw_capability"
 
@@ -185,7 +185,7 @@ def comparisons_of(results: Iterable[Mapping[str, Any]], *, order: Sequence[str]
     Methods in `order` come first, others as they appear. Titles that would be equal name the settings that differ.
     """
     groups: list[tuple[dict[str, Any], list[Mapping[str, Any]]]] = []
-    # What decides an option itself joins a group of the others.
+    # A method that sets an option itself joins the group of the others.
     for result in sorted(results, key=lambda one: _DECIDED in one.get("method_options", {})):
         own, decided = _protocol(result), {_DECIDED} & set(result.get("method_options", {}))
         fitting = (one for shared, one in groups if _without(shared, decided) == _without(own, decided))

@@ -236,7 +236,7 @@ class TrainingConfig(Checked):
         "clients drift further apart. Default: 5.",
     )
     batch_size: Count = option(20, "Examples per step. The last batch of a pass may be smaller. Default: 20.")
-    # A number once made, as is the weight decay.
+    # None becomes a number when the object is made, as for weight_decay.
     lr: NonNegative = option(  # type: ignore[assignment]
         None,
         "Learning rate of the first round. The option lr_decay lowers it over the rounds. Default: 0.1 for SGD, the "

@@ -68,7 +68,7 @@ def trace_layers(model: nn.Module, example_inputs: Any) -> tuple[Layer, ...]:
         fresh = [name for name in dict.fromkeys(event) if name not in homes]
         own += fresh
         homes |= dict.fromkeys(fresh, own)
-    # A layer that is called again owns nothing new; only as the last one it matters, since it then makes the outputs.
+    # A repeated call adds no weights. It matters only as the last call, which makes the outputs.
     found = [layer for place, layer in enumerate(found) if layer[1] or place == len(found) - 1]
     owners: dict[str, list[str]] = {}
     for name, own in homes.items():

@@ -41,7 +41,7 @@ from sparsekit_fl.stored import ids_text
 
 _log = logging.getLogger(__name__)
 
-# Errors of a disk that takes nothing more: it is full, or a quota (which Windows lacks) or the limit of a file's size is, or it
+# Errors of a disk that cannot be written: it is full, a quota (not on Windows) or the largest file size is reached, or it
 # is broken.
 _FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG, errno.EROFS, errno.EIO)
 _MAX_REASONS = 5

@@ -89,7 +89,7 @@ class Server:
         self._met: Mapping[int, Client] | None = None
 
     def recall(self, record: RoundRecord) -> None:
-        """Learn who came and went before a round that was saved."""
+        """Update which clients joined and left before a saved round."""
         came, went = (
             {*client_ids(text)} if text else set() for text in (f"{record.came},{record.back}".strip(","), record.went)
         )
@@ -97,7 +97,7 @@ class Server:
         self.seen |= came
 
     def meet(self, clients: Mapping[int, Client]) -> dict[str, Any]:
-        """Use the clients that are there now; return the ids of those that came, went and came back, for the record."""
+        """Use the clients that are present; return the ids of clients that joined, left and returned, for the record."""
         if clients is self._met:
             return {}
         there, before, seen = set(clients), self._there, self.seen
@@ -222,7 +222,7 @@ class Server:
         )
 
     def priced(self, request: Request, reply: Reply) -> Reply:
-        """Return a reply with the bytes and the simulated seconds of its update, which the server knows itself."""
+        """Return a reply with the bytes and simulated seconds of its update, which the server computes."""
         if reply.update is None:
             return reply
         down = request_bytes(request, self.spec.graph)
@@ -280,7 +280,7 @@ class Server:
                 raise UpdateError(
                     f"the update of client {update.client_id} has {share:.3g} of the model, its task {task.ratio:.3g}"
                 )
-        # Where the least submodel is larger than the ratio, that ran.
+        # If the smallest submodel is larger than the ratio, the client ran the smallest.
         return replace(update, ratio=max(share, task.ratio) if update.ratio == task.ratio else share, share=share)
 
     def aggregate(self, ctx: ServerContext, updates: Sequence[Update], replies: Sequence[Reply] = ()) -> float | None:
@@ -314,7 +314,7 @@ def statistics_of(memory: Memory, ratio: float) -> StateDict:
 
 
 def learn_statistics(server: ServerContext, updates: Sequence[Update]) -> StateDict:
-    """Move the buffers of each level by the mean change of its clients; return those of the widest, for the global model.
+    """Move the buffers of each level by the mean change of its clients; return the buffers of the widest level.
 
     As long as all train the whole model, nothing is kept, and the method averages buffers with the rest.
     """

@@ -259,7 +259,7 @@ def run_client(
 ) -> tuple[Reply, Memory]:
     """Let one client train, or score its model: a function of its arguments alone. Scoring changes no memory.
 
-    The memory that was given is not to be used afterwards. The personal model goes into the folder `out`, if the request asks
+    Do not use the given memory afterwards. The personal model goes into the folder `out`, if the request asks
     for it. Whatever goes wrong is a ClientError, which names the round, the method and the part of it, and carries the cause.
     """
     if request.task == "train":

@@ -9,7 +9,7 @@ from typing import Any, Final
 from sparsekit.errors import DataError, InvalidValueError
 
 SCHEMA_NUMBER: Final = 6
-"""It goes up when a reader of the former schema would misread a file; new keys alone leave it unchanged."""
+"""It increases when a reader of the former schema would misread a file, and not for new keys."""
 
 _STEPS = {
     "share": ((0.01, "%"),),

@@ -96,7 +96,7 @@ def _ranked_saliency(graph: UnitGraph, scores: Mapping[str, Tensor], scale: Scal
 
 
 def share_of_remaining(scores: Tensor) -> Tensor:
-    """Return s² / Σ s² over the units that are left of the group when the unit goes, the worst first; float64 (units,).
+    """Return s² / Σ s² over the group's units that remain when the unit is removed, the worst first; float64 (units,).
 
     Scores of 3, 1 and 2 give 1, 1/14 and 4/13. Of equal units, the higher index goes first. If scores are negative, the least
     of them counts as 0; if all are 0, the units are equal.

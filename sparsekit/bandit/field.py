@@ -1,6 +1,6 @@
 """Field: the arms of a SplitUCBV in the unit cube, their rewards, and the choice of the next arm.
 
-`docs/contributing/bandit-constants.md` says what each constant does.
+`results/bandit-constants.md` says what each constant does.
 """
 
 import math
@@ -49,7 +49,7 @@ class Field(Tree):
         # Place of the first told pull of each arm among all told.
         self._first: Integers = np.full(self.capacity, -1)
         self._told = 0.0
-        # Arms that have failed or diverged; those of them without another reward.
+        # Arms that have failed or diverged, and the ones among them without any other reward.
         self._failed: set[int] = set()
         self._diverged: set[int] = set()
         self._void: Integers = np.zeros(0, dtype=np.int64)
@@ -215,7 +215,7 @@ class Field(Tree):
         self.begin(scale, float(means.mean()))
 
     def _face_the_best(self) -> None:
-        """Let failed cells face the best arm on each side, of those that face them."""
+        """Let each failed cell face the best of its neighbors on each side."""
         size = self.size
         order = np.argsort(self._shown[:size], kind="stable")
         for side in range(self.facing.shape[1]):
@@ -419,7 +419,7 @@ class Field(Tree):
         return self._split_between(cell, point)
 
     def best(self) -> int:
-        """Return the place, among all told, of the first pull of the arm that is best with some confidence."""
+        """Return the index of the first pull of the best arm, by a lower confidence bound."""
         size = self.size
         merit = self.means[:size] - np.sqrt(self.variances[:size]) if self.scale else self._rewards[:size].copy()
         merit[(self._first[:size] < 0) | (self._rewards[:size] < self._floor)] = -math.inf

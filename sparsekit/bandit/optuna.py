@@ -46,7 +46,7 @@ def _is_range(distribution: BaseDistribution) -> TypeGuard[_Range]:
 
 
 class _Bandits:
-    """The bandits of one search space, and the trials that they know."""
+    """The bandits of one search space, and their trials."""
 
     def __init__(self, make: Any, axes: Mapping[str, _Range], times: int) -> None:
         self.axes = dict(axes)

@@ -156,7 +156,7 @@ class Wanda(DataDriven):
 
 @contextmanager
 def _routed_outputs(model: nn.Module, graph: UnitGraph) -> Iterator[dict[str, _Sums]]:
-    """Add up gate · ‖output‖ over the tokens of each expert, in all passes meanwhile."""
+    """Add up gate · ‖output‖ over the tokens of each expert, in every pass inside the block."""
     sums: dict[str, _Sums] = {}
     with ExitStack() as hooks:
         for name, group in graph.groups.items():

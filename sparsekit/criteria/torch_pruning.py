@@ -22,7 +22,7 @@ class _Cut(NamedTuple("_Cut", [("dep", Any), ("idxs", list[int])])):
 
 
 def _function(library: Any, layer: nn.Module, piece: UnitSlice) -> Any:
-    """Return the library's function that cuts this slice of a layer; None for layers that it does not know."""
+    """Return the library's function that cuts this slice of a layer; None if the library does not support the layer."""
     pruner = library.pruner.function.PrunerBox.get(library.ops.module2type(layer))
     depthwise = isinstance(layer, ConvNd) and 1 < layer.groups == layer.out_channels
     reads = isinstance(layer, ConvNd | nn.Linear) and piece.dim != int(getattr(layer, "transposed", False)) and not depthwise
@@ -80,7 +80,7 @@ class TorchPruning(DataDriven):
     comparable: bool = field(default=True, kw_only=True)
 
     def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
-        """Call the importance object on every group: float64, the mean over a unit's channels, as there for heads."""
+        """Call the importance object on every group. A unit's score, float64, is the mean over its channels."""
         if self.importance is None:
             raise MissingImportanceError("TorchPruning needs an object of one of its classes; TorchPruning(LAMPImportance())")
         if any(hasattr(self.importance, name) for name in ("accumulate_grad", "compute_importance")):

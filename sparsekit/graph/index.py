@@ -47,7 +47,7 @@ def inverse_index(index: Tensor, size: int) -> Tensor:
 def gather(dense: Tensor, axes: Axes) -> Tensor:
     """Select the entries at `axes`: a new tensor, or `dense` itself where `axes` is empty. Differentiable."""
     narrow = dense
-    # The axis that loses most goes first, so that the others have less to copy.
+    # The axis that loses most is indexed first, so that later ones copy less.
     for dim in sorted(axes, key=lambda dim: (axes[dim].numel() / max(1, dense.shape[dim]), dim)):
         narrow = narrow.index_select(dim, axes[dim].to(dense.device))
     return narrow

@@ -206,7 +206,7 @@ class Tracer:
         return out
 
     def unite(self, a: IntArray, b: IntArray, *, quiet: bool = False) -> None:
-        """Make two runs of nodes one unit, position by position; fix those that meet no unit."""
+        """Unite two runs of nodes position by position; fix positions without a partner."""
         if a.shape != b.shape:
             self.fix(np.concatenate([a, b]), f"sizes {a.size} and {b.size} do not match")
             return

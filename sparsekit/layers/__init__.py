@@ -37,7 +37,7 @@ class LayerRule:
     """
 
     types: ClassVar[tuple[type[nn.Module], ...]] = ()
-    """The module types that the rule knows; subclasses of them are included."""
+    """The module types that the rule covers, with their subclasses."""
 
     type_names: ClassVar[tuple[str, ...]] = ()
     """The same as "package.module.Class", for packages that may not be installed."""

@@ -1,4 +1,4 @@
-"""Layers whose operators say which units go together, so that a rule only sets sizes; and instance norms."""
+"""Layers that need a rule only to set sizes, since their operators show which units are tied; and instance norms."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias

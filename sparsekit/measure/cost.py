@@ -262,7 +262,7 @@ def count_cost(
 
 
 def cost_model(model: nn.Module, example_inputs: Any, graph: UnitGraph | None = None) -> CostModel:
-    """Measure once the costs of a model; costs of other widths are arithmetic from then on.
+    """Measure the costs of a model once; costs of other widths are then computed without running it.
 
     Args:
         model: The dense model; not changed.
@@ -298,6 +298,6 @@ def _measured(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         except Exception:
             if is_meta(model):
                 raise
-        # The model looks at values: it runs with its own, which the copy shares.
+        # The model depends on values, so it runs with its own, which the copy shares.
         shared = set_mode(copy_with(model, dict(model.named_parameters(remove_duplicate=False))), False)
         return _trace(shared, args, kwargs, graph)

@@ -58,7 +58,7 @@ class Recorder(DispatchMode):
 
     def amount(self, call: Product) -> Fraction:
         """Return the FLOPs of a product, or the number of positions at which all of a weight is used."""
-        # A third of the positions where a call uses one of three projections that the weight holds.
+        # If a call uses one of the three projections in the weight, a third of the positions.
         return Fraction(call.flops) if call.key is None else Fraction(call.flops, 2 * self.numbers[call.key])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

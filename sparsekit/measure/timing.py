@@ -157,7 +157,7 @@ def measure_turns(
     seconds: float = 0.5,
     runtime: str = "eager",
 ) -> TimePair:
-    """Time two models in turns, both in eval mode meanwhile. `batch` is for the record; 0 threads leave the number as it is.
+    """Time two models in turns, both in eval mode. `batch` is for the record; 0 threads leave the number as it is.
 
     Raises:
         MissingDependencyError: a package of the runtime is not installed.

@@ -115,7 +115,7 @@ class Fit:
         self._generator = generator
 
     def note(self, _: nn.Module, args: tuple[Any, ...]) -> None:
-        """Add the inputs of a call; every eighth example, counted from `first`, goes to `unseen`."""
+        """Add the inputs of a call; every eighth example, counted from `first`, is added to `unseen`."""
         if args and isinstance(args[0], Tensor):
             rows, places = self.layer.rows(args[0], self._generator)
             away = ((self.first + places) % _HELD == 1).to(rows.device)

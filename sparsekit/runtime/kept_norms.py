@@ -41,7 +41,7 @@ class NormCall:
         return self.name.endswith("_norm")
 
     def axis_of_scale(self, dim: int) -> int:
-        """Return the axis of `weight` and `bias` that goes with axis `dim` of `x`."""
+        """Return the axis of `weight` and `bias` that matches axis `dim` of `x`."""
         return 0 if self.name == "group_norm" else dim - self.dims[0]
 
 

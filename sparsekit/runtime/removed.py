@@ -1,4 +1,4 @@
-"""Removed: what stands in the place of a removed block."""
+"""Removed: the module in place of a removed block."""
 
 from collections.abc import Sequence
 from typing import Any

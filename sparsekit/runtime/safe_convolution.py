@@ -51,7 +51,7 @@ def strided_pointwise(images: Tensor, weight: Tensor, bias: Tensor | None, strid
     return deep.squeeze(-3)
 
 
-torch.fx.wrap("strided_pointwise")  # a symbolic trace cannot look at strides
+torch.fx.wrap("strided_pointwise")  # a symbolic trace has no strides
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

@@ -80,7 +80,7 @@ def compact(
 
 
 class _Saving:
-    """The `save_pretrained` of a pruned model, which it refers to weakly: a circle would keep dropped models in memory."""
+    """The `save_pretrained` of a pruned model. It holds the model by a weak reference, so that dropped models are freed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)

@@ -15,7 +15,7 @@ _FACTORED = {"row_var", "col_var"}
 
 
 class HasState(Protocol):
-    """An optimizer, or another object with tensors for each parameter, of its shape, that follow a change of mask."""
+    """An optimizer, or another object that holds tensors of the shape of each parameter, which follow a change of mask."""
 
     @property
     def state(self) -> Mapping[Any, dict[str, Any]]:

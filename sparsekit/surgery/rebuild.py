@@ -83,12 +83,12 @@ def copy_with(
     shared: dict[tuple[Any, ...], Tensor] = {}
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
-            refresh_flat_weights(module)  # its list may be that of an earlier pass; copying a module does this too
+            refresh_flat_weights(module)  # the list may be from an earlier pass; copying a module does this too
         for name, held in vars(module).items():
             if type(held) in _ATOMS:
                 continue
             if type(held) in (dict, OrderedDict, set) and not held:
-                memo[id(held)] = type(held)()  # hooks that a module has not: most of what copying it would look at
+                memo[id(held)] = type(held)()  # hook tables that are empty: most of what copying would visit
                 continue
             for tensor in tensors_in(held) if name not in OWN_ATTRIBUTES or name == "_buffers" else ():
                 if not tensor.is_leaf:
@@ -106,7 +106,7 @@ def copy_with(
         memo[id(own)] = tensors[constant.name].detach().requires_grad_(own.requires_grad)
     twins = [(module, nn.Module.__new__(type(module))) for module in model.modules() if _is_plain(module)]
     memo |= {id(module): twin for module, twin in twins}
-    for module, twin in reversed(twins):  # children first: a wrapper such as that of torch.compile looks into what it wraps
+    for module, twin in reversed(twins):  # children first: wrappers such as torch.compile's inspect what they wrap
         state = cast(Mapping[str, Any], module.__getstate__())  # without what torch.compile has made of the module
         owner = type(module).__name__
         twin.__setstate__({name: _copied(v, memo, f"{owner}.{name}") for name, v in state.items()})

@@ -173,7 +173,7 @@ class BlockVerifier:
                 sets = [names for names, place in places.items() if f"{place}.".startswith(f"{home}.")]
                 failed = self._block(graph, home, sets)
                 for names in sets:
-                    # A module may return what the one above does not look at, such as the maps of its attention heads.
+                    # A module may return values that its caller ignores, such as attention maps.
                     if failed.keys() & set(names):
                         reasons.update({name: failed.get(name, "") for name in names})
                         places[names] = self._home(home.rpartition(".")[0])

@@ -1,4 +1,4 @@
-"""Dispatcher: runs one forward pass operator by operator and hands each to the function that knows its effect on units."""
+"""Dispatcher: runs one forward pass operator by operator and passes each to the function for its effect on units."""
 
 from collections.abc import Sequence
 from dataclasses import replace

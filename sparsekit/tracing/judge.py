@@ -13,7 +13,7 @@ from sparsekit.tracing.session import Session
 # Allowed errors, as shares of the change that the mask makes, and of the values, for rounding.
 _ALLOWED = {torch.float64: (1e-5, 1e-10), torch.bfloat16: (1e-1, 3e-2), torch.float16: (5e-2, 5e-3)}
 _LOOSE = (1e-3, 1e-5)
-_OUTLIER = 1e6  # larger values, as those of a mask that is added, say nothing of rounding
+_OUTLIER = 1e6  # larger values, such as an added mask, do not show rounding
 _NOISE = 4.0  # relative change of entries, in units of rounding, that shows how far rounding carries
 _NOISE_FACTOR = 16.0
 

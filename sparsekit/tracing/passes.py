@@ -85,7 +85,7 @@ class InFloat64(DispatchMode):
             return func(*args, **kwargs)
         names, written = arguments_of(func)
         given = dict(zip(names, args, strict=False)) | kwargs
-        # Statistics that a batch norm writes to are those of a copy, which are put back anyway.
+        # A batch norm writes to statistics of a copy, which are restored anyway.
         targets = {name: given[name] for name in written - _STATISTICS if name in given}
         wanted = next((t.dtype for t in tensors_of(targets.values()) if t.is_floating_point()), torch.float64)
 

@@ -144,7 +144,7 @@ class Session:
         self.state.zero_dropped(graph, keep)
         self.state.restore_buffers()
         moved = [name for name, stays in keep.items() if mixed and not bool(stays.all())]
-        # What is zeroed is what is cut away, so the narrow copy can be taken from this one.
+        # The zeroed entries are the removed ones, so the narrow copy can be made from this one.
         narrow = {id(own): twin for own, twin in self.outside}
         if not twice:
             return narrow_module(self.dense, graph, keep, self.rules, graph.rotated_indices(keep, moved), narrow)

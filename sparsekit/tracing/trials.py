@@ -62,7 +62,7 @@ _PRIMES = (2, 3, 5, 7)
 
 
 def width_trials(graph: UnitGraph, compared: Iterable[Collection[str]], modes: Sequence[bool], most: int = 7) -> list[Trial]:
-    """Return trials in which compared groups visit their widths, and any two that are compared together all pairs of these.
+    """Return trials that cover the widths of the compared groups, and all pairs of widths of any two of them.
 
     Wider groups visit widths from the least to the greatest, at equal distances.
 
@@ -95,7 +95,7 @@ def width_trials(graph: UnitGraph, compared: Iterable[Collection[str]], modes: S
 
 
 class Masks:
-    """Draws the masks of trials; masks of one order and group go together."""
+    """Draws the masks of trials; masks of one order and group are drawn together."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator

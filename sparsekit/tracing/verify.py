@@ -129,7 +129,7 @@ class Verifier:
     def _confirmed(
         self, graph: UnitGraph, units: Sequence[Tied], bad: Mapping[str, Failure], suspect: Trial
     ) -> Mapping[str, Failure]:
-        """Return which groups are wrong with their units in order: some models depend on the order of units only. An exception
+        """Return which groups fail even if units keep their order: some models depend on that order only. An exception
         has nothing to do with the order. Of groups that fail for one cause, one is tried.
         """
         if raised := {name: failure for name, failure in bad.items() if failure.module is not None}:

@@ -262,7 +262,7 @@ class UnitVectors:
         if not self._any_dropped:
             return True
         scores = scores.to(self.group_of.device)
-        if scores.dtype.itemsize < 4:  # reductions over groups know float32 and float64 everywhere
+        if scores.dtype.itemsize < 4:  # reductions over groups support float32 and float64 on every device
             scores = scores.float()
         bounds = scores.new_full((self.sizes.numel(),), float("inf"))
         kept = bounds.scatter_reduce(0, self.group_of, scores.masked_fill(~self.kept, float("inf")), "amin")

@@ -219,7 +219,7 @@ class LearnableMask(MovingMask):
         """Run the sparse model: with the arguments and the result of the wrapped model."""
         if not is_followed():
             return self._run(args, kwargs, compiling=False)
-        if is_exporting():  # a strict exporter looks no further than this line
+        if is_exporting():  # a strict exporter reads only up to this line
             start.refuse_export()
         compiling = torch.compiler.is_compiling()
         if not compiling and in_transform():  # torch.func hands on tensors without values, from which nothing is learned
@@ -386,7 +386,7 @@ class LearnableMask(MovingMask):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state: Any = super().__reduce_ex__(max(2, int(protocol)))[2:]
-        return _blank, (type(self).__base__,), *state  # a class that is made at run time has no name to be found by
+        return _blank, (type(self).__base__,), *state  # a class made at run time cannot be found by name
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

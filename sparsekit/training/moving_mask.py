@@ -24,7 +24,7 @@ from sparsekit.training.start import Learning, refuse_export
 
 
 class AnyName:
-    """An attribute path of any names, as torch.distributed.checkpoint follows dotted keys without a module."""
+    """Has an attribute of any name, since torch.distributed.checkpoint follows dotted keys as attributes."""
 
     def __getattr__(self, name: str) -> AnyName:
         if name.startswith("_"):

@@ -151,7 +151,7 @@ def _before_step(reference: Callable[[], Any], optimizer: Optimizer, args: Any, 
 
 
 def _take(masked: Any, optimizer: Optimizer, gradients: Mapping[Tensor, Tensor] | None) -> None:
-    """Learn importance from the latest backward pass, if there was one; `gradients` None reads those of the weights."""
+    """Update importance from the latest backward pass, if any; with `gradients` None, from the gradients of the weights."""
     overflow: Tensor | None = getattr(optimizer, "found_inf", None)
     # A fused optimizer divides by the scale of a GradScaler itself, and skips a step that overflowed.
     if masked._rule is not None and masked._rule.due and (overflow is None or not bool(overflow)):

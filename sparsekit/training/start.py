@@ -129,7 +129,7 @@ def importance_of(pruned: PrunePlan, scale: Callable[[Tensor], Tensor]) -> Tenso
 
 
 def refuse_foreign(pruned: PrunePlan, dense: nn.Module) -> None:
-    """Refuse a dense model whose weights are not those that were pruned."""
+    """Raise if the weights of the dense model are not the ones that were pruned."""
     own = hash_state(dense.state_dict())
     if any(each.of not in ("", own) for each in pruned.scores.values()):
         raise ForeignMaskError(

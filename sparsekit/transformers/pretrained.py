@@ -62,7 +62,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **options:
     kind = _kind(model, transformers)
     if options.get("push_to_hub"):
         raise InvalidValueError("save_pretrained of a pruned model cannot push; call model.push_to_hub(name) instead")
-    if kind is None:  # an adapter alone, which knows nothing of widths
+    if kind is None:  # an adapter alone, which stores no widths
         tell_ranks(model)
         type(model).save_pretrained(model, folder, **options)  # type: ignore[attr-defined]
         return
@@ -100,7 +100,7 @@ def _kind(model: nn.Module, transformers: Any) -> Any:
     if getattr(model, "_hf_peft_config_loaded", False) or (not known and hasattr(model, "peft_config")):
         return None
     config = getattr(model, "config", None)
-    # What transformers loaded from a folder that has the class in a file: that of the dense model is its base.
+    # If transformers loaded the class from a file in the folder, the class of the dense model is its base.
     own = type(model).__bases__[0] if hasattr(config, KEY) and type(model).__module__.endswith(FILE) else type(model)
     if known and getattr(transformers, own.__name__, None) is own:
         return own
@@ -259,7 +259,7 @@ def fit_config(small: nn.Module, graph: UnitGraph, mask: UnitMask) -> dict[str, 
 
 
 def _pairs(graph: UnitGraph, name: str, count: int) -> set[tuple[int, int]]:
-    """Return (old, new) of every number that may follow the units: counts, widths, and heads that share keys."""
+    """Return (old, new) of every number that may depend on the kept units: counts, widths, and heads per key."""
     group = graph.groups[name]
     spans = {piece.span for piece in group.slices}
     least = min(spans)

@@ -116,7 +116,7 @@ def find_widths(model: nn.Module, kind: type[nn.Module], config: Any) -> dict[st
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return name → tensor, of parameters and of all buffers, those that are not saved too."""
+    """Return name → tensor of parameters and of all buffers, saved or not."""
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 

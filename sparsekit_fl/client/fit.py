@@ -229,7 +229,7 @@ class TrainingLog:
 
 
 class _Passes:
-    """Count the examples that go through a module, its copies and others of its architecture, until `close` is called."""
+    """Count the examples that pass through a module, its copies, and modules of the same architecture, until `close`."""
 
     def __init__(self, module: nn.Module) -> None:
         self.counts = [0, 0]  # without gradients, with gradients

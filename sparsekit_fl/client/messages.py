@@ -295,7 +295,7 @@ def _read_scores(raw: Mapping[str, Any], client_id: int) -> Evaluation:
     if found.client_id != client_id:
         raise DataError(f"it sent the scores of client {found.client_id}")
     parts = (found.personal, found.validation, found.shared or {}, found.shared_validation)
-    # A loss may be infinite, as that of a model that diverged; what it is divided by may not.
+    # A loss may be infinite (the model diverged), but its divisor may not.
     if not all(0.0 <= weight < math.inf for part in parts for _, weight in part.values()):
         raise DataError("the weight of a score must be finite and >= 0")
     return found
@@ -306,5 +306,5 @@ _COUNTED = ("flops", "flops_scoring", "flops_paper", "wall_seconds")
 
 _MOST_COUNTED = 1e18
 
-# What strangers send has the types that the annotations say, or is refused; what it says is checked by the server.
+# Messages of strangers have the annotated types or are refused; the server checks their values.
 _UPDATE, _EVALUATION = TypeAdapter(Update), TypeAdapter(Evaluation)

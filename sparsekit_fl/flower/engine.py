@@ -79,7 +79,7 @@ class GridEngine:
         self._there: dict[int, Client] = {}
 
     def clients(self, spec: RunSpec, clients: Mapping[int, Client]) -> Mapping[int, Client]:
-        """Return the clients of the devices that are there now, with numbers of examples in place of data.
+        """Return the clients of the connected devices, with numbers of examples in place of data.
 
         A device that was not there before is asked once which clients it has.
         """
@@ -104,7 +104,7 @@ class GridEngine:
         return self._united(first)
 
     def _meet(self, identity: str) -> None:
-        """Ask the devices that came, read what they and others answered, and forget those that went."""
+        """Query new devices, read all answers, and forget devices that left."""
         there = set(self._grid.get_node_ids())
         for known in (self._met, self._refused):
             for node in known.keys() - there:

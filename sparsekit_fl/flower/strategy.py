@@ -137,7 +137,7 @@ class SubmodelStrategy(Strategy):
         cost = Cost(simulated_seconds=float(record["seconds"]))  # type: ignore[arg-type]
         update = Update(round=request.round, client_id=request.client_id, examples=1, delta=state, mask=mask, cost=cost)
         check(update, request, self._graph, self._state, Task(mask=request.mask, own_mask=True), examples=1)
-        # Shapes and values of a state are checked like those of a change; the change is added up.
+        # Shapes and values are checked for states as for changes; changes are summed.
         sent = kept.gather_all(self._state)
         change = {name: tensor.double() - sent[name].double() for name, tensor in state.items()}
         return replace(update, delta=change), metrics

@@ -252,7 +252,7 @@ class Method(Checked):
         return mean(server, updates)
 
     def least(self, server: ServerContext) -> float:
-        """Return the smallest share of the model that a device can be given; by default that of one unit of each group."""
+        """Return the smallest share of the model that a device can be given: by default, one unit of each group."""
         counts = {name: torch.arange(group.size) < 1 for name, group in server.graph.groups.items()}
         return share_of(server.costs, UnitMask(counts), server.capability_of) if counts else 1.0
 
@@ -307,7 +307,7 @@ def offered(server: ServerContext, client_id: int, ratio: float) -> float:
 
 
 def learn_limits(server: ServerContext, updates: Sequence[Update]) -> None:
-    """Learn which ratios work, from the clients whose own code failed in this round, and from those that had failed before.
+    """Update which ratios work, from clients whose own code failed in this round, or had failed before.
 
     A lost message changes nothing.
     """

@@ -206,7 +206,7 @@ class DepthFL(Method):
             outputs = module.outputs(*batch.inputs, depth=depth)
             losses = torch.stack([loss_of(output, batch.targets) for output in outputs])
             total = losses.sum() + (weight * distillation_loss(outputs, batch.targets) if depth > 1 else 0.0)
-            # What is reported is the mean loss of the outputs, which compares with other methods' losses.
+            # Report the mean loss of the outputs, which is comparable with other methods.
             reported = losses.mean().detach() + (total - total.detach())
             return torch.stack([output.detach() for output in outputs]).mean(0), reported
 

@@ -182,7 +182,7 @@ def _hear(memory: dict[str, Any], counts: Tensor) -> None:
 
 
 def _apart(memory: Mapping[str, Any]) -> float:
-    """Return the share of the variance of labels that lies between clients, about 0 if all have the same distribution.
+    """Return the between-client share of the variance of labels: about 0 if all have the same distribution.
 
     With the probability w that two labels of one client are alike, and b that two labels of different clients are, it is
     (w − b) / (1 − b). A Dirichlet distribution of labels with the sum of parameters a gives 1 / (a + 1).

@@ -145,7 +145,7 @@ def _relative_time(info: ClientInfo) -> float:
 
 
 def _ranked(weights: Mapping[int, float]) -> list[int]:
-    """Sort ids from the largest weight down; ties go to the lower id."""
+    """Sort ids by decreasing weight; among equal weights, the lower id is first."""
     return sorted(weights, key=lambda id: (-weights[id], id))
 
 

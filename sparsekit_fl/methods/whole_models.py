@@ -104,7 +104,7 @@ class PerFedAvg(Method):
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
         adapt = self._adaptation(client, load(client, state, None))
         module = client.masked.model
-        # Statistics of batch norm stay those of the server: one step is too few to learn new ones.
+        # Batch norm keeps the server's statistics: one step is too few for new ones.
         module.eval()
         batches = client.batches(epochs=1, batch_size=min(_LARGEST_BATCH, len(client.client.data.train)))
         batch = next(next(iter(batches)))

@@ -125,7 +125,7 @@ def read(split: Any, positions: list[int]) -> Batch:
 
 def arranged(tensor: Tensor) -> Tensor:
     """Return the same numbers with the channels of a batch of feature maps last in memory; other tensors as they are."""
-    # Not contiguous(): it takes images of one channel for arranged already, and convolutions look at the strides.
+    # Not contiguous(): it treats images of one channel as contiguous already, and convolutions depend on the strides.
     return tensor.to(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
 
 

@@ -320,7 +320,7 @@ def _multiple(facts: Sequence[Multiple], root: IntArray, units: IntArray) -> int
 def _tied_groups(
     ties: Sequence[Tie], root: IntArray, group_of: Mapping[int, str], groups: Mapping[str, UnitGroup]
 ) -> tuple[list[tuple[str, ...]], list[Keep]]:
-    """Return sets of groups that keep equally many units; and the units of ties whose runs are not a group of one size each."""
+    """Return sets of groups that keep equally many units, and the units of ties that are not whole groups of one size."""
     sets, broken = [], list[Keep]()
     for tie in ties:
         names = [{group_of.get(unit) for unit in root[run].tolist()} for run in tie.runs]

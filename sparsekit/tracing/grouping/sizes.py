@@ -77,7 +77,7 @@ def share_widths(borrows: Iterable[Borrow], root: IntArray, whole: npt.NDArray[n
 
 
 def find_free(borrows: Iterable[Borrow], root: IntArray, group_of: Mapping[int, str]) -> tuple[FreeLength, ...]:
-    """Return the lengths for torch to work out: those of units of groups that the code reads off other units."""
+    """Return the lengths for torch to work out: sizes of groups that the code reads from other units."""
     found: dict[FreeLength, None] = {}
     for borrow in borrows:
         units = np.unique(root[borrow.nodes])

@@ -11,7 +11,7 @@ from sparsekit.tracing.ops.pointwise import combine
 from sparsekit.tracing.ops.probe import probe
 
 CREATORS = frozenset(
-    # What is empty is filled before it is used, and until then fits any unit.
+    # An empty tensor is filled before it is used; until then, it fits any unit.
     {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "scalar_tensor", "empty", "new_empty"}
 )
 

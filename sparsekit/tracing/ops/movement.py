@@ -1,4 +1,4 @@
-"""Operators that rearrange one tensor. Each is run on the numbers of the positions, which shows where each unit goes."""
+"""Operators that rearrange one tensor. Each is run on position numbers, which shows where each unit moves."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from sparsekit.labels.numbers import Given, Number
 from sparsekit.labels.values import IntArray, Labels, TensorLabels, aligned, constant, uniform, without_repeats
 from sparsekit.tracing.ops.call import MOST_POSITIONS, Call, Outputs, handles, tensors_of
 
-_BY_NUMBER = frozenset({"roll", "index_select", "index"})  # say by number what goes where, so a removed unit shifts the rest
+_BY_NUMBER = frozenset({"roll", "index_select", "index"})  # address by number, so a removed unit shifts the rest
 _SINGLE = {
     "unbind": "single units are taken apart",
     "view_as_complex": "single units are taken apart",

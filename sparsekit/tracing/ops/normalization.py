@@ -32,7 +32,7 @@ def _group_norm(call: Call) -> Outputs:
         if groups == 1:
             tracer.fix(channel, "normalized over all its units by 'group_norm'", averaged=True)
         else:
-            # Part of a norm group cannot go (its statistics would change), a whole one can.
+            # Part of a norm group cannot be removed (its statistics would change); a whole group can.
             rows = channel.nodes.reshape(groups, -1)
             tracer.unite_rows(rows.T)
             if not isinstance(call.arguments.get("weight"), Tensor):  # from whose scale the numbers could be read
@@ -64,7 +64,7 @@ def _softmax(call: Call) -> Outputs:
     dim = call.dim(-1)
     x = call.labels("self", dim)
     call.tracer.fix(x.axes[dim], "passes through softmax over its units")
-    # The fixed axis keeps its labels: if it is the model's output, that is all there is to say.
+    # The fixed axis keeps its labels: if it is the model's output, no other reason is given.
     return x.without_zero()
 
 
