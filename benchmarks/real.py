@@ -3,6 +3,7 @@
     python benchmarks/real.py scores smollm2 --out real            scores by every criterion, once for all budgets
     python benchmarks/real.py cut smollm2 --out real               what is not in real/smollm2.jsonl yet, one shot
     python benchmarks/real.py train efficientnet-lite0 --out real  the reconstructed cut trained, three orders of the batches
+    python benchmarks/real.py distil smollm2 --out real --arms "logits|hidden"   logits alone, and hidden outputs, equal steps
     python benchmarks/real.py time efficientnet-lite0 --out real   milliseconds of passes, eager and in ONNX Runtime
     python benchmarks/real.py table --out real
 
@@ -266,6 +267,22 @@ def train(bench: Bench, share: float, seed: int) -> tuple[nn.Module, dict[str, A
     return small.eval(), told
 
 
+def distil(bench: Bench, arm: str, share: float, seed: int) -> tuple[nn.Module, dict[str, Any]]:
+    """Train a cut by Wanda with the dense model's logits alone, or with the hidden outputs of every fourth block as well."""
+    network, text = bench.network, bench.network.loss is None
+    pruned = sk.prune(
+        network.model, network.example, budget=bench.budget(share), batches=bench.fit[:8], loss=network.loss, criterion="wanda",
+        reconstruct="batchnorm",
+    )  # fmt: skip
+    blocks = [name for name, _ in network.model.named_modules() if re.fullmatch(r"(model\.layers|_blocks)\.\d+", name)]
+    teacher = Distillation(network.model, hidden=blocks[3::4] if arm == "hidden" else ())
+    batches, steps = list(network.training), 12 if text else 40
+    np.random.default_rng(seed).shuffle(batches)
+    make = partial(torch.optim.AdamW, lr=1e-4) if text else partial(torch.optim.SGD, lr=0.004, momentum=0.9)
+    sk.finetune(pruned.model, batches[:steps], network.loss, epochs=1, optimizer=make, distillation=teacher, seed=seed)
+    return pruned.model.eval(), {"steps": steps}
+
+
 def milliseconds(bench: Bench, small: nn.Module) -> dict[str, float]:
     """Time of a pass of the dense model over that of a small one, in turns, for one image and eight of 224 pixels."""
     found = {}
@@ -295,7 +312,7 @@ def table(rows: list[dict[str, Any]], metric: str) -> None:
 
 
 def main() -> None:
-    words = {"what": ("scores", "cut", "train", "time", "table"), "network": NETWORKS}
+    words = {"what": ("scores", "cut", "train", "distil", "time", "table"), "network": NETWORKS}
     options = options_of(__doc__, "what", "network?", choices=words, out=Path("real"), arms=".*", shares=[float])
     options.out.mkdir(exist_ok=True)
     if options.what == "table":
@@ -312,6 +329,8 @@ def main() -> None:
     todo = cells(options.network)
     if options.what == "train":
         todo = [("fixed", SHARES[options.network][1], f"seed {seed}") for seed in range(3)]
+    if options.what == "distil":
+        todo = [(arm, SHARES[options.network][1], f"seed {seed}") for seed in range(3) for arm in ("logits", "hidden")]
     for arm, share, how in [("dense", 1.0, "as it is"), *todo]:
         key = {"what": options.what, "arm": arm, "share": share, "how": how}
         known = any(key == {name: row[name] for name in key} for row in read(path))
@@ -323,6 +342,9 @@ def main() -> None:
         judge = bench.judge
         if arm == "dense":
             small, flops = bench.network.model, 1.0
+        elif options.what == "distil":
+            small, told = distil(bench, arm, share, int(how.removeprefix("seed ")))
+            flops = share
         elif options.what == "train":
             small, told = train(bench, share, int(how.removeprefix("seed ")))
             flops, judge = share, bench.network.validation if bench.network.loss is None else judge

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sparsekit.cli.table import DATA
 from sparsekit.errors import DataError, InvalidValueError, UnknownNameError, nearest
 from sparsekit.registry import Registry, load_object, ran
+from sparsekit.tracing.modes import measured
 
 if TYPE_CHECKING:
     from torch import nn
@@ -87,12 +88,11 @@ def metric_of(batches: Iterable[Any] | None, loss: Callable[..., Any] | None) ->
     if batches is None:
         return None
 
-    from sparsekit.criteria.batches import call_model, example_count, read_batches, run_model
-    from sparsekit.measure.timing import measured
+    from sparsekit.criteria.batches import Batch, read_batches
 
-    def right(model: nn.Module, batch: Any) -> tuple[float, int]:
+    def right(model: nn.Module, batch: Batch) -> tuple[float, int]:
         """Return the number of targets that are the largest output along axis 1, and the number of targets."""
-        outputs, target = run_model(model, batch)
+        outputs, target = batch.run(model), batch.target
         if target is None:
             raise DataError("accuracy needs targets: batches (input, …, target), or mappings with 'labels'")
         found = getattr(outputs, "logits", outputs).argmax(1)
@@ -103,8 +103,8 @@ def metric_of(batches: Iterable[Any] | None, loss: Callable[..., Any] | None) ->
             )
         return int((found == target).sum()), target.numel()
 
-    def minus_lost(model: nn.Module, batch: Any) -> tuple[float, int]:
-        return -float(call_model(model, batch, loss)) * example_count(batch), example_count(batch)
+    def minus_lost(model: nn.Module, batch: Batch) -> tuple[float, int]:
+        return -float(batch.loss(model, loss)) * batch.examples, batch.examples
 
     exact = getattr(loss, "__name__", "") == "cross_entropy"
 

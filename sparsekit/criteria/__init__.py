@@ -1,11 +1,10 @@
 """Criteria: the importance of units. `registry` finds them by name."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from sparsekit.criteria.base import Criterion, ScoringContext, is_comparable
-from sparsekit.criteria.batches import Batch, DataDriven, Loss
+from sparsekit.criteria.batches import Batches, DataDriven, Loss
 from sparsekit.criteria.data_driven import Fisher, Taylor, Wanda
 from sparsekit.criteria.torch_pruning import TorchPruning
 from sparsekit.criteria.weights import Magnitude, Ordered, Random, Scored, unit_magnitudes
@@ -59,7 +58,7 @@ def as_criterion(criterion: Criterion | type | str | None) -> Criterion:
 
 
 def with_data(
-    criterion: Criterion | type | str | None, batches: Iterable[Batch], loss: Loss | None, *, progress: bool | None = False
+    criterion: Criterion | type | str | None, batches: Batches, loss: Loss | None, *, progress: bool | None = False
 ) -> Criterion:
     """Return a criterion; if it reads data and has none, it gets these, at most 40 of them. None is `Fisher`."""
     made = Fisher() if criterion is None else as_criterion(criterion)

@@ -2,29 +2,28 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from sparsekit._torch import tree_leaves, without_fast_path
+from sparsekit._torch import tree_leaves
 from sparsekit.criteria.base import ScoringContext
 from sparsekit.errors import DataError, InvalidValueError, MissingImportanceError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.measure.timing import evaluated
 from sparsekit.progress import track
 from sparsekit.registry import calling
-from sparsekit.rng import same_random_state
-from sparsekit.runtime.narrow_attention import NarrowMultiheadAttention
-from sparsekit.tracing.inputs import map_tensors, refuse_inference
+from sparsekit.tracing.inputs import map_tensors
+from sparsekit.tracing.modes import scoring
 
-Batch = Any
-"""One item of a loader: a tensor, a tuple whose last item is the target, or a mapping of keyword inputs."""
+Batches: TypeAlias = Iterable[Any]
+"""A loader, or any other iterable of batches: tensors, tuples whose last item is the target, or mappings of keyword inputs."""
 
 Loss = Callable[..., Tensor]
 """`loss(outputs, target)`, a scalar: the mean over the examples of the batch, as torch's losses are by default."""
@@ -33,58 +32,106 @@ TARGETS = ("labels", "label", "targets", "target", "y")
 """Keys of a mapping that hold the target rather than an input; the first that is there counts."""
 
 
-def split_batch(batch: Batch, *, keep_target: bool) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """Split a batch into positional inputs, keyword inputs, and the target or None.
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The inputs of a call, and the target or None; `key` is the name under which a mapping had the target."""
 
-    With `keep_target`, the target of a mapping stays among the inputs, for models that compute their loss themselves.
-    """
-    if isinstance(batch, Mapping):
-        key = next((key for key in TARGETS if key in batch), None)
-        inputs = {name: value for name, value in batch.items() if keep_target or name != key}
-        return (), inputs, None if key is None else batch[key]
-    if isinstance(batch, Tensor):
-        return (batch,), {}, None
-    if isinstance(batch, (tuple, list)) and batch:
-        return (tuple(batch[:-1]), {}, batch[-1]) if len(batch) > 1 else (tuple(batch), {}, None)
-    raise DataError(
-        f"a batch must be a tensor, a tuple (input, …, target) or a mapping of keyword inputs, got {type(batch).__name__};"
-        " wrap your loader in a generator function that yields one of these"
-    )
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    target: Any = None
+    key: str | None = None
 
+    @classmethod
+    def of(cls, item: Any) -> "Batch":
+        """Parse an item of a loader.
 
-def example_count(batch: Batch) -> int:
-    """Return the length of the first axis of the first tensor with axes in a batch; 1 if there is none."""
-    first = next((tensor for tensor in _tensors(batch) if tensor.dim()), None)
-    return 1 if first is None else int(first.shape[0])
+        Raises:
+            DataError: it is neither a tensor nor a tuple nor a mapping.
+        """
+        if isinstance(item, Batch):
+            return item
+        if isinstance(item, Mapping):
+            key = next((key for key in TARGETS if key in item), None)
+            return cls((), {name: item[name] for name in item if name != key}, None if key is None else item[key], key)
+        if isinstance(item, Tensor):
+            return cls((item,), {})
+        if isinstance(item, (tuple, list)) and item:
+            return cls(tuple(item[:-1]), {}, item[-1]) if len(item) > 1 else cls(tuple(item), {})
+        raise DataError(
+            f"a batch must be a tensor, a tuple (input, …, target) or a mapping of keyword inputs, got {type(item).__name__};"
+            " wrap your loader in a generator function that yields one of these"
+        )
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors, inputs first."""
+        return _tensors([self.args, dict(self.kwargs), self.target])
 
-def call_model(model: nn.Module, batch: Batch, loss: Loss | None) -> Tensor:
-    """Run a model on a batch and return its loss, as `loss_of` reads it."""
-    outputs, target = run_model(model, batch, keep_target=loss is None)
-    return loss_of(outputs, target, loss)
+    @cached_property
+    def examples(self) -> int:
+        """The number of examples: the first axis of the first input, or what the target has of its first two axes, or of its
+        list; 1 without axes."""
+        inputs = [*self.args, *self.kwargs.values()]
+        if inputs and isinstance(inputs[0], list) and isinstance(self.target, list) and len(inputs[0]) == len(self.target):
+            return len(self.target)
+        shape = next((tensor.shape for tensor in self.tensors if tensor.dim()), torch.Size([1]))
+        asked = self.target.shape[0] if isinstance(self.target, Tensor) and self.target.dim() else None
+        return int(asked if asked in shape[:2] and asked is not None else shape[0])
 
+    @property
+    def terms(self) -> int:
+        """Examples, or tokens if the inputs are token ids."""
+        first = next((value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor)), None)
+        tokens = first is not None and first.dim() == 2 and not first.is_floating_point()
+        return first.numel() if first is not None and tokens else self.examples
 
-def run_model(model: nn.Module, batch: Batch, *, keep_target: bool = False) -> tuple[Any, Any]:
-    """Run a model on a batch: its outputs, and the target or None. The arguments are as in `split_batch`."""
-    args, kwargs, target = split_batch(batch, keep_target=keep_target)
-    with calling(lambda: f"the model on a batch of {', '.join(map(_told, _tensors([args, kwargs]))) or 'no tensors'}"):
-        return model(*args, **kwargs), target
+    def inputs(self, *, with_target: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return positional and keyword inputs, with the target of a mapping for models that compute their loss themselves."""
+        more = {self.key: self.target} if with_target and self.key is not None else {}
+        return self.args, {**self.kwargs, **more}
+
+    def run(self, model: nn.Module, *, with_target: bool = False) -> Any:
+        """Return the outputs of a model on the inputs."""
+        args, kwargs = self.inputs(with_target=with_target)
+        given = ", ".join(map(_told, _tensors([args, kwargs]))) or "no tensors"
+        beside = "" if self.key is None or with_target else f" ({self.key!r} is the target)"
+        with calling(lambda: f"the model on a batch of {given}{beside}"):
+            return model(*args, **kwargs)
+
+    def loss(self, model: nn.Module, loss: Loss | None) -> Tensor:
+        """Run a model and return its loss, as `loss_of` reads it."""
+        return loss_of(self.run(model, with_target=loss is None), self.target, loss)
+
+    def has_loss(self, model: nn.Module) -> bool:
+        """Tell whether there is a target, or the model computes a loss of its own."""
+        if self.target is not None:
+            return True
+        with scoring(model), torch.no_grad():
+            return isinstance(_own_loss(self.run(model)), Tensor)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        """Return the batch with a function applied to all its tensors."""
+        args, kwargs, target = map_tensors(function, (self.args, dict(self.kwargs), self.target))
+        return Batch(args, kwargs, target, self.key)
+
+    def divide(self, place: int) -> tuple["Batch", "Batch | None"]:
+        """Divide before an example; the second part is None unless all tensors have examples on the first axis."""
+        leaves = tree_leaves([self.args, dict(self.kwargs), [] if self.target is None else self.target])
+        if not all(isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == self.examples for leaf in leaves):
+            return self, None
+        return self.map(lambda leaf: leaf[:place]), self.map(lambda leaf: leaf[place:])
 
 
 def _told(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
 def _own_loss(outputs: Any) -> Any:
     return outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-
-
-def has_loss(model: nn.Module, batch: Batch) -> bool:
-    """Tell whether a batch has a target, or the model computes a loss of its own on it."""
-    if split_batch(batch, keep_target=True)[2] is not None:
-        return True
-    with scoring(model), torch.no_grad():
-        return isinstance(_own_loss(run_model(model, batch)[0]), Tensor)
 
 
 def loss_of(outputs: Any, target: Any, loss: Loss | None) -> Tensor:
@@ -126,31 +173,27 @@ def check_finite(name: str, values: Tensor, source: str) -> Tensor:
     return values
 
 
-def _tensors(batch: Batch) -> list[Tensor]:
-    values = list(batch.values()) if isinstance(batch, Mapping) else batch
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
 def read_batches(
-    batches: Iterable[Batch], model: nn.Module, what: str, *, limit: int | None = None, progress: bool | None = False
+    batches: Batches, model: nn.Module, what: str, *, limit: int | None = None, progress: bool | None = False
 ) -> Iterator[Batch]:
-    """Yield at most `limit` batches, on the device of the model, or raise DataError; `what` names the work in messages."""
+    """Parse at most `limit` batches, on the device of the model, or raise DataError; `what` names the work in messages."""
     _refuse_what_is_no_loader(batches)
     devices = {entry.device for entry in itertools.chain(model.parameters(), model.buffers())}
     known = batch_count(batches)
     total = known if limit is None else min(limit, known or limit)
     place = -1
-    for place, batch in enumerate(track(itertools.islice(batches, limit), what, show=progress, total=total)):
-        if any(isinstance(leaf, np.ndarray) for leaf in tree_leaves(split_batch(batch, keep_target=True)[:2])):
+    for place, item in enumerate(track(itertools.islice(batches, limit), what, show=progress, total=total)):
+        batch = Batch.of(item)
+        if any(isinstance(leaf, np.ndarray) for leaf in tree_leaves(batch.inputs(with_target=True))):
             raise DataError(f"batch {place} has arrays of numpy as inputs; yield tensors, such as torch.from_numpy(array)")
-        for tensor in _tensors(batch):
+        for tensor in batch.tensors:
             if devices and tensor.device not in devices:
                 home = ", ".join(sorted(map(str, devices)))
                 raise DataError(
                     f"batch {place} is on {tensor.device}, the model on {home}; move one of them:"
                     f" model.to({str(tensor.device)!r}), or yield batches after .to({home.split(', ')[0]!r})"
                 )
-        yield map_tensors(_usable, batch) if any(tensor.is_inference() for tensor in _tensors(batch)) else batch
+        yield batch.map(_usable) if any(tensor.is_inference() for tensor in batch.tensors) else batch
     if place < 0:
         raise DataError(
             f"{what}: got no batch, the loader is empty. A generator can be read only once; pass a list or a DataLoader"
@@ -184,37 +227,12 @@ def _refuse_what_is_no_loader(batches: Any) -> None:
         raise DataError(f"batches must be batches, got {found}; {advice}")
 
 
-def batch_count(batches: Iterable[Batch]) -> int | None:
+def batch_count(batches: Batches) -> int | None:
     """Return the number of batches, if it is known: a loader over an `IterableDataset` has `__len__` and raises in it."""
     try:
         return len(batches) if isinstance(batches, Sized) else None
     except TypeError:
         return None
-
-
-@contextmanager
-def scoring(model: nn.Module, gradients: Iterable[nn.Parameter] = ()) -> Iterator[None]:
-    """Run the model in eval mode, with gradients for some of its parameters; modes and flags are put back.
-
-    No copy is made, so this costs a large model no memory. Torch's own attention runs as the narrow one does, through the
-    forward pass of its output layer, whose inputs are the heads.
-    """
-    refuse_inference(model)
-    with ExitStack() as stack:
-        for context in (without_fast_path(), torch.inference_mode(mode=False), same_random_state(), evaluated(model)):
-            stack.enter_context(context)
-        if torch.backends.cudnn.is_available() and any(isinstance(module, nn.RNNBase) for module in model.modules()):
-            stack.enter_context(torch.backends.cudnn.flags(enabled=False))  # it refuses a backward pass in eval mode
-        for module in model.modules():
-            if type(module) is nn.MultiheadAttention:
-                stack.callback(setattr, module, "__class__", nn.MultiheadAttention)
-                module.__class__ = NarrowMultiheadAttention
-        for parameter in model.parameters():
-            stack.callback(parameter.requires_grad_, parameter.requires_grad)
-            parameter.requires_grad_(False)
-        for parameter in gradients:
-            parameter.requires_grad_(True)
-        yield
 
 
 @dataclass(frozen=True)
@@ -229,7 +247,7 @@ class DataDriven:
         progress: Whether to draw a progress bar on stderr; None draws if that is a terminal.
     """
 
-    batches: Iterable[Batch] | None = field(default=None, compare=False)
+    batches: Batches | None = field(default=None, compare=False)
     loss: Loss | None = None
     limit: int | None = field(default=None, kw_only=True)
     progress: bool | None = field(default=False, kw_only=True)
@@ -257,7 +275,7 @@ class DataDriven:
 
     def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the loss of a batch, for gradients."""
-        loss = call_model(model, batch, self.loss)
+        loss = batch.loss(model, self.loss)
         if not loss.requires_grad:
             raise InvalidValueError(
                 f"{type(self).__name__} needs gradients, and the forward pass of {type(model).__name__} runs without any"

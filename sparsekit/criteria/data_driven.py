@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.criteria.base import ScoringContext
-from sparsekit.criteria.batches import DataDriven, check_finite, example_count, run_model
+from sparsekit.criteria.batches import DataDriven, check_finite
 from sparsekit.criteria.gate_gradients import gate_squares, inputs_of, sum_up, unit_readers
 from sparsekit.criteria.weights import along_axis, unit_entries
 from sparsekit.errors import InvalidValueError
@@ -45,10 +45,10 @@ class Taylor(DataDriven):
             for batch in passes:
                 loss = self._loss(model, batch)
                 gradients = torch.autograd.grad(loss, list(touched.values()), allow_unused=True)
-                examples += example_count(batch)
+                examples += batch.examples
                 for key, gradient in zip(touched, gradients):
                     if gradient is not None:
-                        part = wide(gradient) * example_count(batch)
+                        part = wide(gradient) * batch.examples
                         totals[key] = totals[key].add_(part) if key in totals else part
         products = {key: (wide(touched[key].detach()) * total / examples).abs() for key, total in totals.items()}
         found = {}
@@ -120,7 +120,7 @@ class Wanda(DataDriven):
         with self._passes(model) as passes, _routed_outputs(model, graph) as routed:
             for batch in passes:
                 with inputs_of(axes) as calls:
-                    run_model(model, batch)
+                    batch.run(model)
                 for layer, inputs in calls.items():
                     for x in inputs:
                         values = wide(x).movedim(axes[layer], -1).reshape(-1, x.shape[axes[layer]])

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import ConvNd
-from sparsekit.criteria.batches import Batch, DataDriven, example_count, run_model
+from sparsekit.criteria.batches import Batch, DataDriven
 from sparsekit.criteria.weights import along_axis, unit_entries
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import UnitGraph, UnitGroup, UnitSlice
 from sparsekit.graph.index import wide
-from sparsekit.tracing.inputs import map_tensors
 
 ReadBy: TypeAlias = tuple[nn.Module, UnitSlice, int]
 """A layer whose inputs are units, the slice of its weight, and the axis of its input counted from the end."""
@@ -118,8 +117,8 @@ def gate_squares(criterion: DataDriven, model: nn.Module, graph: UnitGraph, *, p
     seen, mixing = 0, None
     with criterion._passes(model, weights.values()) as passes:
         for batch in passes:
-            examples = example_count(batch)
-            mixing = _mixing(model, batch, layers, keep_target=criterion.loss is None) if mixing is None else mixing
+            examples = batch.examples
+            mixing = _mixing(model, batch, layers, with_target=criterion.loss is None) if mixing is None else mixing
             with inputs_of(layers, differentiable=True) as calls:
                 loss = criterion._loss(model, batch)
                 found = _one_pass(loss, calls, readers, gated, examples, positions, mixing)
@@ -197,22 +196,25 @@ def _by_example(inputs: Sequence[Tensor], axis: int, examples: int) -> bool:
     return bool(inputs) and all(x.dim() >= 1 - axis and x.shape[0] and x.shape[0] % examples == 0 for x in inputs)
 
 
-def _mixing(model: nn.Module, batch: Batch, layers: Iterable[nn.Module], *, keep_target: bool) -> set[nn.Module]:
+def _mixing(model: nn.Module, batch: Batch, layers: Iterable[nn.Module], *, with_target: bool) -> set[nn.Module]:
     """Return the layers that do not keep the rows of an example together on the first axis, such as layers with time first.
 
     They are together if only the last rows change when the first example replaces the last one.
     """
-    examples = example_count(batch)
+    examples = batch.examples
     if examples < 2:
         return set()
 
     def swap(tensor: Tensor) -> Tensor:
-        return torch.cat([tensor[:-1], tensor[:1]]) if tensor.dim() and tensor.shape[0] == examples else tensor
+        axis = next((axis for axis, size in enumerate(tensor.shape[:2]) if size == examples), None)
+        if axis is None:
+            return tensor
+        return torch.cat([tensor.narrow(axis, 0, examples - 1), tensor.narrow(axis, 0, 1)], axis)
 
     seen = []
-    for given in (batch, map_tensors(swap, batch)):
+    for given in (batch, batch.map(swap)):
         with torch.no_grad(), inputs_of(layers) as calls:
-            run_model(model, given, keep_target=keep_target)
+            given.run(model, with_target=with_target)
         seen.append(calls)
     found = set()
     for layer, inputs in seen[0].items():

@@ -1,7 +1,7 @@
 """TorchPruning: an importance class of the library Torch-Pruning as a criterion, with the numbers that the class gives."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sparsekit._torch import ConvNd
 from sparsekit.criteria.base import ScoringContext
-from sparsekit.criteria.batches import Batch, DataDriven, Loss, check_finite
+from sparsekit.criteria.batches import Batches, DataDriven, Loss, check_finite
 from sparsekit.errors import InvalidValueError, MissingImportanceError, require
 from sparsekit.graph import UnitGraph, UnitGroup, UnitSlice
 
@@ -75,7 +75,7 @@ class TorchPruning(DataDriven):
     """
 
     importance: Callable[[Any], Tensor | None] | None = field(default=None, compare=False)
-    batches: Iterable[Batch] | None = field(default=None, kw_only=True, compare=False)
+    batches: Batches | None = field(default=None, kw_only=True, compare=False)
     loss: Loss | None = field(default=None, kw_only=True)
     comparable: bool = field(default=True, kw_only=True)
 

@@ -16,8 +16,8 @@ from sparsekit.criteria.base import ScoringContext
 from sparsekit.errors import InvalidValueError, MissingImportanceError
 from sparsekit.graph import StateDict, UnitGraph, UnitGroup, UnitSlice
 from sparsekit.graph.index import wide
-from sparsekit.measure.timing import measured
 from sparsekit.registry import calling
+from sparsekit.tracing.modes import measured
 
 Order = Literal[1, 2]
 

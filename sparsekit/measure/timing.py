@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,13 +12,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from sparsekit._torch import set_mode
 from sparsekit.errors import InvalidValueError, require
 from sparsekit.measure.budget import RUNTIMES
-from sparsekit.rng import same_random_state
 from sparsekit.surgery.onnx import onnx_of
 from sparsekit.tracing.inputs import find_tensors, map_tensors
-from sparsekit.tracing.passes import Snapshot
+from sparsekit.tracing.modes import evaluated
 
 _WARM, _LEAST, _TURNS = 2, 5, 100
 """Turns that are not counted, and turns that are counted at least, and usually at most."""
@@ -50,32 +48,6 @@ def stopwatch(device: torch.device) -> Callable[[Callable[[], object]], float]:
         return clock() - start
 
     return timed
-
-
-@contextlib.contextmanager
-def evaluated(*models: nn.Module, leaves: bool = False) -> Iterator[None]:
-    """Put models into eval mode inside the block; afterwards, each module gets its own mode back.
-
-    Unless it `leaves` them, attributes that passes set inside the block are put back as well, such as caches.
-    """
-    snapshots = [] if leaves else [Snapshot(model, inside=False) for model in models]
-    modes = [(module, module.training) for model in models for module in model.modules()]
-    try:
-        for model in models:
-            set_mode(model, False)
-        yield
-    finally:
-        for snapshot in snapshots:
-            snapshot.restore()
-        for module, mode in modes:
-            module.training = mode
-
-
-@contextlib.contextmanager
-def measured(*models: nn.Module) -> Iterator[None]:
-    """Call code of a user on models in eval mode and without gradients. Modes and random states are put back afterwards."""
-    with evaluated(*models), same_random_state(), torch.inference_mode(mode=False), torch.no_grad():
-        yield
 
 
 def median_ms(call: Callable[[], object], device: torch.device, *, seconds: float = 0.5) -> float:

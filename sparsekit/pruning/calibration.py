@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any, cast
@@ -16,22 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from sparsekit._torch import tree_leaves
-from sparsekit.criteria.batches import (
-    Batch,
-    Loss,
-    example_count,
-    has_loss,
-    loss_of,
-    read_batches,
-    run_model,
-    scoring,
-    split_batch,
-)
+from sparsekit.criteria.batches import Batch, Batches, Loss, loss_of, read_batches
 from sparsekit.errors import level_of_user
 from sparsekit.pruning.distillation import Distillation
 from sparsekit.rng import torch_generator
-from sparsekit.tracing.inputs import map_tensors
+from sparsekit.tracing.modes import scoring
 
 _BATCHES, _BYTES = 48, 2**30
 """Batches that are read at most, and the bytes that they may take; at least two are read."""
@@ -57,21 +46,21 @@ class Calibration:
     wanted: Sequence[Tensor] | None
 
     @classmethod
-    def read(cls, model: nn.Module, batches: Iterable[Batch], loss: Loss | None) -> "Calibration":
+    def read(cls, model: nn.Module, batches: Batches, loss: Loss | None) -> "Calibration":
         """Read batches once, and set the last of their examples aside to judge: a fifth, and at least 64 or half of them.
 
-        Of examples whose labels come in order, these are drawn with a seed.
+        Of examples whose labels come in order, or in batches of one class, these are drawn with a seed.
         """
         found: list[Batch] = []
         held = 0
         for batch in read_batches(drawn(batches, _BATCHES), model, "Calibration", limit=_BATCHES):
             found.append(batch)
-            args, kwargs, _ = split_batch(batch, keep_target=True)
-            held += sum(value.nbytes for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+            held += sum(tensor.nbytes for tensor in batch.tensors)
             if held > _BYTES and len(found) > 1:
                 break
         if order := _order_of_labels(found):
             warnings.warn(order, stacklevel=level_of_user())
+        if order or _has_batches_of_one_class(found):
             found = _mixed(found)
         fit, judge = _held_out(found)
         return cls(fit, (), loss, None).of(model, judge)
@@ -79,14 +68,14 @@ class Calibration:
     def of(self, model: nn.Module, judge: Sequence[Batch]) -> "Calibration":
         """Return the same with other examples that judge; `model` is the dense one."""
         wanted = None
-        if self.loss is None and not has_loss(model, self.fit[0]):
+        if self.loss is None and not self.fit[0].has_loss(model):
             with scoring(model), torch.no_grad():
-                wanted = [Distillation.outputs(run_model(model, batch)[0]).clone() for batch in judge]
+                wanted = [Distillation.outputs(batch.run(model)).clone() for batch in judge]
         return replace(self, judge=judge, wanted=wanted)
 
     def notes(self, criterion: str, allocation: str) -> list[str]:
         """Return remarks on a comparison that rests on few examples; the first candidate has this criterion and allocation."""
-        held = sum(map(_terms, self.judge))
+        held = sum(batch.terms for batch in self.judge)
         if not held:
             return [
                 f"No example could be held out, so candidates were not compared, and {criterion}, {allocation} was taken; pass"
@@ -129,13 +118,13 @@ class Calibration:
         found: list[tuple[float, int]] = []
         with scoring(model), torch.no_grad():
             for batch, wanted in itertools.zip_longest(self.judge, self.wanted or ()):
-                outputs, target = run_model(model, batch, keep_target=self.loss is None)
+                outputs, target = batch.run(model, with_target=self.loss is None), batch.target
                 if wanted is not None:
                     outputs, target = Distillation.outputs(outputs).float(), wanted.float()
                     loss: Loss | None = functools.partial(_distance, variance=target.var().clamp_min(1e-30))
                 else:
                     loss = self.loss
-                found += _of_examples(outputs, target, loss, example_count(batch))
+                found += _of_examples(outputs, target, loss, batch.examples)
         return Losses([value for value, _ in found], [count for _, count in found])
 
 
@@ -204,14 +193,7 @@ def _of_examples(outputs: Any, target: Any, loss: Loss | None, count: int) -> li
     return [(whole, count)]
 
 
-def _terms(batch: Batch) -> int:
-    args, kwargs, _ = split_batch(batch, keep_target=False)
-    first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-    tokens = first is not None and first.dim() == 2 and not first.is_floating_point()
-    return first.numel() if first is not None and tokens else example_count(batch)
-
-
-def drawn(batches: Iterable[Batch], limit: int) -> Iterable[Batch]:
+def drawn(batches: Batches, limit: int) -> Batches:
     """Return batches in an order drawn with a seed, since many data sets are stored by class.
 
     This is done for a `DataLoader` that reads a data set in order, and for a list of more than `limit` batches; others are
@@ -231,12 +213,8 @@ def drawn(batches: Iterable[Batch], limit: int) -> Iterable[Batch]:
 
 def _order_of_labels(batches: Sequence[Batch]) -> str:
     """Return a sentence if labels come in order, class by class; empty if they do not, or targets are no classes."""
-    targets = [split_batch(batch, keep_target=True)[2] for batch in batches]
-    if not batches or not all(
-        isinstance(each, Tensor) and each.dim() == 1 and not each.is_floating_point() for each in targets
-    ):
+    if not (labels := _labels(batches)):
         return ""
-    labels = [each.cpu() for each in targets]
     _, counts = torch.unique(torch.cat(labels), return_counts=True)
     by_chance = float((counts / counts.sum()).square().sum())
     # Between batches where there are enough of them: a list of batches of one class each may be in any order.
@@ -253,41 +231,67 @@ def _order_of_labels(batches: Sequence[Batch]) -> str:
     )
 
 
+def _labels(batches: Sequence[Batch]) -> list[Tensor]:
+    """Return the targets of batches if they are all indices of classes; else none."""
+    found = [batch.target.cpu() for batch in batches if isinstance(batch.target, Tensor)]
+    good = len(found) == len(batches) and all(each.dim() == 1 and not each.is_floating_point() for each in found)
+    return found if good else []
+
+
+def _has_batches_of_one_class(batches: Sequence[Batch]) -> bool:
+    """Tell whether two labels of a batch are equal far more often than two labels of all batches."""
+    labels = [each for each in _labels(batches) if len(each) > 1]
+    if not labels:
+        return False
+
+    def equal(labels: Tensor) -> float:
+        counts = torch.unique(labels, return_counts=True)[1].double()
+        return float((counts * (counts - 1)).sum()) / (len(labels) * (len(labels) - 1))
+
+    return float(np.mean([equal(each) for each in labels])) > 0.5 * (1.0 + equal(torch.cat(labels)))
+
+
+def _mixed(batches: list[Batch]) -> list[Batch]:
+    """Return batches of the same sizes with all examples in an order drawn with a seed.
+
+    Where examples of different batches cannot be joined, batches and the examples inside of each are in such an order.
+    """
+    rng = np.random.default_rng(0)
+    columns = list(zip(*(batch.tensors for batch in batches)))
+    alike = all(len({(leaf.dtype, leaf.device, leaf.shape[1:]) for leaf in column}) == 1 for column in columns)
+    whole = [batch.divide(batch.examples)[1] is not None for batch in batches]
+    if all(whole) and alike and len({len(batch.tensors) for batch in batches}) == 1:
+        order = rng.permutation(sum(batch.examples for batch in batches)).tolist()
+        parts = [torch.cat(column)[order].split([batch.examples for batch in batches]) for column in columns]
+        return [batch.map(_each(leaves)) for batch, leaves in zip(batches, zip(*parts))]
+    found = []
+    for place in rng.permutation(len(batches)).tolist():
+        places = rng.permutation(batches[place].examples).tolist()
+        found.append(batches[place].map(functools.partial(_taken, places)) if whole[place] else batches[place])
+    return found
+
+
+def _each(leaves: Iterable[Tensor]) -> Callable[[Tensor], Tensor]:
+    own = iter(leaves)
+    return lambda _: next(own)
+
+
 def _taken(places: list[int], leaf: Tensor) -> Tensor:
     return leaf[places]
 
 
-def _mixed(batches: list[Batch]) -> list[Batch]:
-    """Return the same examples with batches, and examples inside of batches, in an order drawn with a seed."""
-    rng, found = np.random.default_rng(0), []
-    for place in rng.permutation(len(batches)).tolist():
-        batch, count = batches[place], example_count(batches[place])
-        places = rng.permutation(count).tolist()
-        whole = _divided(batch, count, count)[1] is None
-        found.append(batch if whole else map_tensors(functools.partial(_taken, places), batch))
-    return found
-
-
 def _held_out(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
     """Divide batches by examples: the last ones judge, whole batches as far as they fit, then a part of one."""
-    total = sum(map(example_count, batches))
+    total = sum(batch.examples for batch in batches)
     fit, judge, held = list(batches), list[Batch](), 0
-    while fit and (held < total / 5 or sum(map(_terms, judge)) < _JUDGES) and held < total // 2:
-        batch = fit.pop()
-        count, room = example_count(batch), total // 2 - held
-        if count > room:
-            first, batch, count = *_divided(batch, count, count - room), room
-            if batch is None:  # it cannot be divided
-                return [*fit, first], judge
+    while fit and (held < total / 5 or sum(batch.terms for batch in judge) < _JUDGES) and held < total // 2:
+        batch, room = fit.pop(), total // 2 - held
+        if batch.examples > room:
+            first, last = batch.divide(batch.examples - room)
             fit.append(first)
+            if last is None:  # it cannot be divided
+                return fit, judge
+            batch = last
         judge.insert(0, batch)
-        held += count
+        held += batch.examples
     return fit, judge
-
-
-def _divided(batch: Batch, examples: int, place: int) -> tuple[Batch, Batch | None]:
-    """Divide a batch before an example; the second part is None unless all tensors have examples on the first axis."""
-    leaves = tree_leaves(list(batch.values()) if isinstance(batch, Mapping) else batch)
-    if not all(isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == examples for leaf in leaves):
-        return batch, None
-    return map_tensors(lambda leaf: leaf[:place], batch), map_tensors(lambda leaf: leaf[place:], batch)

@@ -18,20 +18,20 @@ from sparsekit.errors import InvalidValueError, level_of_user
 from sparsekit.graph import UnitGraph, UnitMask
 from sparsekit.graph.edit import within
 from sparsekit.measure.budget import Budget, BudgetError
-from sparsekit.measure.timing import TimePair, device_of, evaluated, prepare, stopwatch, time_turns
+from sparsekit.measure.timing import TimePair, device_of, prepare, stopwatch, time_turns
 from sparsekit.progress import working
 from sparsekit.pruning.calibration import Verdict
 from sparsekit.pruning.reconstruction import (
     batch_norms,
     put_statistics,
     recalibrate_batchnorm,
-    refit,
-    refits_in_sequence,
     statistics_of,
 )
 from sparsekit.pruning.report import CandidateReport
+from sparsekit.pruning.sequence import Refit
 from sparsekit.pruning.settings import Candidate, Settings
 from sparsekit.surgery.compaction import compact
+from sparsekit.tracing.modes import evaluated
 
 T = TypeVar("T")
 
@@ -130,7 +130,7 @@ class Stage:
         """Cut the model as decided and refit it; returns the narrow model, and measurements of the refit."""
         layers = self.settings.calibration is not None and self.settings.reconstruct in (True, "layers")
         small, measured = cut.model, cut.measured
-        if small is None or measured is None or (layers and refits_in_sequence(self.model, self.graph, cut.mask)):
+        if small is None or measured is None or (layers and Refit(self.model, self.model, self.graph, cut.mask).chain):
             small = self._small(replace(cut, model=None if measured is not None else small))
             measured = self._refit(small, cut.mask, sequential=True)
         return self._without_harm(small, cut.mask, measured)
@@ -225,7 +225,7 @@ class Stage:
         if calibration is None or _keeps_all(mask):
             return measured
         if wanted in (True, "layers"):
-            left = refit(self.model, small, self.graph, mask, calibration.fit, sequential=sequential, progress=progress)
+            left = Refit(self.model, small, self.graph, mask, progress=progress).run(calibration.fit, sequential=sequential)
             if left:
                 measured["reconstruction_error"] = sum(left.values()) / len(left)
         if wanted in (True, "batchnorm"):

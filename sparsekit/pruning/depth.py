@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsekit.criteria.batches import Batch, example_count, scoring
+from sparsekit.criteria.batches import Batch
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import UnitMask
 from sparsekit.measure import Budget, cost_model
@@ -23,6 +23,7 @@ from sparsekit.pruning.settings import Settings
 from sparsekit.runtime.removed import Removed
 from sparsekit.surgery.blocks import remove_blocks
 from sparsekit.tracing.inputs import map_tensors
+from sparsekit.tracing.modes import scoring
 from sparsekit.tracing.passes import lent_copy
 
 _EXAMPLES = 256
@@ -187,7 +188,7 @@ def _losses(
             own = Removed(blocks[name].returned, is_tuple=blocks[name].is_tuple, is_branch=blocks[name].is_branch)
             stack.enter_context(_instead(model.get_submodule(name), own))
         for part in parts:
-            count = sum(map(example_count, part.judge))
+            count = sum(batch.examples for batch in part.judge)
             memory = _Memory(model, blocks)
             with memory.writing():
                 sums[""] += part.measure(model) * count
@@ -263,7 +264,7 @@ def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 def _some(batches: Sequence[Batch]) -> list[Batch]:
     found: list[Batch] = []
     for batch in batches:
-        if found and sum(map(example_count, found)) + example_count(batch) > _EXAMPLES:
+        if found and sum(each.examples for each in found) + batch.examples > _EXAMPLES:
             break
         found.append(batch)
     return found

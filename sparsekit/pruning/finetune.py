@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from sparsekit._torch import set_mode
-from sparsekit.criteria.batches import Batch, Loss, batch_count, example_count, loss_of, read_batches, run_model, split_batch
+from sparsekit.criteria.batches import Batch, Batches, Loss, batch_count, loss_of, read_batches
 from sparsekit.errors import InvalidValueError
-from sparsekit.measure.timing import evaluated, measured
 from sparsekit.pruning.distillation import Distillation, Teaching
 from sparsekit.pruning.resume import CheckpointFile
 from sparsekit.registry import calling
 from sparsekit.rng import torch_scope
 from sparsekit.tracing.inputs import refuse_inference
+from sparsekit.tracing.modes import evaluated, measured
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]
@@ -79,7 +79,7 @@ def score_of(found: Any, what: str) -> float:
 
 def finetune(
     model: nn.Module,
-    batches: Iterable[Batch],
+    batches: Batches,
     loss: Loss | None = None,
     *,
     epochs: int | None = None,
@@ -87,7 +87,7 @@ def finetune(
     optimizer: MakeOptimizer | torch.optim.Optimizer | None = None,
     scheduler: MakeScheduler | None = None,
     scheduler_step: str = "epoch",
-    validation: Metric | Iterable[Batch] | None = None,
+    validation: Metric | Batches | None = None,
     distillation: Distillation | None = None,
     accumulate: int = 1,
     average: float | None = None,
@@ -183,12 +183,11 @@ def finetune(
     frozen = [module for module in model.modules() if model.training and not module.training]
 
     def compute(module: nn.Module, batch: Batch, teaching: Teaching | None = None) -> Tensor:
-        args, kwargs, _ = split_batch(batch, keep_target=loss is None)
         with torch.autocast(kind, dtype=amp) if amp is not None else contextlib.nullcontext():
-            taught = None if teaching is None else teaching.teach(args, kwargs)
-            outputs, target = run_model(module, batch, keep_target=loss is None)
-            value = loss_of(outputs, target, loss)
-            return value if teaching is None or taught is None else teaching.combine(value, outputs, taught, target)
+            taught = None if teaching is None else teaching.teach(*batch.inputs(with_target=loss is None))
+            outputs = batch.run(module, with_target=loss is None)
+            value = loss_of(outputs, batch.target, loss)
+            return value if teaching is None or taught is None else teaching.combine(value, outputs, taught, batch.target)
 
     def train(epoch: int) -> float:
         """Train one epoch, or what is left of the steps, and return the mean loss over its batches."""
@@ -200,7 +199,7 @@ def finetune(
         reader = read_batches(batches, model, f"Epoch {epoch}{f'/{epochs}' if epochs else ''}", progress=progress)
         while (steps is None or done < steps) and (group := list(itertools.islice(reader, accumulate))):
             optimizer.zero_grad(set_to_none=True)
-            whole = sum(map(example_count, group))
+            whole = sum(each.examples for each in group)
             for batch in group:
                 value = compute(model, batch, teaching)
                 losses.append(float(value.detach()))
@@ -209,7 +208,7 @@ def finetune(
                         f"the loss is {losses[-1]} in batch {len(losses) - 1} of epoch {epoch}; lower the learning rate, clip"
                         " gradients with clip_norm=1.0, or look for NaN in the data"
                     )
-                scaler.scale(value * (example_count(batch) / whole) if len(group) > 1 else value).backward()
+                scaler.scale(value * (batch.examples / whole) if len(group) > 1 else value).backward()
             if clip_norm is not None:
                 scaler.unscale_(optimizer)
                 nn.utils.clip_grad_norm_(parameters, clip_norm)
@@ -230,10 +229,8 @@ def finetune(
                 with calling("validation"):
                     found: Any = validation(result)
             else:
-                scored = [
-                    (float(compute(result, each)), example_count(each))
-                    for each in read_batches(validation, result, "Validation")
-                ]
+                reader = read_batches(validation, result, "Validation")
+                scored = [(float(compute(result, each)), each.examples) for each in reader]
                 found = -sum(value * count for value, count in scored) / sum(count for _, count in scored)
         score = score_of(found, "validation")
         if math.isnan(score):
@@ -289,12 +286,11 @@ def finetune(
     return FineTuned(model, tuple(history), best[2] or len(history))
 
 
-def _teaching(distillation: Distillation, model: nn.Module, batches: Iterable[Batch], loss: Loss | None) -> Teaching:
+def _teaching(distillation: Distillation, model: nn.Module, batches: Batches, loss: Loss | None) -> Teaching:
     teaching = Teaching(distillation, model)
     if distillation.pairs:
         with measured(model, distillation.teacher):
-            args, kwargs, _ = split_batch(next(read_batches(batches, model, "Distillation")), keep_target=loss is None)
-            teaching.begin(args, kwargs)
+            teaching.begin(*next(read_batches(batches, model, "Distillation")).inputs(with_target=loss is None))
     return teaching
 
 

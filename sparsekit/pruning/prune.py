@@ -15,13 +15,13 @@ from torch import nn
 
 from sparsekit.allocation import PreferredMultiple, Schedule, by_ratio
 from sparsekit.allocation.limits import Multiples, check_multiples, free_counts, least_counts, step_of
-from sparsekit.criteria.batches import Batch, Loss
+from sparsekit.criteria.batches import Batches, Loss
 from sparsekit.errors import InvalidValueError, level_of_user
 from sparsekit.graph import UnitGraph, UnitMask
 from sparsekit.graph.edit import compact_graph, within
 from sparsekit.layers import LayerRule
 from sparsekit.measure import Budget, cost_model
-from sparsekit.measure.timing import device_of, evaluated, measured, median_ms, prepare
+from sparsekit.measure.timing import device_of, median_ms, prepare
 from sparsekit.progress import working
 from sparsekit.pruning.calibration import Calibration
 from sparsekit.pruning.cutting import LEFT_OUT, Decision, Stage, notes_on_time
@@ -46,6 +46,7 @@ from sparsekit.pruning.settings import (
 )
 from sparsekit.registry import calling
 from sparsekit.rng import torch_generator
+from sparsekit.tracing.modes import evaluated, measured
 from sparsekit.tracing.removable import with_blocks
 from sparsekit.tracing.trace import RunsOnExamples, trace_units
 
@@ -60,7 +61,7 @@ def prune(
     *,
     budget: Budget | Mapping[str, str | float] | str | None = None,
     ratio: Ratios | None = None,
-    batches: Iterable[Batch] | None = None,
+    batches: Batches | None = None,
     loss: Loss | None = None,
     reconstruct: Reconstruct = True,
     metric: Metric | None = None,
@@ -197,7 +198,7 @@ def plan(
     *,
     budget: Budget | Mapping[str, str | float] | str | None = None,
     ratio: Ratios | None = None,
-    batches: Iterable[Batch] | None = None,
+    batches: Batches | None = None,
     loss: Loss | None = None,
     reconstruct: Reconstruct = True,
     criterion: Criteria | None = None,
@@ -250,7 +251,7 @@ def plan(
 
 def _read(
     model: nn.Module, example_inputs: ExampleInputs, *, budget: Budget | Mapping[str, str | float] | str | None,
-    ratio: Ratios | None, batches: Iterable[Batch] | None, loss: Loss | None, reconstruct: Reconstruct,
+    ratio: Ratios | None, batches: Batches | None, loss: Loss | None, reconstruct: Reconstruct,
     criterion: Criteria | None, allocation: Allocations | None, exclude: Iterable[Selector],
     limits: Mapping[Selector, tuple[float, float]] | None, multiple_of: int | Mapping[str, int] | PreferredMultiple | None,
     schedule: Schedule | str | None, graph: UnitGraph | None, prune_hidden_size: bool,

@@ -1,23 +1,17 @@
 """reconstruct(): layers that read dropped units, refitted to their dense outputs; recalibrate_batchnorm(): new statistics."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import ConvNd, InstanceNorm, NormBase
-from sparsekit.criteria.batches import Batch, example_count, read_batches, run_model, scoring
-from sparsekit.criteria.gate_gradients import owners_of
-from sparsekit.errors import InvalidValueError
-from sparsekit.graph import StateDict, UnitGraph, UnitMask, cut_axes
-from sparsekit.pruning.least_squares import Fit, LossyLayer
-from sparsekit.pruning.sequence import Undo, find_chain, fit_in_sequence
-from sparsekit.rng import torch_generator
-from sparsekit.surgery.rebuild import named_entries, narrow_in_place
-from sparsekit.tracing.inputs import refuse_inference
+from sparsekit._torch import InstanceNorm, NormBase
+from sparsekit.criteria.batches import Batches, read_batches
+from sparsekit.graph import StateDict, UnitGraph, UnitMask
+from sparsekit.pruning.sequence import Refit, Undo
+from sparsekit.tracing.modes import scoring
 
 Reconstruct: TypeAlias = bool | Literal["layers", "batchnorm"]
 """Whether the layers of a cut model are refitted and its batch norms recalibrated; or which of the two is done."""
@@ -34,7 +28,7 @@ def reconstruct(
     small: nn.Module,
     graph: UnitGraph,
     mask: UnitMask,
-    batches: Iterable[Batch],
+    batches: Batches,
     *,
     ridge: float = 1e-2,
     memory_bytes: int = 2**30,
@@ -81,119 +75,13 @@ def reconstruct(
     Source: the fixed-mask form of optimal brain surgery, as in ZipLM (Kurtic et al., NeurIPS 2023) and He et al., Channel
         Pruning for Accelerating Very Deep Neural Networks, ICCV 2017.
     """
+    refit = Refit(model, small, graph, mask, ridge=ridge, memory_bytes=memory_bytes, progress=progress)
     with Undo() as undo:
-        return refit(
-            model, small, graph, mask, batches, ridge=ridge, memory_bytes=memory_bytes, sequential=sequential,
-            progress=progress, undo=undo,
-        )  # fmt: skip
-
-
-def refit(
-    model: nn.Module,
-    small: nn.Module,
-    graph: UnitGraph,
-    mask: UnitMask,
-    batches: Iterable[Batch],
-    *,
-    ridge: float = 1e-2,
-    memory_bytes: int = 2**30,
-    sequential: bool = True,
-    progress: bool | None = None,
-    undo: Undo | None = None,
-) -> dict[str, float]:
-    """Do the work of `reconstruct`, for a `small` that nobody needs if it fails."""
-    if not ridge >= 0:
-        raise InvalidValueError(f"ridge must be at least 0, got {ridge}")
-    refuse_inference(small)
-    mask.check(graph)
-    graph.check_state(named_entries(model), what=f"the {type(model).__name__}")
-    generator = torch_generator(np.random.default_rng(0))
-    modules, lossy = dict(small.named_modules()), _lossy_layers(model, graph, mask)
-    left: dict[str, float] = {}
-    fitting = [each for each in lossy if each.sums_bytes <= memory_bytes]
-    chain = find_chain(model, fitting) if sequential else []
-    if small is model:
-        _check_inside(graph, mask, chain)
-    if undo is not None:
-        changed = [modules[name] for name in chain] if small is model else [modules[each.name] for each in fitting]
-        undo.keep(entry for module in changed for entry in named_entries(module).values())
-    if chain:
-        batches = list(read_batches(batches, model, "Reading"))
-        left = fit_in_sequence(model, small, graph, mask, chain, fitting, batches, generator, ridge, memory_bytes, progress)
-    if small is model:
-        if chain and not left:
-            raise InvalidValueError(
-                "the model was not cut: its blocks do not follow one another, or their hidden states need more memory_bytes"
-            )
-        narrow_in_place(model, graph, mask)
-        return left
-    left |= {each.name: 1.0 for each in lossy if each.sums_bytes > memory_bytes}
-    for part in _parts([each for each in lossy if each.name not in left], memory_bytes):
-        fits = [Fit(layer, generator) for layer in part]
-        with ExitStack() as hooks, scoring(model), torch.no_grad():
-            for fit in fits:
-                hooks.callback(fit.layer.layer.register_forward_pre_hook(fit.note).remove)
-            seen = 0
-            for batch in read_batches(batches, model, "Reconstructing", progress=progress):
-                for fit in fits:
-                    fit.first = seen
-                run_model(model, batch)
-                seen += example_count(batch)
-            for fit in fits:
-                if fit.seen.count:
-                    left[fit.layer.name] = fit.solve(modules[fit.layer.name], ridge)
-    return left
-
-
-def _check_inside(graph: UnitGraph, mask: UnitMask, chain: Sequence[str]) -> None:
-    cut = (key for key, axes in graph.kept_indices(mask).items() if cut_axes(graph.shapes[key], axes))
-    outside = [key for key in cut if not key.startswith(tuple(f"{name}." for name in chain))]
-    if outside:
-        raise InvalidValueError(
-            f"only the blocks of a chain can be cut and reconstructed in place, and {outside[0]!r} is outside of them;"
-            " reconstruct compact(model, graph, mask), or leave such groups out with sparsekit.graph.edit.only"
-        )
-
-
-def refits_in_sequence(model: nn.Module, graph: UnitGraph, mask: UnitMask) -> bool:
-    return bool(find_chain(model, _lossy_layers(model, graph, mask)))
-
-
-def _parts(lossy: Sequence[LossyLayer], memory_bytes: int) -> list[list[LossyLayer]]:
-    """Return layers whose sums fit into memory together."""
-    parts: list[list[LossyLayer]] = [[]]
-    for layer in lossy:
-        if sum(each.sums_bytes for each in (*parts[-1], layer)) <= memory_bytes:
-            parts[-1].append(layer)
-        else:
-            parts.append([layer])
-    return [part for part in parts if part]
-
-
-def _lossy_layers(model: nn.Module, graph: UnitGraph, mask: UnitMask) -> list[LossyLayer]:
-    indices = graph.kept_indices(mask)
-    owners = owners_of(model)
-    averaged = {name for site in graph.norms for name in site.units}
-    found = []
-    for name, module in model.named_modules():
-        plain = isinstance(module, nn.Linear) or (
-            isinstance(module, ConvNd) and module.groups == 1 and not module.transposed and len(module.kernel_size) < 3
-        )
-        key = f"{name}.weight" if name else "weight"
-        weight = dict(module.named_parameters(recurse=False)).get("weight")
-        if not plain or weight is None or len(owners[id(weight)]) > 1:
-            continue
-        groups = {group for group, piece in graph.slices_of.get(key, ()) if piece.dim == 1 and piece.side == "in"}
-        kept = indices.get(key, {}).get(1)
-        if kept is None or kept.numel() == weight.shape[1] or groups & averaged:
-            continue
-        assert isinstance(module, (nn.Linear, ConvNd))
-        found.append(LossyLayer(name, module, kept, indices[key].get(0)))
-    return found
+        return refit.run(batches, sequential=sequential, undo=undo)
 
 
 def recalibrate_batchnorm(
-    model: nn.Module, batches: Iterable[Batch], *, prior: StateDict | None = None, progress: bool | None = None
+    model: nn.Module, batches: Batches, *, prior: StateDict | None = None, progress: bool | None = None
 ) -> int:
     """Estimate the running statistics of all batch norms on some batches, in place.
 
@@ -229,7 +117,7 @@ def recalibrate_batchnorm(
 
 
 def _measure_statistics(
-    model: nn.Module, norms: Mapping[str, NormBase], batches: Iterable[Batch], *, progress: bool | None = None
+    model: nn.Module, norms: Mapping[str, NormBase], batches: Batches, *, progress: bool | None = None
 ) -> dict[str, list[Tensor]]:
     """Return the statistics of the norms that get values, as `recalibrate_batchnorm` says. The model is not changed."""
     measured: set[nn.Module] = set()
@@ -257,7 +145,7 @@ def _measure_statistics(
             for name, value in zip(_STATISTICS, copied(norm)):
                 stack.callback(norm.get_buffer(name).copy_, value)
         for batch in read_batches(batches, model, "Recalibrating batch norms", progress=progress):
-            run_model(model, batch)
+            batch.run(model)
         for norm, values in rows.items():
             if norm not in measured and len(values) > 1:  # batches of one example, together
                 measured.add(norm)
@@ -294,7 +182,7 @@ def put_statistics(model: nn.Module, statistics: Mapping[str, tuple[list[Tensor]
             setattr(norm, _WITH_PRIOR, with_prior)
 
 
-def statistics_prior(model: nn.Module, batches: Iterable[Batch], *, share: float = 0.5) -> dict[str, Tensor]:
+def statistics_prior(model: nn.Module, batches: Batches, *, share: float = 0.5) -> dict[str, Tensor]:
     """Return state-dict key → float (channels,): summand of a running mean, factor of a running variance, for a cut model.
 
     A few batches estimate statistics with noise, and they may differ from the data of the training. On EfficientNet-Lite0 and

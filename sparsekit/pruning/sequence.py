@@ -1,22 +1,29 @@
-"""fit_in_sequence(): the blocks of a network refitted one after the other, each on the outputs of the cut blocks before it."""
+"""Refit: layers by themselves, or the blocks of a network one after the other, each on the outputs of the cut ones before."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Self, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import tree_leaves
-from sparsekit.criteria.batches import Batch, example_count, run_model, scoring
-from sparsekit.graph import UnitGraph, UnitMask
+from sparsekit._torch import ConvNd, tree_leaves
+from sparsekit.criteria.batches import Batch, Batches, read_batches
+from sparsekit.criteria.gate_gradients import owners_of
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph import UnitGraph, UnitMask, cut_axes
 from sparsekit.progress import track
 from sparsekit.pruning.least_squares import Fit, LossyLayer
-from sparsekit.surgery.rebuild import named_entries, narrow_block, reshape_leaf
+from sparsekit.rng import torch_generator
+from sparsekit.surgery.rebuild import named_entries, narrow_block, narrow_in_place, reshape_leaf
+from sparsekit.tracing.inputs import refuse_inference
+from sparsekit.tracing.modes import scoring
 
 _PLAIN = (Tensor, int, float, str, torch.dtype, torch.device, type(None))
 _NEAR = 0.03
@@ -63,63 +70,181 @@ class Undo:
                 reshape_leaf(entry, values.reshape(shape).to(device))
 
 
-def fit_in_sequence(
-    model: nn.Module,
-    small: nn.Module,
-    graph: UnitGraph,
-    mask: UnitMask,
-    chain: Sequence[str],
-    lossy: Sequence[LossyLayer],
-    batches: Sequence[Batch],
-    generator: torch.Generator,
-    ridge: float,
-    memory_bytes: int,
-    progress: bool | None,
-) -> dict[str, float]:
-    """Refit the linear layers of a chain of equal blocks, such as the layers of a transformer, in the order of computation.
+@dataclass(frozen=True, eq=False)
+class Refit:
+    """A refit of the layers of `small`, or of `model` itself where they are one, that read units dropped by `mask`.
 
-    A layer that is fitted by itself ignores earlier errors in its inputs, and in the stream that its output is added to. Here,
-    each layer is fitted on the inputs that it gets in the cut model. If a block adds its output to a stream, the target is the
-    stream of the dense model after that sum. So the layer corrects earlier errors, too, as far as its inputs predict them.
-    The result is empty if the blocks do not follow one another, or if their hidden states need more memory.
+    The arguments are those of `reconstruct`.
     """
-    left: dict[str, float] = {}
-    blocks = [model.get_submodule(name) for name in chain]
-    with scoring(model), scoring(small), torch.no_grad():
-        dense = cut = _note_calls(model, blocks, batches, memory_bytes)
-        if small is not model:
-            cut = _note_calls(small, [small.get_submodule(name) for name in chain], batches, memory_bytes)
-        if dense is None or cut is None or dense.shapes != cut.shapes:
+
+    model: nn.Module
+    small: nn.Module
+    graph: UnitGraph
+    mask: UnitMask
+    ridge: float = 1e-2
+    memory_bytes: int = 2**30
+    progress: bool | None = None
+    _generator: torch.Generator = field(default_factory=lambda: torch_generator(np.random.default_rng(0)))
+
+    def __post_init__(self) -> None:
+        if not self.ridge >= 0:
+            raise InvalidValueError(f"ridge must be at least 0, got {self.ridge}")
+
+    @cached_property
+    def lossy(self) -> Sequence[LossyLayer]:
+        """The layers that read dropped units and can be refitted."""
+        return _lossy_layers(self.model, self.graph, self.mask)
+
+    @cached_property
+    def fitting(self) -> Sequence[LossyLayer]:
+        """Those whose sums fit into memory."""
+        return [each for each in self.lossy if each.sums_bytes <= self.memory_bytes]
+
+    @cached_property
+    def chain(self) -> Sequence[str]:
+        """The blocks that are refitted in sequence, by name."""
+        return find_chain(self.model, self.fitting)
+
+    @property
+    def in_place(self) -> bool:
+        return self.small is self.model
+
+    def run(self, batches: Batches, *, sequential: bool = True, undo: Undo | None = None) -> dict[str, float]:
+        """Do the work of `reconstruct`; without `undo`, for a `small` that nobody needs if it fails."""
+        refuse_inference(self.small)
+        self.mask.check(self.graph)
+        self.graph.check_state(named_entries(self.model), what=f"the {type(self.model).__name__}")
+        chain = self.chain if sequential else []
+        if self.in_place:
+            _check_inside(self.graph, self.mask, chain)
+        if undo is not None:
+            changed = chain if self.in_place else [each.name for each in self.fitting]
+            modules = (self.small.get_submodule(name) for name in changed)
+            undo.keep(entry for module in modules for entry in named_entries(module).values())
+        left: dict[str, float] = {}
+        if chain:
+            batches = list(read_batches(batches, self.model, "Reading"))
+            left = self._in_sequence(batches)
+        if self.in_place:
+            if chain and not left:
+                raise InvalidValueError(
+                    "the model was not cut: its blocks do not follow one another, or their hidden states need more memory_bytes"
+                )
+            narrow_in_place(self.model, self.graph, self.mask)
             return left
-        wanted_states, states = dense.hidden, cut.hidden
-        firsts = [sum(map(example_count, batches[:place])) for place in range(len(batches))]
-        for place, name in enumerate(track(chain, "Reconstructing blocks", show=progress)):
-            inside = {each.name.removeprefix(f"{name}."): each for each in lossy if each.name.startswith(f"{name}.")}
-            streams = _streams(blocks[place], inside, wanted_states[0], dense.others[0][place])
-            names = {*streams, *(stream for stream in streams.values() if stream)}
-            wanted, after = [], []
-            for state, others in zip(wanted_states, dense.others):
-                found = _run(blocks[place], state, others[place], names)
-                after.append(found[0])
-                wanted.append({layer: _value(layer, stream, *found) for layer, stream in streams.items()})
-            block = narrow_block(model, graph, mask, name) if small is model else small.get_submodule(name)
-            for layer, stream in streams.items():
-                mine = Fit(inside[layer], generator)
-                for batch, (state, others) in enumerate(zip(states, cut.others)):
-                    found = _run(block, state, others[place], names)
-                    target = wanted[batch][layer]
-                    if stream is None and (rows := inside[layer].outputs) is not None:
-                        target = target[..., rows.to(target.device)]
-                    mine.add(found[1][layer], target - _value(layer, stream, *found), firsts[batch])
-                if mine.seen.count:
-                    left[inside[layer].name] = mine.solve(block.get_submodule(layer), ridge)
-            states = [_run(block, state, others[place])[0] for state, others in zip(states, cut.others)]
-            wanted_states = after
-            if small is model:
-                entries = named_entries(block)
-                for key, entry in named_entries(blocks[place]).items():
-                    reshape_leaf(entry, entries[key].detach())
-    return left
+        left |= {each.name: 1.0 for each in self.lossy if each.sums_bytes > self.memory_bytes}
+        for part in _parts([each for each in self.lossy if each.name not in left], self.memory_bytes):
+            left |= self._apart(part, batches)
+        return left
+
+    def _apart(self, layers: Sequence[LossyLayer], batches: Batches) -> dict[str, float]:
+        """Fit each layer by itself, in one pass over the batches."""
+        fits = [Fit(layer, self._generator) for layer in layers]
+        with ExitStack() as hooks, scoring(self.model), torch.no_grad():
+            for fit in fits:
+                hooks.callback(fit.layer.layer.register_forward_pre_hook(fit.note).remove)
+            seen = 0
+            for batch in read_batches(batches, self.model, "Reconstructing", progress=self.progress):
+                for fit in fits:
+                    fit.first = seen
+                batch.run(self.model)
+                seen += batch.examples
+            return {
+                fit.layer.name: fit.solve(self.small.get_submodule(fit.layer.name), self.ridge)
+                for fit in fits
+                if fit.seen.count
+            }
+
+    def _in_sequence(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Refit the linear layers of a chain of equal blocks, such as the layers of a transformer, in the order of computation.
+
+        A layer that is fitted by itself ignores earlier errors in its inputs, and in the stream that its output is added to.
+        Here, each layer is fitted on the inputs that it gets in the cut model. If a block adds its output to a stream, the
+        target is the stream of the dense model after that sum. So the layer corrects earlier errors, too, as far as its inputs
+        predict them.
+        The result is empty if the blocks do not follow one another, or if their hidden states need more memory.
+        """
+        model, small, chain = self.model, self.small, self.chain
+        left: dict[str, float] = {}
+        blocks = [model.get_submodule(name) for name in chain]
+        with scoring(model), scoring(small), torch.no_grad():
+            dense = cut = _note_calls(model, blocks, batches, self.memory_bytes)
+            if not self.in_place:
+                cut = _note_calls(small, [small.get_submodule(name) for name in chain], batches, self.memory_bytes)
+            if dense is None or cut is None or dense.shapes != cut.shapes:
+                return left
+            wanted_states, states = dense.hidden, cut.hidden
+            firsts = [sum(batch.examples for batch in batches[:place]) for place in range(len(batches))]
+            for place, name in enumerate(track(chain, "Reconstructing blocks", show=self.progress)):
+                inside = {each.name.removeprefix(f"{name}."): each for each in self.fitting if each.name.startswith(f"{name}.")}
+                streams = _streams(blocks[place], inside, wanted_states[0], dense.others[0][place])
+                names = {*streams, *(stream for stream in streams.values() if stream)}
+                wanted, after = [], []
+                for state, others in zip(wanted_states, dense.others):
+                    found = _run(blocks[place], state, others[place], names)
+                    after.append(found[0])
+                    wanted.append({layer: _value(layer, stream, *found) for layer, stream in streams.items()})
+                block = narrow_block(model, self.graph, self.mask, name) if self.in_place else small.get_submodule(name)
+                for layer, stream in streams.items():
+                    mine = Fit(inside[layer], self._generator)
+                    for batch, (state, others) in enumerate(zip(states, cut.others)):
+                        found = _run(block, state, others[place], names)
+                        target = wanted[batch][layer]
+                        if stream is None and (rows := inside[layer].outputs) is not None:
+                            target = target[..., rows.to(target.device)]
+                        mine.add(found[1][layer], target - _value(layer, stream, *found), firsts[batch])
+                    if mine.seen.count:
+                        left[inside[layer].name] = mine.solve(block.get_submodule(layer), self.ridge)
+                states = [_run(block, state, others[place])[0] for state, others in zip(states, cut.others)]
+                wanted_states = after
+                if self.in_place:
+                    entries = named_entries(block)
+                    for key, entry in named_entries(blocks[place]).items():
+                        reshape_leaf(entry, entries[key].detach())
+        return left
+
+
+def _check_inside(graph: UnitGraph, mask: UnitMask, chain: Sequence[str]) -> None:
+    cut = (key for key, axes in graph.kept_indices(mask).items() if cut_axes(graph.shapes[key], axes))
+    outside = [key for key in cut if not key.startswith(tuple(f"{name}." for name in chain))]
+    if outside:
+        raise InvalidValueError(
+            f"only the blocks of a chain can be cut and reconstructed in place, and {outside[0]!r} is outside of them;"
+            " reconstruct compact(model, graph, mask), or leave such groups out with sparsekit.graph.edit.only"
+        )
+
+
+def _parts(lossy: Sequence[LossyLayer], memory_bytes: int) -> list[list[LossyLayer]]:
+    """Return layers whose sums fit into memory together."""
+    parts: list[list[LossyLayer]] = [[]]
+    for layer in lossy:
+        if sum(each.sums_bytes for each in (*parts[-1], layer)) <= memory_bytes:
+            parts[-1].append(layer)
+        else:
+            parts.append([layer])
+    return [part for part in parts if part]
+
+
+def _lossy_layers(model: nn.Module, graph: UnitGraph, mask: UnitMask) -> list[LossyLayer]:
+    indices = graph.kept_indices(mask)
+    owners = owners_of(model)
+    averaged = {name for site in graph.norms for name in site.units}
+    found = []
+    for name, module in model.named_modules():
+        plain = isinstance(module, nn.Linear) or (
+            isinstance(module, ConvNd) and module.groups == 1 and not module.transposed and len(module.kernel_size) < 3
+        )
+        key = f"{name}.weight" if name else "weight"
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
+        if not plain or weight is None or len(owners[id(weight)]) > 1:
+            continue
+        groups = {group for group, piece in graph.slices_of.get(key, ()) if piece.dim == 1 and piece.side == "in"}
+        kept = indices.get(key, {}).get(1)
+        if kept is None or kept.numel() == weight.shape[1] or groups & averaged:
+            continue
+        assert isinstance(module, (nn.Linear, ConvNd))
+        found.append(LossyLayer(name, module, kept, indices[key].get(0)))
+    return found
 
 
 def find_chain(model: nn.Module, lossy: Sequence[LossyLayer]) -> list[str]:
@@ -154,7 +279,7 @@ def _note_calls(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence
                 config.use_cache = False
             for block in blocks:
                 stack.callback(block.register_forward_hook(note, with_kwargs=True).remove)
-            run_model(model, batch)
+            batch.run(model)
         entering: Any = noted[0][1][0] if noted and noted[0][1] else None
         if [module for module, *_ in noted] != list(blocks) or not isinstance(entering, Tensor):
             return None

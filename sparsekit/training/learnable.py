@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Self
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sparsekit._torch import identity, in_transform, is_exporting, is_followed, outside_compiler
 from sparsekit.allocation import check_ratio, ratio_counts
-from sparsekit.criteria.batches import Batch, Loss, example_count, read_batches
+from sparsekit.criteria.batches import Batch, Batches, Loss, read_batches
 from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph, UnitMask
 from sparsekit.layers import Rules
@@ -95,7 +95,7 @@ class LearnableMask(MovingMask):
         prune_hidden_size: bool = False,
         ratio: float = 1.0,
         budget: Budget | Mapping[str, str | float] | str | None = None,
-        batches: Iterable[Batch] | None = None,
+        batches: Batches | None = None,
         loss: Loss | None = None,
         learning: Learning | None = None,
     ) -> None:
@@ -233,7 +233,7 @@ class LearnableMask(MovingMask):
         rule, run = self._rule, partial(self.narrow_model.run, args, kwargs)
         if rule is None or not torch.is_grad_enabled():
             return run()
-        examples = example_count((args, kwargs))
+        examples = Batch(args, kwargs).examples
         outputs = rule.run(self.vectors, run, examples) if isinstance(rule, NarrowingSteps) else run()
         on_backward(outputs, partial(rule.count, examples))
         return outputs
@@ -246,7 +246,7 @@ class LearnableMask(MovingMask):
         mask: UnitMask | None = None,
         importance: Tensor | None = None,
         learning: Learning | None = None,
-        batches: Iterable[Batch] | None = None,
+        batches: Batches | None = None,
     ) -> None:
         """Begin another training from a dense state, without tracing or copying the model again.
 

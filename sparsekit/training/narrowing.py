@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sparsekit.allocation import Problem, allocate, by_cost, ratio_counts
 from sparsekit.allocation.limits import free_counts
-from sparsekit.criteria.batches import Batch, example_count
+from sparsekit.criteria.batches import Batch
 from sparsekit.criteria.gate_gradients import inputs_of, unit_readers
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import UnitGraph, UnitMask
@@ -305,7 +305,7 @@ class NarrowingSteps:
         inner = UnitMask({name: new[name][old[name]] for name in new})
         reconstruct(before, small, compact_graph(self.graph, old), inner, self.batches)
         if self.costs is not None:
-            self._flops += float(sum(map(example_count, self.batches))) * self.costs.forward_flops(old)
+            self._flops += float(sum(batch.examples for batch in self.batches)) * self.costs.forward_flops(old)
 
     def unmet(self, mask: UnitMask) -> str:
         """Return what is not done yet, in a sentence; empty after the last cut."""

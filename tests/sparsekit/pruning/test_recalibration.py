@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 import zoo
 from laws import random_mask, trace
-from memory import QUICK, Transformer
+from memory import Transformer
 from small import half
 from torch import Tensor, nn
 from zoo_base import Lambda
@@ -251,7 +251,7 @@ def test_heads_are_cut_in_place_as_in_a_copy_and_so_are_the_numbers_that_count_t
         model, (x,), _, graph = zoo.traced(name)
     else:
         torch.manual_seed(0)
-        model, x = Transformer(**{**QUICK, "words": 300}), torch.randint(300, (2, 9))
+        model, x = Transformer(blocks=4, width=128, inner=512, heads=4, words=300), torch.randint(300, (2, 9))
         graph, _ = trace(model, x)
     mask = random_mask(graph, 0.5, 0)
     small = sk.compact(model.eval(), graph, mask)

@@ -19,6 +19,7 @@ from zoo_base import Lambda
 
 import sparsekit as sk
 from sparsekit.criteria import Magnitude, ScoringContext
+from sparsekit.criteria.batches import Batch
 from sparsekit.errors import ForeignMaskError
 from sparsekit.pruning.calibration import Calibration
 
@@ -174,25 +175,30 @@ def _pruned(batches: Any = None, **options: Any) -> sk.Pruned:
 def test_a_fifth_of_the_examples_and_64_or_half_judge_however_they_are_batched(examples: int, size: int) -> None:
     batches = make_batches(examples, max(size, -(-examples // 48)))
     found = Calibration.read(nn.Linear(6, 3), batches, F.cross_entropy)
-    judges = sum(len(x) for x, _ in found.judge)
+    judges = sum(batch.examples for batch in found.judge)
     least = min(max(examples / 5, 64), examples // 2)
     assert least <= judges <= max(least + size, examples // 2)
     assert judges <= examples / 2
-    together = [torch.cat([batch[part] for batch in [*found.fit, *found.judge]]) for part in (0, 1)]
+    together = [torch.cat(part) for part in zip(*((batch.args[0], batch.target) for batch in [*found.fit, *found.judge]))]
     assert all(torch.equal(own, torch.cat(given)) for own, given in zip(together, zip(*batches)))
 
 
 def test_data_in_order_are_drawn_from_all_of_it_and_a_generator_in_order_warns() -> None:
     labels = torch.arange(4000) // 400
-    data = TensorDataset(torch.randn(4000, 6), labels)
-    batches = [(torch.randn(16, 6), each) for each in labels.split(16)]
+    x = torch.cat([labels[:, None].float(), torch.randn(4000, 5)], 1)
+    data = TensorDataset(x, labels)
+    batches = list(zip(x.split(16), labels.split(16)))
     seen = []
     for source in (DataLoader(data, 16), batches, DataLoader(data, 16, num_workers=1), (each for each in batches)):
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             found = Calibration.read(nn.Linear(6, 10), source, F.cross_entropy)
-        read, judged = (set(torch.cat([y for _, y in part]).tolist()) for part in ([*found.fit, *found.judge], found.judge))
+        read, judged = (
+            set(torch.cat([batch.target for batch in part]).tolist()) for part in ([*found.fit, *found.judge], found.judge)
+        )
         assert len(judged) >= 0.8 * len(read), "classes that are read judge"
+        assert all(len(set(batch.target.tolist())) > 1 for batch in found.fit), "batch norms see more than one class at once"
+        assert all(bool((batch.args[0][:, 0] == batch.target).all()) for batch in found.fit), "inputs go with their labels"
         seen.append((len(read), any("Labels come in order" in str(each.message) for each in told)))
     assert seen == [(10, False)] * 3 + [(2, True)]
 
@@ -278,8 +284,8 @@ def test_a_tensor_of_any_kind_is_held_out_with_its_example() -> None:
     pairs: list[Any] = [{"input": x, "labels": {"a": x, "b": x.long()}}]
     found = Calibration.read(nn.Linear(1, 1), pairs, lambda outputs, _: outputs.mean())
     [fit], [judge] = found.fit, found.judge
-    assert torch.equal(judge["labels"]["b"], x[50:].long())
-    assert len(fit["input"]) == 50
+    assert torch.equal(judge.target["b"], x[50:].long())
+    assert fit.examples == len(fit.kwargs["input"]) == 50
     whole: list[tuple[Tensor, list[str]]] = [(x, ["a"] * 100)]
     assert Calibration.read(nn.Linear(1, 1), whole, lambda outputs, _: outputs.mean()).judge == []
 
@@ -320,6 +326,40 @@ def test_scores_of_an_earlier_call_are_compared_as_they_were_there() -> None:
     once = _pruned(criterion=first.scores, budget="flops=60%")
     assert [each.loss for each in once.report.candidates] == [each.loss for each in fresh.report.candidates]
     assert once.mask == fresh.mask
+
+
+@pytest.mark.parametrize(
+    ("item", "examples", "key"),
+    [
+        (torch.zeros(6, 1), 6, None),
+        ((torch.zeros(4, 3), None), 4, None),
+        ((torch.zeros(36, 8, 3), torch.zeros(8)), 8, None),  # time first
+        ((torch.zeros(8, 36, 3), torch.zeros(8, 36)), 8, None),
+        ((torch.zeros(8, 3), torch.zeros(8 * 5)), 8, None),
+        (([torch.zeros(3, 9, 9), torch.zeros(3, 7, 8)], [{"boxes": torch.zeros(5, 4)}, {}]), 2, None),
+        ({"x": torch.zeros(5, 2), "y": torch.zeros(5)}, 5, "y"),
+        ({"input_ids": torch.zeros(2, 7), "labels": torch.zeros(2, 7), "y": torch.zeros(1)}, 2, "labels"),
+        ({"scale": torch.tensor(2.0)}, 1, None),
+    ],
+)
+def test_a_batch_is_parsed_once_and_counts_its_examples(item: Any, examples: int, key: str | None) -> None:
+    batch = Batch.of(item)
+    assert Batch.of(batch) is batch
+    assert (batch.examples, batch.key) == (examples, key)
+    first, rest = batch.divide(batch.examples - 1)
+    assert rest is None or (first.examples, rest.examples) == (examples - 1, 1)
+    assert batch.map(lambda tensor: tensor + 1).examples == examples
+    _, inputs = batch.inputs()
+    _, more = batch.inputs(with_target=True)
+    assert {*more} - {*inputs} == ({key} if key else set())
+
+
+def test_an_input_that_is_taken_for_the_target_is_named() -> None:
+    model = Lambda(lambda m, x, y: m.b(m.a(x).relu()) + y, a=(4, 16), b=(16, 3))
+    batch = {"x": torch.randn(8, 4), "y": torch.randn(8, 3)}
+    with pytest.raises(TypeError) as failed:
+        sk.prune(model, batch, budget="flops=50%", batches=[batch] * 4)
+    assert any("'y' is the target" in note for note in failed.value.__notes__)
 
 
 @pytest.mark.parametrize("change", ["other", "trained", "half", "same"])
