@@ -362,12 +362,18 @@ def bandits() -> Lines:
         yield [label, f"{statistics.geometric_mean(found.values()):.2f}", f"{found[worst]:.2f} ({worst})"]
 
 
-@table("docs/evidence/bandits.md", "regret of the recommended point", "SplitUCBV, 100", "random", "TPE", "SplitUCBV, 500", "random")
+@table(
+    "docs/evidence/bandits.md", "regret of the recommended point", "SplitUCBV, 100", "random", "TPE", "SplitUCBV, 500", "random"
+)
 def failing() -> Lines:
     names = {
-        "RateFails": "a learning rate that fails above 0.8", "Rate1e3": "its loss there is 1,000", "Rate1e6": "its loss there is 1e6",
-        "Diagonal": "two dimensions, fails beyond a curved diagonal", "Steep": "beyond a steep line", "Circle": "outside of a circle",
-    }  # fmt: skip
+        "RateFails": "a learning rate that fails above 0.8",
+        "Rate1e3": "its loss there is 1,000",
+        "Rate1e6": "its loss there is 1e6",
+        "Diagonal": "two dimensions, fails beyond a curved diagonal",
+        "Steep": "beyond a steep line",
+        "Circle": "outside of a circle",
+    }
     for name, label in names.items():
         cells = [label]
         for pulls, bandit in ((100, "SplitUCBV"), (100, "Random"), (100, "Optuna-TPE"), (500, "SplitUCBV"), (500, "Random")):

@@ -194,13 +194,15 @@ def _of_examples(outputs: Any, target: Any, loss: Loss | None, count: int) -> li
 
 
 def drawn(batches: Batches, limit: int) -> Batches:
-    """Return batches in an order drawn with a seed, since many data sets are stored by class.
+    """Return batches in an order drawn with a seed, since many data sets are stored by class; of a list, from all its parts.
 
     This is done for a `DataLoader` that reads a data set in order, and for a list of more than `limit` batches; others are
     read as they come.
     """
     if isinstance(batches, list | tuple) and len(batches) > limit:
-        return [batches[place] for place in np.random.default_rng(0).permutation(len(batches))[:limit].tolist()]
+        rng = np.random.default_rng(0)
+        places = [rng.choice(part) for part in np.array_split(np.arange(len(batches)), limit)]
+        return [batches[int(place)] for place in rng.permutation(places)]
     if isinstance(batches, DataLoader) and type(batches.sampler) is SequentialSampler and batches.batch_size is not None:
         generator = torch.Generator().manual_seed(0)
         return DataLoader(

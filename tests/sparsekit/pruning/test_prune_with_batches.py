@@ -13,6 +13,7 @@ from small import make_trained
 from torch import nn
 
 import sparsekit as sk
+from sparsekit.criteria.batches import Batch
 from sparsekit.pruning.calibration import Calibration, Losses, Verdict
 from sparsekit.pruning.cutting import StarvedGroupsWarning
 from sparsekit.pruning.reconstruction import statistics_prior
@@ -248,16 +249,18 @@ def test_the_first_candidate_stays_unless_another_is_clearly_better() -> None:
 )
 def test_losses_of_examples_are_those_of_batches(loss: Any, parts: int) -> None:
     torch.manual_seed(0)
-    model, judge = nn.Linear(3, 2), [(torch.randn(n, 3), torch.randn(n, 2)) for n in (4, 2)]
+    model, pairs = nn.Linear(3, 2), [(torch.randn(n, 3), torch.randn(n, 2)) for n in (4, 2)]
+    judge = [Batch.of(pair) for pair in pairs]
     found = Calibration(judge, judge, loss, None).losses(model)
-    expected = sum(float(loss(model(x), y).detach()) * len(x) for x, y in judge) / 6
+    expected = sum(float(loss(model(x), y).detach()) * len(x) for x, y in pairs) / 6
     assert len(found.values) == parts
     assert found.mean == pytest.approx(expected, rel=1e-3)
-    inputs = [x for x, _ in judge]
+    inputs = [Batch.of(x) for x, _ in pairs]
     plain = Calibration(inputs, inputs, None, None).of(nn.Linear(3, 2), inputs)
     assert len(plain.losses(model).values) == 6
     with torch.no_grad():
         distances = [
-            float(F.mse_loss(model(x), wanted) / wanted.var()) * len(x) / 6 for x, wanted in zip(inputs, plain.wanted or ())
+            float(F.mse_loss(model(x), wanted) / wanted.var()) * len(x) / 6
+            for x, wanted in zip((x for x, _ in pairs), plain.wanted or ())
         ]
     assert plain.measure(model) == pytest.approx(sum(distances), rel=1e-5)

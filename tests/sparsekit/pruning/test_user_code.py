@@ -199,6 +199,8 @@ def test_data_in_order_are_drawn_from_all_of_it_and_a_generator_in_order_warns()
         assert len(judged) >= 0.8 * len(read), "classes that are read judge"
         assert all(len(set(batch.target.tolist())) > 1 for batch in found.fit), "batch norms see more than one class at once"
         assert all(bool((batch.args[0][:, 0] == batch.target).all()) for batch in found.fit), "inputs go with their labels"
+        counts = torch.bincount(torch.cat([batch.target for batch in [*found.fit, *found.judge]]), minlength=10)
+        assert source is not batches or int(counts.max() - counts.min()) <= 3 * 16, "a list is read from all its parts"
         seen.append((len(read), any("Labels come in order" in str(each.message) for each in told)))
     assert seen == [(10, False)] * 3 + [(2, True)]
 
