@@ -28,20 +28,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from common import ROOT, add, options_of, read, show, spread
+from federated_arms import ARMS, LEVELS, NEW, ROUNDS, SCORED
 from torch import Tensor, nn
 
 import sparsekit_fl as fl
-from sparsekit.graph import StateDict
-from sparsekit_fl import spec
-from sparsekit_fl.methods.base import drawn
-from sparsekit_fl.methods.client import Model, Result, Task, sgd
-from sparsekit_fl.packing import Kept
 from sparsekit_fl.problem.images import cifar10
 
 TRAINED_ON = 20_000  # images of CIFAR-10 that the networks for fine-tuning are trained on; clients have the others
 _SGD = fl.TrainingConfig(local_epochs=2, batch_size=10, lr=0.02, momentum=0.9)
-LEVELS = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
-NEW = 10  # devices that never take part, and as many that take part once, in the last round
 
 
 def _stem(width: int, *more: nn.Module, stride: int = 1) -> list[nn.Module]:
@@ -201,80 +195,6 @@ def clients(setting: Setting, data: Path, seed: int) -> list[fl.Client]:
     ]
 
 
-SCORED: dict[int, dict[str, tuple[float, float]]] = {}
-"""Client → way → accuracy on test and on validation data in the current run."""
-
-
-class Measured(fl.Method):
-    """A method whose last devices take part once or never; it notes how its newest model scores."""
-
-    def sample(self, server: fl.ServerContext) -> list[int]:
-        ids = list(server.roster)
-        members = len(ids) - 2 * NEW if len(ids) > server.cohort_size else len(ids)
-        if members < len(ids) and server.round == server.rounds:
-            return ids[members + NEW :]
-        return sorted(drawn(ids[:members], server.cohort_size, server.rngs["sampling"]))
-
-    def deploy(self, client: fl.ClientContext, state: StateDict) -> Model:
-        model = super().deploy(client, state)
-        if client.client.id not in SCORED:
-            client.load(model.state, model.mask)
-            SCORED[client.client.id] = {"newest": accuracies(client)}
-        return model
-
-
-def noted(client: fl.ClientContext, task: Task) -> Result:
-    """Train once more, as a client does before it chooses what to deploy, and note how that scores."""
-    result = sgd(client, task)
-    SCORED[client.client.id]["tuned"] = accuracies(client)
-    return result
-
-
-spec.sgd = noted  # type: ignore[assignment]
-
-
-def accuracies(client: fl.ClientContext) -> tuple[float, float]:
-    found = [client.score(split)["accuracy"] for split in ("test", "val")]
-    return found[0][0] / found[0][1], found[1][0] / found[1][1]
-
-
-class Alone(fl.methods.fedlps):
-    """FedLPS whose clients share nothing: what federation adds to a submodel."""
-
-    def train(self, client: fl.ClientContext, task: Task) -> Result:
-        state = {**task.state, **client.memory.get("own", {})}
-        result = super().train(client, replace(task, state=state))
-        client.memory["own"] = Kept(client.graph, task.mask).scatter_all(result.state, state)
-        return result
-
-    def aggregate(self, server: fl.ServerContext, updates: Any) -> StateDict:
-        return server.state
-
-    def deploy(self, client: fl.ClientContext, state: StateDict) -> Model:
-        return super().deploy(client, {**state, **client.memory.get("own", {})})
-
-
-def arm(kind: Any, **options: Any) -> fl.Method:
-    return type(kind.__name__, (Measured, kind), {})(**options)
-
-
-# HeteroFL's scaler changes nothing before a batch norm, and its clipping would make its steps shorter than those of others.
-methods, _PLAIN = fl.methods, {"scaler": False, "clip": None}
-ARMS: dict[str, fl.Method] = {
-    "fedlps": arm(methods.fedlps),
-    "heterofl": arm(methods.heterofl, **_PLAIN),
-    "alone": arm(Alone, nested=False, head="shared"),
-    "fedavg": arm(methods.fedavg),
-    "fedper": arm(methods.fedper),
-    "local": arm(methods.local),
-    "fedrolex": arm(methods.fedrolex, **_PLAIN),
-    "fjord": arm(methods.fjord),
-    "fedp3": arm(methods.fedp3),
-    "not nested": arm(methods.fedlps, nested=False),
-    "given order": arm(methods.fedlps, order="given"),
-    "own head": arm(methods.fedlps, head="own"),
-    "shared head": arm(methods.fedlps, head="shared"),
-}
 WAYS = ("newest", "tuned", "best")
 
 
@@ -283,9 +203,8 @@ def measure(name: str, who: str, seed: int, out: Path, data: Path) -> dict[str, 
     everyone = clients(setting, data, seed)
     x = torch.zeros(2, 3, setting.pixels, setting.pixels) if setting.pixels else torch.zeros(2, 32, dtype=torch.int64)
     problem = fl.Problem(model=setting.model, example_inputs=(x,))
-    config = fl.RunConfig(
-        rounds=setting.rounds, cohort=10, seed=seed, eval_every=setting.rounds, deploy="best", training=setting.training
-    )
+    rounds = round(setting.rounds * ROUNDS.get(who, 1.0))
+    config = fl.RunConfig(rounds=rounds, cohort=10, seed=seed, eval_every=rounds, deploy="best", training=setting.training)
     init, began = trained(setting, out, data) if setting.trained else None, time.process_time()
     SCORED.clear()
     result = fl.run(method, problem, everyone, config, init=init)
@@ -340,7 +259,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
     plt.rcParams.update({"svg.hashsalt": "federated", "svg.fonttype": "none", "font.size": 9})
     shown = [name for name in ("shift", "dirichlet", "text") if any(row["setting"] == name for row in rows)]
-    figure, axes = plt.subplots(1, len(shown), figsize=(10, 3), constrained_layout=True, squeeze=False)
+    figure, axes = plt.subplots(1, len(shown), figsize=(10, 3.3), constrained_layout=True, squeeze=False)
     for axis, name in zip(axes[0], shown, strict=True):
         for who, color in DRAWN.items():
             own = [row for row in rows if (row["setting"], row["arm"]) == (name, who)]
@@ -348,9 +267,10 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                 levels = [statistics.mean(mean_of(row, "best", level=level) for row in own) for level in LEVELS]
                 axis.plot(LEVELS, levels, "o-", color=color, label=who)
         axis.set_xscale("log", base=2)
+        axis.set_xticks(LEVELS, ["1", "1/2", "1/4", "1/8", "1/16"])
         axis.set_title(f"{name}: accuracy in %")
         axis.set_xlabel("capability")
-    axes[0, 0].legend(frameon=False)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(DRAWN), frameon=False)
     figure.savefig(path, metadata={"Date": None})
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cells import ROOT, SENTENCES, Lines, Row, drawn, one, placed, rows, sentence, table, values
+import federated_tables  # noqa: F401 - its tables are drawn too
+from cells import ROOT, SENTENCES, Lines, drawn, one, placed, rows, sentence, table, values
 from common import spread
 from stored_tables import read_results
 
@@ -381,43 +382,6 @@ def failing() -> Lines:
             mean, error, _ = row["simple"]
             cells.append(f"{mean:.3f} ± {error:.3f}")
         yield cells
-
-
-FEDLPS = "docs/evidence/fedlps.md"
-
-
-def federated(setting: str, arm: str) -> Row:
-    (row,) = rows("federated.jsonl", setting=setting, arm=arm, seed=0)
-    return row
-
-
-def mean_of(row: Row, way: str, part: str = "members", level: float | None = None) -> float:
-    """Mean accuracy in % of the fifty devices that train, their worst tenth, those of a level, new or late ones."""
-    places = {"new": slice(50, 60), "late": slice(60, 70)}.get(part, slice(50))
-    found = [a for a, z in list(zip(row[way], row["z"], strict=True))[places] if level in (None, z)]
-    return 100 * statistics.mean(sorted(found)[:5] if part == "worst" else found)
-
-
-@table(FEDLPS, "method", "shift: newest", "tuned", "best", "dirichlet: newest", "tuned", "best")
-def deployed() -> Lines:
-    for label, arm in {"**`fedlps`**": "fedlps", "`heterofl`": "heterofl", "the same submodels alone": "alone"}.items():
-        found = itertools.product(("shift", "dirichlet"), ("newest", "tuned", "best"))
-        yield [label, *(f"{mean_of(federated(setting, arm), way):.1f}" for setting, way in found)]
-
-
-@table(
-    FEDLPS, "method, newest (`heterofl` on dirichlet: tuned)", "z = 1, ½, ¼, ⅛, ¹⁄₁₆", "worst tenth", "new devices",
-    "late devices", "TFLOPs", "MB up", "MB down",
-)  # fmt: skip
-def by_capability() -> Lines:
-    for setting, (arm, label) in itertools.product(
-        ("shift", "dirichlet"), {"fedlps": "`fedlps`", "heterofl": "`heterofl`", "alone": "alone"}.items()
-    ):
-        row, way = federated(setting, arm), "tuned" if (setting, arm) == ("dirichlet", "heterofl") else "newest"
-        levels = " / ".join(f"{mean_of(row, way, level=level):.0f}" for level in (1, 0.5, 0.25, 0.125, 0.0625))
-        parts = [f"{mean_of(row, way, part):.0f}" for part in ("worst", "new", "late")]
-        sent = [f"{row[part]:.0f}" if arm != "alone" else "" for part in ("MB up", "MB down")]
-        yield [f"{setting}, {label}", levels, *parts, f"{row['TFLOPs']:.3f}", *sent]
 
 
 @table("docs/howto/memory.md", "parameters", "weights", "trace", "`prune`, dense model kept", "score", "reconstruct in place")
