@@ -1,4 +1,4 @@
-"""sparsekit: structured pruning for PyTorch that verifies every cut, and training of narrow networks.
+"""sparsekit: structured pruning for PyTorch that verifies every removal, and training of narrow networks.
 
 The public names are listed in `__all__`; anything else may change. Names are imported when first used, so that
 `sparsekit.bandit` needs numpy alone.

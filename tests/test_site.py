@@ -164,6 +164,22 @@ def test_readers_find_an_answer_within_two_clicks_from_home():
         assert re.search(words, path.read_text(encoding="utf-8")), question
 
 
+def _prose(page):
+    """The words of a page, without code, tables, headings and the targets of links."""
+    text = re.sub(r"^```.*?^```$|^[|#][^\n]*|`[^`]*`|\]\([^)]*\)", " ", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return text.split()
+
+
+def test_evidence_has_few_numbers_in_its_prose_and_pages_have_few_semicolons():
+    for page in (DOCS / "evidence").glob("*.md"):
+        words = _prose(page)
+        numbers = len(re.findall(r"\d+(?:[.,]\d+)*", " ".join(words)))
+        assert numbers <= 0.08 * len(words), f"{page.name}: {100 * numbers / len(words):.1f} in 100 words; use a table"
+    words = [word for page in (ROOT / "README.md", *PAGES) for word in _prose(page)]
+    assert sum(";" in word for word in words) <= 0.003 * len(words)
+    assert len(README.splitlines()) <= 150
+
+
 def test_code_of_tutorials_fits_a_page():
     long = []
     for page in sorted((DOCS / "tutorials").glob("*.md")):

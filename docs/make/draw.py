@@ -100,7 +100,7 @@ def home() -> None:
     sheet.text(
         300,
         285,
-        "Every cut is verified: the small model gives the same outputs as the masked model.",
+        "Every removal is verified: the small model gives the same outputs as the masked model.",
         size=12,
         fill=SOFT,
     )
