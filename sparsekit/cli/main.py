@@ -113,7 +113,7 @@ def _root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Structured pruning that verifies every removal, narrow training, and federated learning with a submodel for each device."""
+    """Structured pruning that verifies every removal, narrow training, and federated learning with a submodel per device."""
 
 
 def execute(arguments: Sequence[str] | None = None) -> int:
