@@ -70,6 +70,7 @@ def differences() -> Lines:
     "TFLOPs",
     "MB up",
     "MB down",
+    "simulated s",
 )
 def by_capability() -> Lines:
     for setting in SETTINGS[:5]:
@@ -79,11 +80,18 @@ def by_capability() -> Lines:
                      for part in ("worst", "new", "late")]  # fmt: skip
             cost = [
                 statistics.mean(over_seeds(setting, arm, lambda row, key=key: row[key]))
-                for key in ("TFLOPs", "MB up", "MB down")
+                for key in ("TFLOPs", "MB up", "MB down", "seconds")
             ]
-            sent = ["", ""] if arm == "alone" else [f"{one:.0f}" for one in cost[1:]]
+            sent = ["", ""] if arm == "alone" else [f"{one:.0f}" for one in cost[1:3]]
             levels = " / ".join(f"{level:.0f}" for level in found)
-            yield [f"{setting}, {NAMES[arm]}", levels, *(f"{one:.0f}" for one in parts), f"{cost[0]:.3f}", *sent]
+            yield [
+                f"{setting}, {NAMES[arm]}",
+                levels,
+                *(f"{one:.0f}" for one in parts),
+                f"{cost[0]:.3f}",
+                *sent,
+                f"{cost[3]:.2f}",
+            ]
 
 
 WAYS = {"newest": "the newest submodel", "tuned": "after one more local training", "best": "the best by 30 images"}
