@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +28,23 @@ def table(page: str, *head: str) -> Callable[[Callable[[], Lines]], Callable[[],
     return kept
 
 
-def rows(file: str, **key: Any) -> list[Row]:
-    """Rows of a file in results/ whose columns have the values of the key."""
+@cache
+def _stored(file: str) -> list[Row]:
     path = ROOT / "results" / file
     if file == "real.csv":  # a plain table; in the others, an empty cell repeats the one above
         with path.open(encoding="utf-8") as opened:
-            found: list[Row] = [
+            return [
                 {name: float(cell) if re.fullmatch(r"[\d.]+", cell) else cell for name, cell in row.items() if cell}
                 for row in csv.DictReader(opened)
             ]
-    elif path.suffix == ".csv":
-        found = read_rows(path)
-    else:
-        found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [row for row in found if all(row.get(name) == value for name, value in key.items())]
+    if path.suffix == ".csv":
+        return read_rows(path)
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def rows(file: str, **key: Any) -> list[Row]:
+    """Rows of a file in results/ whose columns have the values of the key."""
+    return [row for row in _stored(file) if all(row.get(name) == value for name, value in key.items())]
 
 
 def values(file: str, column: str, *, times: float = 1.0, **key: Any) -> list[float]:

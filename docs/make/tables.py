@@ -235,6 +235,16 @@ def inference() -> Lines:
         yield [label, *cells]
 
 
+@table(SPEED, "model, half of the FLOPs", "any widths ÷ multiples of 16, batch 8", "batch 1")
+def widths() -> Lines:
+    for model, label in TIMED.items():
+        times = [
+            reached(model, batch, 0.5, "16") / reached(model, batch, 0.5, "1")  # both have half of the FLOPs
+            for batch in (8, 1)
+        ]
+        yield [label, *(f"{each:.2f}" for each in times)]
+
+
 @sentence("Of the speed-up that FLOPs suggest, networks reach", SPEED, "docs/evidence/index.md")
 def condition() -> str:
     """At half and a quarter of the FLOPs; for a ResNet of small images also at an eighth."""
