@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sparsekit.criteria.batches import Batch
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import UnitMask
-from sparsekit.measure import Budget, cost_model
+from sparsekit.measure import cost_model
 from sparsekit.progress import track
 from sparsekit.pruning.calibration import Calibration, Verdict
 from sparsekit.pruning.cutting import Decision, Stage
@@ -56,12 +56,12 @@ def try_depths(settings: Settings) -> Finished | None:
     calibration = settings.calibration
     if not high or not settings.blocks or calibration is None or (low != high and not calibration.judge):
         return None
-    order = _order(settings, min(high, len(settings.blocks)))
+    order = _order(settings, low, min(high, len(settings.blocks)))
     tried: list[CandidateReport] = []
     best: tuple[Verdict, Finished] | None = None
     candidates, first = settings.candidates, None
     refused = InvalidValueError("no candidate")
-    numbers = _numbers(settings, order, low, high)
+    numbers = _numbers(order, low, high)
     for number in numbers:
         removed = tuple(order[:number])
         own, start = shortened(settings, removed)
@@ -121,20 +121,20 @@ def block_costs(entries: Mapping[str, Mapping[str, float]], keys: Collection[str
     return found
 
 
-def _numbers(settings: Settings, order: Sequence[str], low: int, high: int) -> list[int]:
-    """Return the numbers of blocks to try: none, and some up to the most for which widths still have a part of the cut."""
+def _numbers(order: Sequence[str], low: int, high: int) -> list[int]:
+    """Return the numbers of blocks to try: the smallest, and some up to those that have an order."""
     if low == high:
         return [low]
-    most = len(order)
-    if settings.budget is not None:
-        most = max(n for n in range(len(order) + 1) if _share_of_cut(settings, settings.budget, order[:n]) <= _LARGEST)
-    most = max(most, low)
-    steps = {max(1, low) + round((most - max(1, low)) * part / _NUMBERS) for part in range(1, _NUMBERS + 1)}
+    least, most = max(1, low), max(len(order), low)
+    steps = {least + round((most - least) * part / _NUMBERS) for part in range(1, _NUMBERS + 1)}
     return sorted({n for n in steps if low <= n <= most} | {low})
 
 
-def _share_of_cut(settings: Settings, budget: Budget, removed: Sequence[str]) -> float:
+def _share_of_cut(settings: Settings, removed: Sequence[str]) -> float:
     """Return the part of the requested cut that blocks take, in FLOPs, or in another metric if FLOPs are not limited."""
+    budget = settings.budget
+    if budget is None:
+        return 0.0
     entries = settings.costs.entry_costs({name: group.size for name, group in settings.graph.groups.items()})
     limits = budget.limits(settings.dense_costs)
     metric = next((name for name in ("flops", "params", "bytes") if name in limits), "flops")
@@ -144,10 +144,11 @@ def _share_of_cut(settings: Settings, budget: Budget, removed: Sequence[str]) ->
     return gone / max(dense - limit, 1e-9)
 
 
-def _order(settings: Settings, count: int) -> list[str]:
+def _order(settings: Settings, low: int, high: int) -> list[str]:
     """Return blocks in the order of removal: each time the one without which the loss on calibration examples is least.
 
-    A block is asked again only while its last known rise of the loss is below that of the best one of the turn.
+    More than the smallest number only as long as widths still have a part of the cut. A block is asked again only while its
+    last known rise of the loss is below that of the best one of the turn.
     """
     calibration = settings.calibration
     assert calibration is not None
@@ -156,7 +157,7 @@ def _order(settings: Settings, count: int) -> list[str]:
     removed: list[str] = []
     rises: dict[str, float] = dict.fromkeys(settings.blocks, -float("inf"))
     with scoring(model):
-        for _ in track(range(count), "Ordering blocks", show=settings.progress):
+        for _ in track(range(high), "Ordering blocks", show=settings.progress):
             base = _losses(model, settings, parts, removed, ())
             waiting, fresh = sorted(rises, key=lambda name: rises[name]), dict[str, float]()
             while waiting:
@@ -168,6 +169,8 @@ def _order(settings: Settings, count: int) -> list[str]:
                     break
             rises |= fresh
             best = min(fresh, key=lambda name: fresh[name])
+            if len(removed) >= low and _share_of_cut(settings, [*removed, best]) > _LARGEST:
+                break
             removed.append(best)
             del rises[best]
     return removed
