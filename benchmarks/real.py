@@ -5,6 +5,7 @@
     python benchmarks/real.py train efficientnet-lite0 --out real  the reconstructed cut trained, three orders of the batches
     python benchmarks/real.py distil smollm2 --out real --arms "logits|hidden"   logits alone, and hidden outputs, equal steps
     python benchmarks/real.py time efficientnet-lite0 --out real   milliseconds of passes, eager and in ONNX Runtime
+    python benchmarks/real.py blocks efficientnet-lite0 --out real --shares 0.5   whole blocks, then widths; three draws
     python benchmarks/real.py table --out real
 
 `--arms` and `--shares` select cells. Four fifths of the calibration batches score units and refit layers, and the last
@@ -16,13 +17,14 @@ import re
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from common import add, mask_of, options_of, read, show
-from real_nets import NETWORKS, Network
+from real_nets import NETWORKS, Network, efficientnet_lite0
 from torch import Tensor, nn
 
 import sparsekit as sk
@@ -253,18 +255,36 @@ def cells(name: str) -> list[tuple[str, float, str]]:
 
 
 def train(bench: Bench, share: float, seed: int) -> tuple[nn.Module, dict[str, Any]]:
-    network = bench.network
-    arm = "position_fisher/by_loss" if network.loss is None else "fisher/by_cost"
-    optimizer, rate, steps = (torch.optim.AdamW, 1e-4, 50) if network.loss is None else (torch.optim.SGD, 0.004, 100)
+    arm = "position_fisher/by_loss" if bench.network.loss is None else "fisher/by_cost"
     small, flops = bench.cut(arm, share, "reconstructed")
+    return trained(bench.network, small, seed), {"flops": flops}
+
+
+def trained(network: Network, small: nn.Module, seed: int) -> nn.Module:
+    """Train in place, with the dense network as teacher: 50 steps of a language model, 100 of an image network."""
+    optimizer, rate, steps = (torch.optim.AdamW, 1e-4, 50) if network.loss is None else (torch.optim.SGD, 0.004, 100)
     batches = list(network.training)
     np.random.default_rng(seed).shuffle(batches)
-    began, make, teacher = time.process_time(), partial(optimizer, lr=rate), Distillation(network.model)
+    make, teacher = partial(optimizer, lr=rate), Distillation(network.model)
     sk.finetune(small, batches[:steps], network.loss, epochs=1, optimizer=make, distillation=teacher, seed=seed)
-    told = {"seconds": time.process_time() - began, "steps": steps, "flops": flops}
     if network.loss is not None:
         recalibrate_batchnorm(small, network.training)
-    return small.eval(), told
+    return small.eval()
+
+
+def blocks(path: Path, shares: Sequence[float]) -> None:
+    """Remove 0, 3, 5 and 7 blocks of EfficientNet-Lite0, then widths to equal FLOPs: Fisher by cost, 640 images of a draw."""
+    for draw, share, number in product(range(3), shares, (0, 3, 5, 7)):
+        key = {"what": "blocks", "draw": draw, "share": share, "blocks": number}
+        if any(key == {name: row.get(name) for name in key} for row in read(path)):
+            continue
+        network = efficientnet_lite0(draw=draw)
+        given: Any = {"criterion": "fisher", "allocation": "by_cost", "batches": network.calibration[:20], "loss": network.loss}
+        pruned = sk.prune(network.model, network.example, budget=f"flops={share:.0%}", depth=number, **given)
+        row = network.judge(pruned.model, network.calibration[16:20])["loss"], network.judge(pruned.model, network.test)
+        after = network.judge(trained(network, pruned.model, draw), network.test)
+        found = {"judge": row[0], "accuracy": row[1]["accuracy"], "trained": after["accuracy"]}
+        add(path, {**key, **found, "removed": pruned.report.removed})
 
 
 def distil(bench: Bench, arm: str, share: float, seed: int) -> tuple[nn.Module, dict[str, Any]]:
@@ -312,7 +332,7 @@ def table(rows: list[dict[str, Any]], metric: str) -> None:
 
 
 def main() -> None:
-    words = {"what": ("scores", "cut", "train", "distil", "time", "table"), "network": NETWORKS}
+    words = {"what": ("scores", "cut", "train", "distil", "time", "blocks", "table"), "network": NETWORKS}
     options = options_of(__doc__, "what", "network?", choices=words, out=Path("real"), arms=".*", shares=[float])
     options.out.mkdir(exist_ok=True)
     if options.what == "table":
@@ -322,7 +342,11 @@ def main() -> None:
                 print(f"\n{name}\n")
                 table(rows, "perplexity" if "perplexity" in rows[0] else "accuracy")
         return
-    bench, path = Bench(options.network, options.out), options.out / f"{options.network}.jsonl"
+    path = options.out / f"{options.network}.jsonl"
+    if options.what == "blocks":
+        blocks(path, options.shares or [0.5])
+        return
+    bench = Bench(options.network, options.out)
     if options.what == "scores":
         bench.score()
         return
