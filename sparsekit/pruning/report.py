@@ -167,7 +167,7 @@ class PruneReport:
             scored = "" if each.score is None else f"score {each.score:.4g}"
             chosen = f"{scored} {'chosen' * each.chosen}".strip()
             tried.append((each.criterion, each.allocation, str(len(each.removed)), loss, chosen))
-        measured = [(name.replace("_", " "), measured_text(name, value)) for name, value in self.measured.items()]
+        measured = [(_spoken(name), measured_text(name, value)) for name, value in self.measured.items()]
         for group in self.groups:
             flops = f"{format_cost('flops', group.flops_before)} → {format_cost('flops', group.flops_after)}"
             share = f"{group.after / group.before:.0%}"
@@ -240,6 +240,10 @@ def notes_on(tried: Sequence[CandidateReport]) -> list[str]:
     return [f"Candidate{'s' if names[1:] else ''} {'; '.join(names)}: {note}." for note, names in alike.items() if note]
 
 
+def _spoken(name: str) -> str:
+    return name.replace("_", " ").replace("finetuned", "fine-tuned")
+
+
 def measured_text(name: str, value: Any) -> str:
     """Format a measurement; accuracies between 0 and 1 are in percent."""
     if not isinstance(value, float):
@@ -288,7 +292,7 @@ def _summary(report: PruneReport) -> str:
     ]
     scores = [(name, value) for name, value in report.measured.items() if name.startswith("accuracy_") and "_step" not in name]
     if scores:
-        words = (f"{measured_text(name, value)} {name.removeprefix('accuracy_')}" for name, value in scores)
+        words = (f"{measured_text(name, value)} {_spoken(name.removeprefix('accuracy_'))}" for name, value in scores)
         told.append(f"accuracy {', '.join(words)}")
     told += [f"{pair.faster:.2f} times as fast ({pair.label})" for pair in report.times[:1] if pair.measurable]
     told_of = f"Units were ranked by {report.criterion}; {report.allocation} set how many stay in each layer ({report.widths})."
