@@ -71,12 +71,13 @@ class Batch:
     def examples(self) -> int:
         """The number of examples: the first axis of the first input, or what the target has of its first two axes, or of its
         list; 1 without axes."""
-        inputs = [*self.args, *self.kwargs.values()]
-        if inputs and isinstance(inputs[0], list) and isinstance(self.target, list) and len(inputs[0]) == len(self.target):
-            return len(self.target)
+        first = next(iter([*self.args, *self.kwargs.values()]), None)
+        scalar = isinstance(self.target, Tensor) and not self.target.dim()
+        asked = len(self.target) if isinstance(self.target, list | Tensor) and not scalar else 0
+        if isinstance(first, list) and asked == len(first) > 0:
+            return asked
         shape = next((tensor.shape for tensor in self.tensors if tensor.dim()), torch.Size([1]))
-        asked = self.target.shape[0] if isinstance(self.target, Tensor) and self.target.dim() else None
-        return int(asked if asked in shape[:2] and asked is not None else shape[0])
+        return int(asked if asked in shape[:2] else shape[0])
 
     @property
     def terms(self) -> int:

@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Container, Iterable, Sequence, Sized
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any, cast
@@ -140,15 +140,27 @@ class Losses:
         """The mean over examples."""
         return sum(value * count for value, count in zip(self.values, self.counts)) / max(1, sum(self.counts))
 
+    def _up_to(self, ends: Container[int]) -> "Losses":
+        """Return means of the parts between such numbers of examples: rounding may keep a batch of one model whole."""
+        found, part, seen = Losses([], []), Losses([], []), 0
+        for value, count in zip(self.values, self.counts):
+            part, seen = Losses([*part.values, value], [*part.counts, count]), seen + count
+            if seen in ends:
+                found = Losses([*found.values, part.mean], [*found.counts, sum(part.counts)])
+                part = Losses([], [])
+        return found
+
     def is_clearly_below(self, other: "Losses", rivals: int) -> bool:
         """Tell whether the mean is lower by more than noise: a standard error of the difference, more if the best of several.
 
         Source: Breiman et al., Classification and Regression Trees, 1984, for the rule of one standard error; Bonferroni for
         several `rivals`, each of which then has a part of the 16 % that such a rule errs.
         """
-        gains = Losses([b - a for a, b in zip(self.values, other.values, strict=True)], self.counts)
+        ends = {*itertools.accumulate(self.counts)} & {*itertools.accumulate(other.counts)}
+        own, others = self._up_to(ends), other._up_to(ends)
+        gains = Losses([b - a for a, b in zip(own.values, others.values, strict=True)], own.counts)
         mean = gains.mean
-        squares = Losses([(gain - mean) * (gain - mean) for gain in gains.values], self.counts)
+        squares = Losses([(gain - mean) * (gain - mean) for gain in gains.values], own.counts)
         error = math.sqrt(squares.mean / max(1, len(gains.values) - 1))
         return mean > error * NormalDist().inv_cdf(1.0 - _LUCK / rivals)
 

@@ -206,6 +206,16 @@ def test_a_global_ranking_that_starves_a_layer_warns() -> None:
         sk.prune(model, x, budget="flops=20%", criterion=criterion, allocation="by_cost")
 
 
+def test_candidates_are_compared_also_where_rounding_keeps_a_batch_of_one_of_them_whole() -> None:
+    apart, whole = Losses([1.0, 2.0, 3.0, 4.0], [1, 1, 2, 1]), Losses([1.1, 9.0, 9.0], [2, 2, 1])
+    assert apart.is_clearly_below(whole, 1) == Losses([1.5, 3.0, 4.0], [2, 2, 1]).is_clearly_below(whole, 1)
+    assert not whole.is_clearly_below(apart, 1)
+    model, batches = make_trained()
+    half = [(x.bfloat16(), y) for x, y in batches]
+    report = sk.prune(model.bfloat16(), half[0][0][:1], budget="flops=50%", batches=half, loss=F.cross_entropy).report
+    assert all(each.loss is not None for each in report.candidates)
+
+
 @pytest.mark.slow
 def test_efficientnet_at_three_quarters_of_its_flops_keeps_its_accuracy_without_training() -> None:
     pytest.importorskip("efficientnet_lite_pytorch", reason="the group 'real' is not installed")

@@ -339,6 +339,7 @@ def test_scores_of_an_earlier_call_are_compared_as_they_were_there() -> None:
         ((torch.zeros(8, 36, 3), torch.zeros(8, 36)), 8, None),
         ((torch.zeros(8, 3), torch.zeros(8 * 5)), 8, None),
         (([torch.zeros(3, 9, 9), torch.zeros(3, 7, 8)], [{"boxes": torch.zeros(5, 4)}, {}]), 2, None),
+        (([torch.zeros(3, 9, 9)] * 4, torch.zeros(4)), 4, None),
         ({"x": torch.zeros(5, 2), "y": torch.zeros(5)}, 5, "y"),
         ({"input_ids": torch.zeros(2, 7), "labels": torch.zeros(2, 7), "y": torch.zeros(1)}, 2, "labels"),
         ({"scale": torch.tensor(2.0)}, 1, None),
