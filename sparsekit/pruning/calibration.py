@@ -5,9 +5,8 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Container, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, replace
-from statistics import NormalDist
 from typing import Any, cast
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from sparsekit.criteria.batches import Batch, Batches, Loss, loss_of, read_batches
 from sparsekit.errors import level_of_user
 from sparsekit.pruning.distillation import Distillation
+from sparsekit.pruning.verdict import Losses
 from sparsekit.rng import torch_generator
 from sparsekit.tracing.modes import scoring
 
@@ -26,10 +26,6 @@ _BATCHES, _BYTES = 48, 2**30
 """Batches that are read at most, and the bytes that they may take; at least two are read."""
 _JUDGES, _FEW = 64, 12
 """Examples that judge at least, or tokens where inputs are token ids; batches whose order is judged by their ends."""
-
-
-_LUCK = 0.16
-"""Probability that noise lets the first of several cuts lose, though it is the best: that of more than a standard error."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +106,7 @@ class Calibration:
         """Return the mean loss over the batches that judge, or the distance to the dense outputs: lower is better."""
         return self.losses(model).mean
 
-    def losses(self, model: nn.Module) -> "Losses":
+    def losses(self, model: nn.Module) -> Losses:
         """Return the losses on the examples that judge, or the distances to the dense outputs: lower is better.
 
         Where the loss of a batch is not the mean over its examples, it counts as one.
@@ -126,68 +122,6 @@ class Calibration:
                     loss = self.loss
                 found += _of_examples(outputs, target, loss, batch.examples)
         return Losses([value for value, _ in found], [count for _, count in found])
-
-
-@dataclass(frozen=True)
-class Losses:
-    """Losses of a model on the examples that judge, or on parts of so many examples."""
-
-    values: Sequence[float]
-    counts: Sequence[int]
-
-    @property
-    def mean(self) -> float:
-        """The mean over examples."""
-        return sum(value * count for value, count in zip(self.values, self.counts)) / max(1, sum(self.counts))
-
-    def _up_to(self, ends: Container[int]) -> "Losses":
-        """Return means of the parts between such numbers of examples: rounding may keep a batch of one model whole."""
-        found, part, seen = Losses([], []), Losses([], []), 0
-        for value, count in zip(self.values, self.counts):
-            part, seen = Losses([*part.values, value], [*part.counts, count]), seen + count
-            if seen in ends:
-                found = Losses([*found.values, part.mean], [*found.counts, sum(part.counts)])
-                part = Losses([], [])
-        return found
-
-    def is_clearly_below(self, other: "Losses", rivals: int) -> bool:
-        """Tell whether the mean is lower by more than noise: a standard error of the difference, more if the best of several.
-
-        Source: Breiman et al., Classification and Regression Trees, 1984, for the rule of one standard error; Bonferroni for
-        several `rivals`, each of which then has a part of the 16 % that such a rule errs.
-        """
-        ends = {*itertools.accumulate(self.counts)} & {*itertools.accumulate(other.counts)}
-        own, others = self._up_to(ends), other._up_to(ends)
-        gains = Losses([b - a for a, b in zip(own.values, others.values, strict=True)], own.counts)
-        mean = gains.mean
-        squares = Losses([(gain - mean) * (gain - mean) for gain in gains.values], own.counts)
-        error = math.sqrt(squares.mean / max(1, len(gains.values) - 1))
-        return mean > error * NormalDist().inv_cdf(1.0 - _LUCK / rivals)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The losses of a finished cut, and its score if a metric chooses."""
-
-    losses: Losses
-    score: float | None
-
-    @property
-    def told(self) -> str:
-        """Why the losses cannot be compared; empty if they can."""
-        return "" if self.losses.mean == self.losses.mean else "the loss on held-out examples is NaN"
-
-    def beats(self, best: "Verdict", *, rivals: int) -> bool:
-        """Tell whether the cut replaces the best one before it.
-
-        The first cut of all is the best guess without these examples, so it stays unless one of its `rivals` is clearly better;
-        0 if the best one is another.
-        """
-        if self.score is not None and best.score is not None:
-            return self.score > best.score
-        if self.told or best.told:
-            return bool(best.told) and not self.told
-        return self.losses.is_clearly_below(best.losses, rivals) if rivals else self.losses.mean < best.losses.mean
 
 
 def _distance(outputs: Tensor, wanted: Tensor, *, variance: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ from sparsekit.graph.edit import within
 from sparsekit.measure.budget import Budget, BudgetError
 from sparsekit.measure.timing import TimePair, device_of, prepare, stopwatch, time_turns
 from sparsekit.progress import working
-from sparsekit.pruning.calibration import Verdict
 from sparsekit.pruning.reconstruction import (
     batch_norms,
     put_statistics,
@@ -30,6 +29,7 @@ from sparsekit.pruning.reconstruction import (
 from sparsekit.pruning.report import CandidateReport
 from sparsekit.pruning.sequence import Refit
 from sparsekit.pruning.settings import Candidate, Settings
+from sparsekit.pruning.verdict import Verdict
 from sparsekit.surgery.compaction import compact
 from sparsekit.tracing.modes import evaluated
 

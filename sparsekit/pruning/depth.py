@@ -15,11 +15,12 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph import UnitMask
 from sparsekit.measure import cost_model
 from sparsekit.progress import track
-from sparsekit.pruning.calibration import Calibration, Verdict
+from sparsekit.pruning.calibration import Calibration
 from sparsekit.pruning.cutting import Decision, Stage
 from sparsekit.pruning.reconstruction import statistics_prior
 from sparsekit.pruning.report import CandidateReport
 from sparsekit.pruning.settings import Settings
+from sparsekit.pruning.verdict import Verdict
 from sparsekit.runtime.removed import Removed
 from sparsekit.surgery.blocks import remove_blocks
 from sparsekit.tracing.inputs import map_tensors

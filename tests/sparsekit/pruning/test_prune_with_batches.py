@@ -14,10 +14,11 @@ from torch import nn
 
 import sparsekit as sk
 from sparsekit.criteria.batches import Batch
-from sparsekit.pruning.calibration import Calibration, Losses, Verdict
+from sparsekit.pruning.calibration import Calibration
 from sparsekit.pruning.cutting import StarvedGroupsWarning
 from sparsekit.pruning.reconstruction import statistics_prior
 from sparsekit.pruning.settings import CANDIDATES, UncalibratedWarning
+from sparsekit.pruning.verdict import Losses, Verdict
 
 X = torch.randn(1, 12, generator=torch.Generator().manual_seed(0))
 
