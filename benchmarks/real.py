@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import add, mask_of, options_of, read, show
+from common import add, in_turns, mask_of, options_of, over, read, show
 from real_nets import NETWORKS, Network, efficientnet_lite0
 from torch import Tensor, nn
 
@@ -34,7 +34,7 @@ from sparsekit.criteria.base import score_units
 from sparsekit.criteria.gate_gradients import inputs_of, unit_readers
 from sparsekit.finetuning import Distillation, recalibrate_batchnorm, reconstruct
 from sparsekit.measure.cost import CostModel, cost_model
-from sparsekit.measure.timing import measure_turns
+from sparsekit.measure.timing import measure_turns, prepare
 from sparsekit.pruning.reconstruction import statistics_prior
 from sparsekit.pruning.settings import CANDIDATES
 
@@ -273,7 +273,11 @@ def trained(network: Network, small: nn.Module, seed: int) -> nn.Module:
 
 
 def blocks(path: Path, shares: Sequence[float]) -> None:
-    """Remove 0, 3, 5 and 7 blocks of EfficientNet-Lite0, then widths to equal FLOPs: Fisher by cost, 640 images of a draw."""
+    """Remove 0, 3, 5 and 7 blocks of EfficientNet-Lite0, then widths to equal FLOPs: Fisher by cost, 640 images of a draw.
+
+    The networks of the first draw and share are timed in turns, with the dense one twice.
+    """
+    timed: dict[str, nn.Module] = {}
     for draw, share, number in product(range(3), shares, (0, 3, 5, 7)):
         key = {"what": "blocks", "draw": draw, "share": share, "blocks": number}
         if any(key == {name: row.get(name) for name in key} for row in read(path)):
@@ -281,10 +285,18 @@ def blocks(path: Path, shares: Sequence[float]) -> None:
         network = efficientnet_lite0(draw=draw)
         given: Any = {"criterion": "fisher", "allocation": "by_cost", "batches": network.calibration[:20], "loss": network.loss}
         pruned = sk.prune(network.model, network.example, budget=f"flops={share:.0%}", depth=number, **given)
+        timed |= {"dense": network.model, "dense again": network.model} if not timed else {}
+        timed |= {f"{number} blocks": copy.deepcopy(pruned.model)} if (draw, share) == (0, shares[0]) else {}
         row = network.judge(pruned.model, network.calibration[16:20])["loss"], network.judge(pruned.model, network.test)
         after = network.judge(trained(network, pruned.model, draw), network.test)
         found = {"judge": row[0], "accuracy": row[1]["accuracy"], "trained": after["accuracy"]}
         add(path, {**key, **found, "removed": pruned.report.removed})
+    for pixels, batch, runtime in product((96, 224), (1, 8), ("onnx", "eager")) if len(timed) > 2 else ():
+        x = (torch.randn(batch, 3, pixels, pixels, generator=torch.Generator().manual_seed(0)),)
+        with torch.no_grad():
+            times = in_turns({name: prepare(model, runtime, x, {}) for name, model in timed.items()}, 30, warm=2)
+        shares_of_dense = {name: over(times, name, "dense") for name in timed if name != "dense"}
+        add(path, {"what": "block times", "pixels": pixels, "batch": batch, "runtime": runtime, **shares_of_dense})
 
 
 def distil(bench: Bench, arm: str, share: float, seed: int) -> tuple[nn.Module, dict[str, Any]]:
