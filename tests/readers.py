@@ -13,7 +13,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.passes import train_without_dropout
 
-__all__ = ["READERS", "is_wrong", "plant_reader"]
+__all__ = ["READERS", "WITH_GRADIENTS", "is_wrong", "plant_reader"]
 
 
 class Keeps(nn.Module):
@@ -23,7 +23,8 @@ class Keeps(nn.Module):
         super().__init__()
         self.op, self.layer = op, [layer]
         self.width = self._width = 0
-        self.left = torch.zeros(())
+        self.left, self.calls = torch.zeros(()), 0
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
 
     def forward(self, *values: Tensor) -> Any:
         self.width = self._width = _width(self.layer[0])
@@ -53,6 +54,31 @@ def _leave(block: Any, layer: Any) -> float:
     return 1.0
 
 
+def _write(block: Any, layer: Any) -> float:
+    """Write a width into a buffer that no output depends on."""
+    block.seen.mul_(0.5).add_(_width(layer))
+    return 1.0
+
+
+def _remembered(block: Any, layer: Any) -> float:
+    """Use a width in a second call alone."""
+    block.calls += 1
+    return float(_width(layer)) if block.calls == 2 else 1.0
+
+
+class Narrowing(torch.autograd.Function):
+    """Multiplies gradients alone with a width."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, width: int) -> Tensor:
+        ctx.width = width
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.width, None
+
+
 def _width(layer: Any) -> int:
     return int(layer.weight.shape[0])
 
@@ -79,8 +105,15 @@ READERS: dict[str, Callable[[Any, Any, Any], float | Tensor]] = {
     "tensor of a number": lambda a, _b, _k: torch.tensor(float(_width(a)), device=a.weight.device),
     "ones": lambda a, _b, _k: torch.ones(_width(a), device=a.weight.device).sum(),
     "side output": lambda a, _b, k: _leave(k, a),
+    "buffer": lambda a, _b, k: _write(k, a),
+    "second call": lambda a, _b, k: _remembered(k, a),
+    "bound": lambda a, _b, k: torch.rand(4, device=a.weight.device).mul(9.0).clamp(max=float(_width(a))).sum(),
+    "with gradients": lambda a, _b, _k: float(_width(a)) if torch.is_grad_enabled() else 1.0,
+    "gradient": lambda a, _b, _k: Narrowing.apply(torch.ones((), device=a.weight.device), _width(a)),
 }
 """How a factor is read off two layers, and the block of the first."""
+WITH_GRADIENTS = frozenset({"with gradients", "gradient"})
+"""Of these, a large model is compared inside of its blocks alone, and one without values not at all."""
 
 
 class Reads(nn.Module):
@@ -136,7 +169,7 @@ def plant_reader(seed: int, rows: int) -> tuple[nn.Module, Tensor, str] | None:
     if reader == "kept tensor":
         seen[0] = Layer(seen[0])
         setattr(parent, name, seen[0])
-    if reader in ("kept number", "private number", "side output"):
+    if reader in ("kept number", "private number", "side output", "buffer", "second call"):
         seen[2] = net.ops[at] = Keeps(net.ops[at], seen[0])
     when = (None, True, False)[int(rng.integers(3))]
     inside = other > at and bool(rng.random() < 0.5)
@@ -161,25 +194,34 @@ def uneven_mask(graph: UnitGraph, seed: int) -> sk.UnitMask:
     return sk.UnitMask(keep)
 
 
-def _left(model: nn.Module) -> list[Tensor]:
-    return [module.left for module in model.modules() if isinstance(module, Keeps)]
+def _run(model: nn.Module, x: Tensor, *, train: bool) -> list[Tensor]:
+    """Outputs of two calls, what they leave, and the gradients of the first one by the input and the kept parameters."""
+    torch.manual_seed(0)
+    model = train_without_dropout(model) if train else model.eval()
+    x = x.clone().requires_grad_() if x.is_floating_point() else x
+    outputs = model(x)
+    wanted = [*([x] if x.requires_grad else []), *model.parameters()]
+    gradients = torch.autograd.grad(sum(t.sin().sum() for t in outputs), wanted, allow_unused=True)
+    with torch.no_grad():
+        found = [*outputs, *model(x)]
+    for module in model.modules():
+        found += [module.left, module.seen] if isinstance(module, Keeps) else []
+    return [t.detach() for t in found] + [torch.zeros(()) if g is None else g for g in gradients]
 
 
 def is_wrong(model: nn.Module, x: Tensor, graph: UnitGraph) -> str | None:
     """What breaks the law of masks under uneven masks, in either mode, or None."""
     for seed in range(4):
         mask = uneven_mask(graph, seed)
-        gated = copy_with(model, graph.gate(named_entries(model), {name: keep.double() for name, keep in mask.items()}))
-        small = sk.compact(model, graph, mask)
         for train in (False, True):
+            gated = copy_with(model, graph.gate(named_entries(model), {name: keep.double() for name, keep in mask.items()}))
+            small = sk.compact(model, graph, mask)
             try:
-                with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                    torch.manual_seed(0)
-                    expected = train_without_dropout(gated)(x) if train else gated.eval()(x)
-                    torch.manual_seed(0)
-                    found = train_without_dropout(small)(x) if train else small.eval()(x)
-                for a, b in zip((*expected, *_left(gated)), (*found, *_left(small)), strict=True):
-                    torch.testing.assert_close(b, a, rtol=1e-8, atol=1e-8)
+                with torch.random.fork_rng(devices=[]):
+                    expected, found = _run(gated, x, train=train), _run(small, x, train=train)
+                for a, b in zip(expected, found, strict=True):
+                    if a.shape == b.shape:  # gradients of entries with units have others
+                        torch.testing.assert_close(b, a, rtol=1e-8, atol=1e-8)
             except (AssertionError, RuntimeError, ValueError) as error:
                 return f"{type(error).__name__}: {error}"
     return None

@@ -29,7 +29,7 @@ from sparsekit.graph.groups import UnitGroup
 from sparsekit.layers import Rules
 from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
 from sparsekit.tracing.inputs import Copied, ModelInputs, find_tensors, plain_copy, same_tensors, with_tokens
-from sparsekit.tracing.passes import lent_copy, train_without_dropout
+from sparsekit.tracing.passes import Snapshot, lent_copy, train_without_dropout
 from sparsekit.tracing.session import Session
 from sparsekit.tracing.tape import Tape
 from sparsekit.tracing.trials import OUTSIDE, Masks, Trial, width_trials
@@ -140,16 +140,22 @@ class BlockVerifier:
         self._numbers = _numbers(self.model)
         self._drawn = self.calls
         self._whole_tapes: dict[int, Tape] = {}
+        self._narrow_tapes: list[Tape] = []
+        self.skipped: dict[str, None] = {}
         self._captured: dict[str, list[tuple[ModelInputs, str]]] = {}  # inputs of modules, and what runs on them
         self._results: dict[str, dict[int, str]] = {}  # kind of block → number of a group of it → why it is not exact
         self._narrow: dict[str, object] = {}  # path → module or entry of the model with all groups cut
         self._masks = Masks(torch.Generator().manual_seed(20130))
         with contextlib.suppress(Exception):  # a model may refuse other tokens than its example
             drawn = with_tokens(self._copy, self.calls, torch.Generator().manual_seed(20130))
-            for inputs, own in zip(drawn, self.calls, strict=True):
-                if not same_tensors(inputs, own):
-                    inputs.call(self._copy)
-            self._drawn = drawn
+            snapshot = Snapshot(self._copy)
+            try:
+                for inputs, own in zip(drawn, self.calls, strict=True):
+                    if not same_tensors(inputs, own):
+                        inputs.call(self._copy)
+                self._drawn = drawn
+            finally:
+                snapshot.restore()
 
     def failures(self, graph: UnitGraph, compared: Sequence[Collection[str]] = ()) -> dict[str, str]:
         """Find the groups whose removal is not exact.
@@ -187,15 +193,23 @@ class BlockVerifier:
 
     @functools.cached_property
     def _whole(self) -> Verifier:
-        return Verifier(Session(self._copy, self.calls, self.rules, self.training, lean=True))
+        return Verifier(Session(self._copy, self.calls, self.rules, self.training, lean=True, skipped=self.skipped))
 
     def _cut_everywhere(self, graph: UnitGraph) -> dict[str, object]:
-        try:
-            keep = self._masks.draw(graph, graph.groups, Trial(1))[1]
-            narrow = narrow_module(self._copy, graph, keep, self.rules)
-        except Exception:  # noqa: BLE001 (the comparison of the whole model meets it again)
-            return {}
-        return {**dict(narrow.named_modules()), **named_entries(narrow)}
+        """Return the modules and entries of the narrowest model, and note what two narrow models run, of the same widths in all
+        groups: as few units as can be, and half.
+        """
+        narrow: nn.Module | None = None
+        self._narrow_tapes = []
+        half = Trial(0, widths=dict.fromkeys(graph.groups, (1, 3)))
+        for trial in (half, Trial(1)):
+            with contextlib.suppress(Exception):  # the comparison of the whole model meets it again
+                keep = self._masks.draw(graph, graph.groups, trial)[1]
+                narrow = None
+                narrow = narrow_module(self._copy, graph, keep, self.rules)
+                self._narrow_tapes.append(tape := Tape(narrow))
+                tape.run(self._drawn[0])
+        return {} if narrow is None else {**dict(narrow.named_modules()), **named_entries(narrow)}
 
     def _outside(self, home: str) -> list[tuple[object, object]]:
         """Return modules and entries that are no part of a block, each with the narrow one."""
@@ -221,6 +235,7 @@ class BlockVerifier:
             while home and home not in self._captured:
                 wanted.add(home)
                 home = self._home(home.rpartition(".")[0])
+        snapshot = Snapshot(self._copy)
         for number, inputs in enumerate(self._drawn) if wanted else ():
             noted: dict[str, ModelInputs] = {}
             copies = _Copies()
@@ -239,6 +254,7 @@ class BlockVerifier:
                 tape.run(inputs)
             for name, captured in noted.items():
                 self._captured.setdefault(name, []).append((captured, tape.digest(name)))
+        snapshot.restore()
 
     def _block(self, graph: UnitGraph, home: str, sets: list[tuple[str, ...]]) -> dict[str, str]:
         """Group name → why it is not exact within one module. Of modules that are alike, one is compared."""
@@ -259,7 +275,8 @@ class BlockVerifier:
     def _kind(self, graph: UnitGraph, home: str, names: list[str]) -> str:
         """Return what tells a module with its units from others: its operators, entries and index tables, not its values.
 
-        The comparison of the whole model is about all of those that are alike.
+        Two modules are alike only if their operators, numbers and shapes are also the same with fewer units, with equally many
+        in all groups. The comparison of the whole model is about all of those that are alike.
         """
         block = self._modules[home]
         part = _part_of(graph, home, names, block)
@@ -276,6 +293,7 @@ class BlockVerifier:
             [(n.module, n.call, n.function, n.dim, [(number[k], *map(Tensor.tolist, v)) for k, v in n.units.items()])
              for n in part.norms],
             [([t.shape for t in find_tensors((call.args, call.kwargs))], ran) for call, ran in self._captured[home]],
+            [tape.digest(home) for tape in self._narrow_tapes],
         ]  # fmt: skip
         return hashlib.sha256(repr(said).encode()).hexdigest()
 
@@ -288,7 +306,7 @@ class BlockVerifier:
             if self._meta:
                 block = _with_values(block, {id(own): own for own, _ in outside})
                 calls = [_valued(inputs) for inputs in calls]
-            session = Session(block, calls, self.rules, training, outside=outside)
+            session = Session(block, calls, self.rules, training, outside=outside, skipped=self.skipped)
             return Verifier(session).failures(_part_of(graph, home, names, block))
         except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
             return dict.fromkeys(names, f"{home!r} cannot run by itself: {type(error).__name__}: {error}")
@@ -324,9 +342,14 @@ class BlockVerifier:
         """Return what a cut changes outside of some modules, or None; `shapes`: whether those of values count."""
         passes = [(False, inputs) for inputs in self._drawn]
         passes += [(True, self.calls[at].doubled() if twice else self.calls[at]) for at, twice in self.training]
+        before = Snapshot(self._copy)
         try:
             narrow = narrow_module(self._copy, graph, keep, self.rules)
+            snapshots = before, Snapshot(narrow)
             for number, (training, inputs) in enumerate(passes):
+                if training and number == len(self._drawn):  # both begin train mode as they have begun eval mode
+                    for snapshot in snapshots:
+                        snapshot.restore()
                 for model in (self._copy, narrow):
                     train_without_dropout(model) if training else set_mode(model, False)
                 if number not in self._whole_tapes:
@@ -337,6 +360,7 @@ class BlockVerifier:
         except Exception as error:  # noqa: BLE001
             return f"the compacted model fails: {type(error).__name__}: {error}"
         finally:
+            before.restore()
             set_mode(self._copy, False)
         return None
 

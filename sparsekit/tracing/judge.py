@@ -1,5 +1,6 @@
 """Judgment: whether a cut model computes what the gated one does, up to rounding."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from sparsekit.tracing.session import Session
 _ALLOWED = {torch.float64: (1e-5, 1e-10), torch.bfloat16: (1e-1, 3e-2), torch.float16: (5e-2, 5e-3)}
 _LOOSE = (1e-3, 1e-5)
 _OUTLIER = 1e6  # larger values, such as an added mask, do not show rounding
+_GRADIENTS, _TINY = 1e-6, 1e-12  # allowed errors of a gradient, as a share of its largest entry, and for zeros
 _NOISE = 4.0  # relative change of entries, in units of rounding, that shows how far rounding carries
 _NOISE_FACTOR = 16.0
 
@@ -50,11 +52,37 @@ class Judgment:
         """Whether some outputs were ignored."""
         return not all(self._defined)
 
+    @property
+    def drawn_otherwise(self) -> str | None:
+        """The first operator that draws random numbers if the passes draw other shapes; None if their numbers are the same."""
+        return self.expected.draw or self.found.draw if self.expected.draws != self.found.draws else None
+
     def reason(self) -> tuple[str | None, bool]:
         """Return why the passes differ, or None, and whether they are equal up to rounding, whatever the mask has changed."""
+        reason, exact = self._compared()
+        return (reason, exact) if reason is not None else (self._gradients(), exact)
+
+    def _gradients(self) -> str | None:
+        for name, own in self.expected.gradients.items():
+            other = self.found.gradients.get(name, torch.zeros_like(own))
+            if own.shape != other.shape or not own.numel() or not bool(torch.isfinite(own).all()):
+                continue
+            if not bool((own - other).abs().max() <= _GRADIENTS * own.abs().max() + _TINY):
+                return f"removing units changes the gradient of {name!r}"
+        return None
+
+    def _compared(self) -> tuple[str | None, bool]:
         expected, found = self.expected, self.found
         if [t.shape for t in expected.outputs] != [t.shape for t in found.outputs]:
             return "removing units changes the shape of the output", False
+        for op, numbers, others in expected.numbers_with(found):
+            if not _are_close(numbers, others, self.session.precision):
+                told = ", ".join(f"{a:.4g} → {b:.4g}" for a, b in zip(numbers, others, strict=False) if a != b)
+                return f"removing units changes a number that {op} computes with ({told})", False
+        for name, own in expected.written.items():
+            other = found.written.get(name, own)
+            if own.shape == other.shape and not torch.equal(own, other):
+                return f"removing units changes what a pass leaves in the buffer {name!r}", False
         inside = [tensors for _, tensors in expected.pairs(found, loosely=self.loosely)]
         outside = list(zip(expected.outputs, found.outputs, strict=True))
         if not any(t.is_floating_point() or t.is_complex() for t, _ in (*inside, *outside)):
@@ -120,6 +148,15 @@ class Judgment:
 
 def _are_equal(pairs: Iterable[tuple[Tensor, ...]], floors: Sequence[float], *, is_output: bool = False) -> bool:
     return all(_difference(a, a, b, floor, is_output=is_output) is None for (a, b), floor in zip(pairs, floors, strict=True))
+
+
+def _are_close(own: Sequence[complex], other: Sequence[complex], dtype: torch.dtype) -> bool:
+    share, _ = _ALLOWED.get(dtype, _LOOSE)
+    pairs = itertools.zip_longest(own, other)
+    return all(
+        a == b or (a != a and b != b) or (isinstance(a, float) and isinstance(b, float) and abs(a - b) <= share * abs(a))
+        for a, b in pairs
+    )
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

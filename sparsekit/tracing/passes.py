@@ -41,15 +41,25 @@ def arguments_of(func: Any) -> tuple[tuple[str, ...], frozenset[str]]:
     return names, frozenset(written | _STATISTICS.intersection(names))
 
 
+@cache
+def scalar_arguments(func: Any) -> tuple[frozenset[int], frozenset[str]]:
+    """Return places and names of the arguments of an operator that it computes with, not those that say axes and sizes."""
+    arguments = operator_schema(func).arguments
+    found = [
+        (at, a.name) for at, a in enumerate(arguments) if any(kind in str(a.type) for kind in ("Tensor", "number", "float"))
+    ]
+    return frozenset(at for at, _ in found), frozenset(name for _, name in found)
+
+
 class ReadOnly(DispatchMode):
     """Redirects writes of operators to copies, so that the values of the user's model stay unchanged, bit for bit.
 
     A copy may share the parameters of the original, and a lambda inside it may call the original.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, *models: nn.Module) -> None:
         super().__init__()
-        self._storages = {storage_id(tensor) for tensor in (*named_entries(model).values(), *model.buffers())}
+        self._storages = {storage_id(tensor) for m in models for tensor in (*named_entries(m).values(), *m.buffers())}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -144,6 +154,11 @@ class Snapshot:
                 if name not in self._but and type(value) in (dict, list, OrderedDict)
             ]
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether anything is another object now."""
+        return any(_differ(now, before) for now, before in self._held)
+
     def restore(self) -> None:
         """Put everything back."""
         for now, before in self._held:
@@ -151,10 +166,16 @@ class Snapshot:
                 continue
             if isinstance(now, list):
                 now[:] = before
-            elif now.keys() != before.keys() or any(now[key] is not value for key, value in before.items()):
+            elif _differ(now, before):
                 kept = {key: value for key, value in now.items() if key in self._but}
                 now.clear()
                 now.update(before | kept)
+
+
+def _differ(now: Any, before: Any) -> bool:
+    if isinstance(now, list):
+        return len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))
+    return now.keys() != before.keys() or any(now[key] is not value for key, value in before.items())
 
 
 def train_without_dropout(model: nn.Module) -> nn.Module:

@@ -64,7 +64,8 @@ class PerturbedState:
     def restore_buffers(self) -> None:
         """Undo the effects of a pass in train mode on statistics."""
         if self._buffers:
-            foreach_copy_(self._buffers, self._before)
+            with torch.no_grad():
+                foreach_copy_(self._buffers, self._before)
 
     def zero_dropped(self, graph: UnitGraph, keep: Mapping[str, Tensor]) -> None:
         """Zero the entries that gates of 0 would zero, in place, after restoring the ones zeroed before.

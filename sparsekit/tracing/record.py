@@ -1,14 +1,15 @@
-"""PassRecord: the floating-point values that one pass computes, operator by operator.
+"""PassRecord: the values and numbers that one pass computes with, operator by operator.
 
 Outputs alone hide errors: an argmax, a comparison, a clamp or a number taken out with `.item()` returns the same for wrong
-values. Verification therefore compares every value on which the outputs depend and whose shape does not depend on the mask.
+values. Verification therefore compares every value on which the outputs depend and whose shape does not depend on the mask,
+the plain numbers that operators compute with, and the buffers that the pass has written.
 """
 
 import functools
 import itertools
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -20,7 +21,7 @@ from sparsekit._torch import DispatchMode, storage_id
 from sparsekit.labels.facts import LIBRARIES, user_line
 from sparsekit.tracing.inputs import ModelInputs, find_tensors
 from sparsekit.tracing.ops.call import tensors_of
-from sparsekit.tracing.passes import ReadOnly, arguments_of
+from sparsekit.tracing.passes import ReadOnly, arguments_of, scalar_arguments
 
 _WHOLE = 8_192  # a value of more numbers is sampled at once, so that a record takes little memory
 _SAMPLE = 4_096  # numbers of a value that are compared
@@ -56,8 +57,8 @@ class _Value:
 
 @dataclass(slots=True)
 class _Op:
-    """An operator: its name, the line that called it, the memory that it reads and writes, and the floating-point values that
-    it makes.
+    """An operator: its name, the line that called it, the memory that it reads and writes, the floating-point values that it
+    makes, and the plain numbers that it computes with.
     """
 
     name: str
@@ -66,6 +67,7 @@ class _Op:
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     values: list[_Value]
+    numbers: tuple[complex, ...] = ()
 
     def __str__(self) -> str:
         """Return its name and its line: `'div' at model.py:12 (return h / n)`."""
@@ -93,6 +95,10 @@ class PassRecord(DispatchMode):
         self._ops: list[_Op] = []
         self._left: set[int] = set()  # memory of what attributes hold
         self._taken_out: set[int] = set()  # memory of the numbers that Python has got
+        self.draws: list[tuple[torch.Size, ...]] = []  # shapes of random numbers, in order
+        self.draw = ""  # the operator that draws first, and its line
+        self.gradients: dict[str, Tensor] = {}  # of inputs and parameters
+        self.written: dict[str, Tensor] = {}  # buffer of integers → what the pass has left in it
         self._numbers = defaultdict[int, int](itertools.count().__next__)  # storage → number of its memory
         self._held: dict[int, list[_Value]] = {}  # storage → values of it that are not samples
         self._frames: list[tuple[str, int]] = [("", 0)]
@@ -107,9 +113,17 @@ class PassRecord(DispatchMode):
             self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
             self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
 
-    def finish(self, outputs: Iterable[Tensor], left: Iterable[Tensor] = ()) -> None:
-        """Record the outputs of the pass and values left in attributes, once it is over."""
+    def finish(self, outputs: Iterable[Tensor], left: Iterable[Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Record the outputs of the pass and what it has left in attributes and buffers, once it is over."""
         self.outputs += outputs
+        written = {number for op in self._ops for number in op.writes}
+        for name, buffer in buffers.items():
+            if (number := self._numbers[storage_id(buffer)]) in written and _is_compared(buffer):
+                value = _Value(sample(buffer.detach()).clone(), buffer.shape, number)
+                self._ops.append(_Op(f"buffer {name}", ("<", 0), self._frames[0], (), (number,), [value]))
+                self._left.add(number)
+            elif number in written:
+                self.written[name] = buffer.detach().clone()
         self._left |= {self._numbers[storage_id(tensor)] for tensor in left}
         for hook in self._hooks:
             hook.remove()
@@ -155,7 +169,15 @@ class PassRecord(DispatchMode):
             made = not func.is_view and func.overloadpacket.__name__ not in _UNINITIALISED
             if made and not self._unseen and _is_compared(tensor):
                 values.append(self._value(tensor))
-        self._ops.append(_Op(func.name(), _line(), self._frames[-1], reads, tuple(writes), values))
+        op = _Op(func.name(), _line(), self._frames[-1], reads, tuple(writes), values)
+        if not self._unseen and entering:  # lengths, as of `arange`, are judged by what they are used for
+            places, words = scalar_arguments(func)
+            given = [v for at, v in enumerate(args) if at in places] + [v for name, v in kwargs.items() if name in words]
+            op.numbers = tuple(v for v in given if isinstance(v, int | float | complex))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.draws.append(tuple(tensor.shape for tensor in tensors_of((result,))))
+            self.draw = self.draw or str(op)
+        self._ops.append(op)
         return result
 
     def _value(self, tensor: Tensor) -> _Value:
@@ -183,6 +205,13 @@ class PassRecord(DispatchMode):
     def has_operators_of(self, other: "PassRecord") -> bool:
         """Tell whether two passes have run the same operators in the same order."""
         return _have_same_names([self._ops, other._ops])
+
+    def numbers_with(self, other: "PassRecord") -> Iterator[tuple[_Op, tuple[complex, ...], tuple[complex, ...]]]:
+        """Yield the operators on which the outputs depend, each with its numbers here and in another pass of the same code."""
+        live = self._live()
+        for own, second in _aligned([self._ops, other._ops], loosely=False):
+            if own.numbers and not live.isdisjoint(own.writes):
+                yield own, own.numbers, second.numbers
 
     def pairs(self, *others: "PassRecord", loosely: bool = False) -> Iterator[tuple[_Op, tuple[Tensor, ...]]]:
         """Yield samples of the values on which the outputs depend, with those of other passes, and the operator that made them.

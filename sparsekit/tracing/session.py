@@ -5,7 +5,7 @@ import functools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from sparsekit.labels.facts import user_line
 from sparsekit.layers import Rules, find_rule
 from sparsekit.rng import seeded
 from sparsekit.surgery.rebuild import copy_with, find_constants, named_entries, narrow_module
-from sparsekit.tracing.inputs import ModelInputs, find_numbers, find_tensors, held_tensors, with_tokens
+from sparsekit.tracing.inputs import ModelInputs, find_numbers, find_tensors, held_tensors, plain_copy, with_tokens
 from sparsekit.tracing.passes import InFloat64, ReadOnly, Snapshot, train_without_dropout
 from sparsekit.tracing.perturbed import PerturbedState
 from sparsekit.tracing.record import PassRecord
@@ -32,6 +32,7 @@ class Session:
         rules: The user's layer rules.
         training: Numbers of the calls that train mode accepts, and whether each is doubled.
         lean: Keep the entries in their own dtype, and convert them operator by operator. Takes less memory and more time.
+        skipped: Takes the operators that draw random numbers for each unit, with their lines: train mode is then not compared.
         outside: Objects that the model refers to and that are not part of it, each with the one for a cut model to refer to.
 
     Attributes:
@@ -47,6 +48,7 @@ class Session:
     training: Sequence[tuple[int, bool]] = ()
     lean: bool = False
     outside: Sequence[tuple[object, object]] = ()
+    skipped: dict[str, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.by_module, self.wide, self.generator = False, False, torch.Generator().manual_seed(20130)
@@ -99,8 +101,8 @@ class Session:
         finally:
             self.wide = False
 
-    def run(self, model: nn.Module, *, training: bool = False, seed: int = 0) -> PassRecord:
-        """Run the dense copy, or a cut one, on all calls, and record what it computes."""
+    def run(self, model: nn.Module, *, training: bool = False, gradients: bool = False) -> PassRecord:
+        """Run the dense copy, or a cut one, on all calls, and record what it computes, with gradients if they are wanted."""
         guard, calls = self._calls[0].guard, self._calls
         unordered = [m for m in model.modules() if (rule := find_rule(m, self.rules)) is not None and rule.in_order_of_units]
         before, snapshot = held_tensors(model), Snapshot(model)  # before the record has its hooks
@@ -111,23 +113,53 @@ class Session:
         else:
             set_mode(model, False)
         outputs: list[Tensor] = []
+        leaves: list[Tensor] = []
+
+        def leaf(tensor: Tensor) -> Tensor:
+            own = plain_copy(tensor)
+            if not tensor.is_floating_point():
+                return own
+            leaves.append(own.requires_grad_())
+            return own.clone()  # which code may write to, unlike a leaf
+
         try:
-            with torch.no_grad(), seeded(seed):
+            with torch.set_grad_enabled(gradients), seeded(0):
                 self.state.restore_buffers()
                 for inputs in calls:
                     # A record guards what is written to itself: two modes take twice the time.
                     returned = replace(inputs, guard=InFloat64() if self.lean or self.wide else nullcontext()).call(
-                        model, record
+                        model, record, leaf if gradients else plain_copy
                     )
                     outputs += find_tensors(returned)
                     numbers = find_numbers(returned)
                     outputs += [torch.tensor(n, dtype=self.precision if type(n) is float else None) for n in numbers]
+                if gradients:
+                    record.gradients = _gradients(model, outputs, leaves)
         finally:
-            # Buffers are written in place, if at all.
-            buffers = {id(buffer) for buffer in model.buffers()} & {id(tensor) for tensor in before}
-            record.finish(outputs, [tensor for tensor in held_tensors(model) if id(tensor) not in buffers])
+            for tensor in before:
+                if tensor.grad_fn is not None and tensor._base is None:
+                    tensor.detach_()  # written in place with gradients
+            known = {id(tensor) for tensor in before}
+            buffers = {name: buffer for name, buffer in model.named_buffers() if id(buffer) in known}
+            same = {id(buffer) for buffer in buffers.values()}
+            record.finish(
+                [output.detach() for output in outputs],
+                [tensor for tensor in held_tensors(model) if id(tensor) not in same],
+                buffers,
+            )
             snapshot.restore()
         return record
+
+    @functools.cached_property
+    def has_gradients(self) -> bool:
+        """Whether gradients can be compared: the dense copy has some in train mode, or in eval mode where that is refused."""
+        if self.lean or self.precision != torch.float64:
+            return False
+        self.state.restore()
+        try:
+            return bool(self.run(self.dense, training=bool(self.training), gradients=True).gradients)
+        except Exception:  # noqa: BLE001 (whatever the user's code raises)
+            return False
 
     def cut(
         self, graph: UnitGraph, first: Mapping[str, Tensor], keep: Mapping[str, Tensor], *, mixed: bool, twice: bool
@@ -157,17 +189,17 @@ class Session:
         }  # fmt: skip
         return narrow_module(between, graph, keep, self.rules, indices, {id(twin): twin for twin in narrow.values()})
 
-    @functools.cached_property
-    def compares_training(self) -> bool:
-        """Whether outputs in train mode can be compared: the model accepts it, and draws nothing at random there."""
-        if not self.training:
-            return False
-        self.state.restore()
-        try:
-            whole, again = (self.run(self.dense, training=True, seed=seed).outputs for seed in (0, 1))
-        except Exception:  # noqa: BLE001
-            return False
-        return all(torch.allclose(a, b, equal_nan=True) for a, b in zip(whole, again, strict=False))
+
+def _gradients(model: nn.Module, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return the gradients of a function of all outputs, with respect to floating inputs and parameters."""
+    found = [torch.view_as_real(t) if t.is_complex() else t for t in outputs if t.requires_grad]
+    wanted = {f"input {number}": leaf for number, leaf in enumerate(leaves)}
+    wanted |= {name: entry for name, entry in model.named_parameters() if entry.requires_grad}
+    if not found or not wanted:
+        return {}
+    loss = torch.stack([t.double().sin().sum() for t in found]).sum()
+    made = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+    return {name: gradient for name, gradient in zip(wanted, made, strict=True) if gradient is not None}
 
 
 def _is_finite(record: PassRecord) -> bool:

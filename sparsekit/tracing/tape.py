@@ -13,25 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from sparsekit._torch import DispatchMode, operator_schema
+from sparsekit._torch import DispatchMode
 from sparsekit.rng import seeded
 from sparsekit.tracing.inputs import ModelInputs, find_numbers, find_tensors
 from sparsekit.tracing.ops.call import tensors_of
+from sparsekit.tracing.passes import scalar_arguments
 
 _MAKERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, torch.from_numpy, Tensor.new_tensor})
 """Functions that make a tensor of numbers past all operators."""
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _VALUES = 64  # numbers of a tensor on another device that are noted
-
-
-@functools.cache
-def _scalars(func: Any) -> tuple[frozenset[int], frozenset[str]]:
-    """Return places and names of the arguments of an operator that it computes with, not those that say axes and sizes."""
-    arguments = operator_schema(func).arguments
-    found = [
-        (at, a.name) for at, a in enumerate(arguments) if any(kind in str(a.type) for kind in ("Tensor", "number", "float"))
-    ]
-    return frozenset(at for at, _ in found), frozenset(name for _, name in found)
 
 
 def _shown(value: Any) -> Any:
@@ -92,7 +83,7 @@ class Tape(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        places, names = _scalars(func)
+        places, names = scalar_arguments(func)
         given = [v for at, v in enumerate(args) if at in places] + [v for name, v in kwargs.items() if name in names]
         others = [v for at, v in enumerate(args) if at not in places] + [v for name, v in kwargs.items() if name not in names]
         numbers = [v for v in given if isinstance(v, (int, float, complex))]

@@ -4,14 +4,14 @@ import functools
 import gc
 import warnings
 from collections.abc import Callable, MutableMapping, MutableSequence, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import DispatchMode
+from sparsekit._torch import DispatchMode, NormBase
 from sparsekit.errors import NoUnitsError, TraceError, UnsupportedModelError, level_of_user
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import Leftover
@@ -67,6 +67,10 @@ def trace_units(
     units that pass through an unsupported operator cannot be pruned. The model itself and the global generators are not
     changed. Only code that these passes execute is traced: for another branch, add an example that takes it.
 
+    For the calls given, in eval and in train mode, outputs, gradients of inputs and kept weights, and what a call leaves in
+    buffers and attributes are those of the model under a mask, for one call and for a second one after it. Methods other than
+    `forward` are not traced.
+
     Args:
         model: Any module.
         example_inputs: What `model` is called on: one tensor, a tuple of positional arguments or a mapping of keyword
@@ -104,14 +108,19 @@ def trace_units(
     guard = ReadOnly(model)
     given = ModelInputs.several(example_inputs)
     calls = [replace(call, guard=guard) for call in given]
-    tracer = Tracer(kept_norms=prune_hidden_size)
+    tracer, skipped = Tracer(kept_norms=prune_hidden_size), list[str]()
     with private_passes():
+        leftovers, changes = _first_pass(model, calls)
+        if changes:  # what one call leaves, the next one may read
+            calls = [call for call in calls for _ in range(2)]
         training, refusal = _run(model, calls, tracer, rules)
         tracer.end()
         built = build(tracer, {name: entry.shape for name, entry in named_entries(model).items()}, tracer.facts, {})
         if verify and built.graph.groups:
-            built = replace(built, graph=replace(built.graph, leftovers=_leftovers(model, calls)))
-            built = _verified(make_verifier(model, calls, rules, training), tracer, built)
+            built = replace(built, graph=replace(built.graph, leftovers=leftovers))
+            verifier = make_verifier(model, calls, rules, training)
+            built = _verified(verifier, tracer, built)
+            skipped = list(verifier.skipped)
     if is_large(model):
         gc.collect()  # copies that lend the parameters would keep them alive after a cut in place
     for names, sizes, reason in by_cause(item for item in built.graph.unprunable if not item.is_expected):
@@ -139,6 +148,12 @@ def trace_units(
             f"forward of {type(model).__name__} does not call its layers: no operator of a pass read a parameter of the model."
             f" It is a wrapper, whose layers another object calls. Pass {passed} instead"
         )
+    for operator in skipped:
+        _warn(
+            f"{type(model).__name__} draws random numbers for each unit in train mode, by {operator}. Its outputs in train mode"
+            " could not be compared, only those in eval mode",
+            TrainModeWarning,
+        )
     if not built.graph.groups:
         found = built.graph.unprunable
         listed = "; ".join(f"{names} ({sizes}): {reason}" for names, sizes, reason in by_cause(found)) or "no layer makes units"
@@ -162,11 +177,11 @@ class RunsOnExamples:
         if widths in self._seen:
             return
         try:
-            self._run(small)
+            self._run(small, dense)
         except Exception as error:
             if dense is not None:
                 try:
-                    self._run(dense)
+                    self._run(dense, dense)
                 except Exception:  # noqa: BLE001 (it takes other inputs than at the trace, such as of another dtype)
                     return
             raise UnsupportedModelError(
@@ -175,10 +190,11 @@ class RunsOnExamples:
             ) from error
         self._seen.add(widths)
 
-    def _run(self, model: nn.Module) -> None:
+    def _run(self, model: nn.Module, dense: nn.Module | None) -> None:
         device = next((entry.device for entry in model.parameters()), None)
+        guard = ReadOnly(model, *([] if dense is None else [dense]))  # a lambda inside may call the dense model
         with private_passes():
-            replace(self._call.map(lambda tensor: tensor.to(device)), guard=ReadOnly(model)).call(lent_copy(model))
+            replace(self._call.map(lambda tensor: tensor.to(device)), guard=guard).call(lent_copy(model))
 
 
 class _Reads(DispatchMode):
@@ -267,25 +283,35 @@ def _run(
     return training, failure
 
 
-def _leftovers(model: nn.Module, calls: Sequence[ModelInputs]) -> tuple[Leftover, ...]:
-    """Return the attributes in which a pass in eval mode leaves tensors that were not there before."""
-    copied = lent_copy(model)
-    snapshot, before = Snapshot(copied), find_constants(copied)
-    try:
-        for inputs in calls:
-            inputs.call(copied)
-    except Exception:  # noqa: BLE001 (whatever the user's code raises)
-        return ()
-    found = {(place.module, str(place.path[0])) for name, (place, _) in find_constants(copied).items() if name not in before}
-    snapshot.restore()
-    leftovers = []
-    for module, name in sorted(found):
-        home = copied.get_submodule(module)
-        value = getattr(home, name, None)
-        kind = "absent" if not hasattr(home, name) else "None" if value is None else "container"
-        if kind != "container" or isinstance(value, MutableMapping | MutableSequence):
-            leftovers.append(Leftover(module, name, kind))
-    return tuple(leftovers)
+def _first_pass(model: nn.Module, calls: Sequence[ModelInputs]) -> tuple[tuple[Leftover, ...], bool]:
+    """Return the attributes in which a pass leaves tensors that were not there before, and whether it changes anything.
+
+    The statistics of batch norms do not count.
+    """
+    leftovers: dict[Leftover, None] = {}
+    changes = False
+    for training in (False, True):
+        copied = lent_copy(model)
+        if training:
+            train_without_dropout(copied)
+        snapshot, before = Snapshot(copied), find_constants(copied)
+        buffers = [b for m in copied.modules() if not isinstance(m, NormBase) for b in m.buffers(recurse=False)]
+        versions = [buffer._version for buffer in buffers]
+        with suppress(Exception):  # whatever the user's code raises; the trace meets it again
+            for inputs in calls:
+                inputs.call(copied)
+        changes |= snapshot.is_changed or versions != [buffer._version for buffer in buffers]
+        found = {
+            (place.module, str(place.path[0])) for name, (place, _) in find_constants(copied).items() if name not in before
+        }
+        snapshot.restore()
+        for module, name in sorted(found):
+            home = copied.get_submodule(module)
+            value = getattr(home, name, None)
+            kind = "absent" if not hasattr(home, name) else "None" if value is None else "container"
+            if kind != "container" or isinstance(value, MutableMapping | MutableSequence):
+                leftovers[Leftover(module, name, kind)] = None
+    return tuple(leftovers), changes
 
 
 def _failure(model: nn.Module, inputs: ModelInputs, error: Exception) -> TraceError | UnsupportedModelError:

@@ -35,6 +35,7 @@ class Trial(NamedTuple):
         widths: Set → its width, as the number of one of several widths from the least to the greatest, and how many there are.
         mixed: Give the narrow model its units in another order, in every tensor alike, so that each unit must have its own
             positions. Kept sets alone do not tell two kept units apart.
+        gradients: Run with gradients, and compare those of inputs and of entries without units.
     """
 
     turn: int
@@ -46,16 +47,21 @@ class Trial(NamedTuple):
     bit: int | None = None
     widths: Mapping[str, tuple[int, int]] | None = None
     mixed: bool = True
+    gradients: bool = False
 
     def cuts(self, tied: tuple[str, ...]) -> bool:
         """Tell whether a set of tied groups may lose units."""
         return self.widths is None or tied[0] in self.widths
 
 
-_ROLES = (Trial(0, positive=True), Trial(1, twice=True, positive=True), Trial(2, training=True, positive=True))
+_ROLES = (
+    Trial(0, positive=True, gradients=True),
+    Trial(1, twice=True, positive=True),
+    Trial(2, training=True, positive=True, gradients=True),
+)
 FEW = _ROLES
 """For larger models. All biases are positive: a few silent units in the wrong order show under none but all three roles."""
-MANY = (*FEW, Trial(0, 1, training=True), Trial(1, 1), Trial(2, 1, training=True), Trial(1, 2, positive=True))
+MANY = (*FEW, Trial(0, 1, training=True, gradients=True), Trial(1, 1), Trial(2, 1, training=True), Trial(1, 2, positive=True))
 OUTSIDE = (Trial(1), Trial(3))
 """For code outside of blocks, which sees their widths alone: as few units as tell two widths apart."""
 _PRIMES = (2, 3, 5, 7)

@@ -63,6 +63,7 @@ class Verifier:
         self._schedule = MANY if numbers < _MANY_NUMBERS else FEW
         self._masks = Masks(session.generator)
         self._session = session
+        self.skipped = session.skipped
         self._known: set[tuple[str, str]] = set()  # names and reasons of failures, without their numbers
         self._tried = 0
 
@@ -176,13 +177,15 @@ class Verifier:
                 return self._compare(graph, trial._replace(fewest=2), names)
         if failure is None or not trial.training:
             return failure, exact
-        if not self._session.compares_training:
+        if isinstance(judged, Judgment) and (drawn := judged.drawn_otherwise) is not None:
+            self._session.skipped[drawn] = None
             return self._compare(graph, trial._replace(training=False), names)
         return replace(failure, reason=f"in training, {failure.reason}"), exact
 
     def _judged(self, graph: UnitGraph, trial: Trial, names: Sequence[str]) -> Judgment | Failure:
         """Return a pass of the gated and one of the narrow model, or why one of them fails."""
         session = self._session
+        modes = {"training": trial.training, "gradients": trial.gradients and session.has_gradients}
         first, keep = self._masks.draw(graph, set(names), trial)
         try:
             small = session.cut(graph, first, keep, mixed=trial.mixed, twice=trial.twice)
@@ -191,12 +194,12 @@ class Verifier:
         put_back = keep_buffers(small)
         for _ in range(2):  # once more where operators differ, to record them by module
             try:
-                found = session.run(small, training=trial.training)
+                found = session.run(small, **modes)
             except Exception as error:  # noqa: BLE001
                 return Failure(f"the compacted model fails: {described(error)}", _blamed(error, small))
             try:
                 with kept_norms(session.dense, graph, keep):
-                    expected = session.run(session.dense, training=trial.training)
+                    expected = session.run(session.dense, **modes)
             except Exception as error:  # noqa: BLE001
                 return Failure(f"the gated model fails: {described(error)}")
             put_back()  # a pass in train mode changes statistics
