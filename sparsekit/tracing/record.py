@@ -225,7 +225,7 @@ class PassRecord(DispatchMode):
             for values in zip(*(op.values for op in ops), strict=False):
                 first = values[0]
                 if first.memory in live and all(value.shape == first.shape for value in values):
-                    yield ops[0], tuple(v.tensor if v.tensor.shape != v.shape else sample(v.tensor) for v in values)
+                    yield ops[0], tuple((v.tensor if v.tensor.shape != v.shape else sample(v.tensor)).detach() for v in values)
 
 
 def _line() -> tuple[str, int]:

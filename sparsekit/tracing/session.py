@@ -1,7 +1,6 @@
 """Session: the dense copy of a model that a verification gates and cuts, and the passes that it records."""
 
 import copy
-import functools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -51,7 +50,8 @@ class Session:
     skipped: dict[str, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.by_module, self.wide, self.generator = False, False, torch.Generator().manual_seed(20130)
+        self.by_module, self.wide, self._gradients = False, False, True
+        self.generator = torch.Generator().manual_seed(20130)
         own = [t.dtype for t in named_entries(self.model).values() if t.is_floating_point()]
         # A model may fix its dtype, or its device may lack float64; it may refuse disturbed inputs.
         lesser: list[tuple[torch.dtype | None, bool]] = [(torch.float32, False)] if self.lean else []
@@ -150,16 +150,19 @@ class Session:
             snapshot.restore()
         return record
 
-    @functools.cached_property
-    def has_gradients(self) -> bool:
-        """Whether gradients can be compared: the dense copy has some in train mode, or in eval mode where that is refused."""
-        if self.lean or self.precision != torch.float64:
-            return False
+    @property
+    def gradients(self) -> bool:
+        """Whether gradients are compared; rounding of lesser dtypes would hide errors in them."""
+        return self._gradients and not self.lean and not self.wide and self.precision == torch.float64
+
+    def runs_with_gradients(self) -> bool:
+        """Tell whether the dense copy runs with gradients; if it does not, they are not compared from now on."""
         self.state.restore()
         try:
-            return bool(self.run(self.dense, training=bool(self.training), gradients=True).gradients)
+            self.run(self.dense, training=bool(self.training), gradients=True)
         except Exception:  # noqa: BLE001 (whatever the user's code raises)
-            return False
+            self._gradients = False
+        return self._gradients
 
     def cut(
         self, graph: UnitGraph, first: Mapping[str, Tensor], keep: Mapping[str, Tensor], *, mixed: bool, twice: bool

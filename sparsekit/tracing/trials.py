@@ -61,7 +61,7 @@ _ROLES = (
 )
 FEW = _ROLES
 """For larger models. All biases are positive: a few silent units in the wrong order show under none but all three roles."""
-MANY = (*FEW, Trial(0, 1, training=True, gradients=True), Trial(1, 1), Trial(2, 1, training=True), Trial(1, 2, positive=True))
+MANY = (*FEW, Trial(0, 1, training=True), Trial(1, 1), Trial(2, 1, training=True), Trial(1, 2, positive=True))
 OUTSIDE = (Trial(1), Trial(3))
 """For code outside of blocks, which sees their widths alone: as few units as tell two widths apart."""
 _PRIMES = (2, 3, 5, 7)

@@ -164,8 +164,13 @@ class Verifier:
 
         The second value tells whether the two are equal up to rounding, whatever the mask has changed.
         """
-        trial = trial._replace(training=trial.training and bool(self._session.training))
+        session = self._session
+        trial = trial._replace(
+            training=trial.training and bool(session.training), gradients=trial.gradients and session.gradients
+        )
         judged = self._judged(graph, trial, names)
+        if isinstance(judged, Failure) and trial.gradients and not session.runs_with_gradients():
+            return self._compare(graph, trial._replace(gradients=False), names)
         failure: Failure | None = None
         if isinstance(judged, Failure):
             failure, exact = judged, False
@@ -178,14 +183,14 @@ class Verifier:
         if failure is None or not trial.training:
             return failure, exact
         if isinstance(judged, Judgment) and (drawn := judged.drawn_otherwise) is not None:
-            self._session.skipped[drawn] = None
+            session.skipped[drawn] = None
             return self._compare(graph, trial._replace(training=False), names)
         return replace(failure, reason=f"in training, {failure.reason}"), exact
 
     def _judged(self, graph: UnitGraph, trial: Trial, names: Sequence[str]) -> Judgment | Failure:
         """Return a pass of the gated and one of the narrow model, or why one of them fails."""
         session = self._session
-        modes = {"training": trial.training, "gradients": trial.gradients and session.has_gradients}
+        modes = {"training": trial.training, "gradients": trial.gradients}
         first, keep = self._masks.draw(graph, set(names), trial)
         try:
             small = session.cut(graph, first, keep, mixed=trial.mixed, twice=trial.twice)
