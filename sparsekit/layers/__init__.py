@@ -87,6 +87,7 @@ rules = Registry(
         "weight-norm": "sparsekit.layers.parametrized:WeightNormRule",
         "whole-weight": "sparsekit.layers.parametrized:WholeWeightRule",
         "router": "sparsekit.transformers.rules:RouterRule",
+        "balance": "sparsekit.transformers.rules:BalanceRule",
         "experts": "sparsekit.transformers.rules:ExpertsRule",
         "mamba2": "sparsekit.transformers.rules:Mamba2Rule",
         "adapter": "sparsekit.transformers.adapters:AdapterRule",

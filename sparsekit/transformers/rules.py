@@ -93,6 +93,21 @@ class RouterRule(LayerRule):
         return outputs
 
 
+class BalanceRule(LayerRule):
+    """The language model: its loss over the scores of all routers, `output_router_logits=True`, counts experts."""
+
+    type_names: ClassVar[tuple[str, ...]] = _names(_FAMILIES | _CHOOSE_FIRST, "ForCausalLM")
+    sizes: ClassVar[frozenset[str]] = frozenset({"num_experts"})
+
+    def resize(self, module: nn.Module) -> None:
+        """Set `num_experts`, where all layers have equally many, as that loss demands."""
+        found = {
+            len(m.get_parameter("weight")) for m in module.modules() if of_type(m, dict.fromkeys(RouterRule.type_names, m))
+        }
+        if len(found) == 1:
+            _set_sizes(module, num_experts=found.pop())
+
+
 class ExpertsRule(LayerRule):
     """The experts: `gate_up_proj` (experts, 2 · inner features, width) and `down_proj` (experts, width, inner features).
 

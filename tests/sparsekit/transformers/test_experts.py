@@ -99,6 +99,23 @@ def test_inner_features_and_the_width_go_where_the_products_take_any(name: str) 
     assert (block.num_experts, tuple(sorted(block.down_proj.shape[1:]))) == (4, (7, 10))
 
 
+@pytest.mark.parametrize("name", ["Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe"])
+def test_the_loss_over_routers_counts_the_experts_that_stay(name: str) -> None:
+    model = _model(name, layers=2)
+    graph, _ = trace(model, _ids())
+    experts = _experts(graph)
+    keep = {group: torch.ones(each.size, dtype=torch.bool) for group, each in graph.groups.items()}
+    for group in experts:
+        keep[group][3:] = False
+    small: Any = sk.compact(model, graph, sk.UnitMask(keep))
+    assert (small.num_experts, len(experts)) == (3, 2)
+    found = small(_ids(), labels=_ids(), output_router_logits=True)
+    plain = small(_ids(), labels=_ids())
+    expected = plain.loss + small.router_aux_loss_coef * found.aux_loss
+    torch.testing.assert_close(found.loss, expected)
+    assert found.aux_loss.isfinite()
+
+
 def test_as_many_experts_stay_as_a_token_takes() -> None:
     model = _model()
     graph, _ = trace(model, _ids())
