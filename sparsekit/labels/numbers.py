@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -33,6 +35,8 @@ class Size:
     note_equal: Callable[[IntArray, frozenset[Held]], None] | None = None
     """Takes the nodes, and integers held that a comparison found equal to their number."""
     module: str = ""  # the module whose rule sets the number
+    decided: Callable[[FrameType, bool], None] | None = None
+    """Takes code that compares the length of an axis of an input with a number that is not such a length, and the outcome."""
 
 
 Source = Held | Size
@@ -102,6 +106,7 @@ class Number(int):
 
     def __eq__(self, other: object) -> bool:
         same = int.__eq__(self, other)
+        _decided(self, other, same)
         if same is True and isinstance(other, Number):
             for size, number in ((self, other), (other, self)):
                 mine = next(iter(size.factors)) if len(size.factors) == 1 else None
@@ -137,9 +142,24 @@ def _noting(name: str, *, is_order: bool = False) -> Any:
         # Whether one width is above a constant shows at the least width.
         if not is_order or len(numbers[0].parts) > 1 or isinstance(numbers[-1], Number):
             note_use(*numbers)
-        return method(*numbers)
+        made = method(*numbers)
+        if is_order:
+            _decided(numbers[0], numbers[-1], made)
+        return made
 
     return noted
+
+
+def _decided(number: Number, other: object, outcome: Any) -> None:
+    """Tell the axis of an input what a comparison of its length has found, unless it is compared with another one's."""
+    told, others = (
+        [s.decided for factors in parts_of(n) for s in factors if isinstance(s, Size) and s.decided is not None]
+        if isinstance(n, Number) else []
+        for n in (number, other)
+    )  # fmt: skip
+    if told and not others and type(outcome) is bool:
+        frame = sys._getframe(2)
+        told[0](frame.f_back if frame.f_code is Number.__ne__.__code__ and frame.f_back else frame, outcome)
 
 
 _ORDERS = ("lt", "le", "gt", "ge")

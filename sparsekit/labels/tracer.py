@@ -32,6 +32,7 @@ class Tracer:
         self.held: dict[str, list[Held]] = {}  # by module
         self.given = Given()
         self.used: set[int] = set()  # numbers of the entries that some operator has met
+        self.decisions: dict[tuple[str, int], set[Any]] = {}  # line that branches on inputs → outcomes; numbers are taken out
         # Call → (labels of its inputs, labels of its outputs), for another pass over the code.
         self.answers: dict[tuple[Any, ...], tuple[Any, list[TensorLabels | None]]] = {}
         # Effects of rearranging operators on the numbers of positions, for later calls on the same shapes.

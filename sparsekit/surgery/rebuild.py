@@ -1,15 +1,17 @@
 """Copies of a module with other tensors in place of its own: the base of compaction and of verification."""
 
 import copy
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import ConvNd, parameters_of, persistent_buffers, refresh_flat_weights, set_mode
+from sparsekit._torch import ConvNd, parameters_of, persistent_buffers, refresh_flat_weights, set_mode, storage_id
 from sparsekit.errors import ForeignMaskError, UnsupportedModelError
 from sparsekit.graph import StateDict, UnitGraph, cut_axes, gather
 from sparsekit.graph.edit import inside
@@ -44,6 +46,28 @@ def find_constants(model: nn.Module) -> dict[str, tuple[Constant, Tensor]]:
                 constant = Constant(name, path, tensor.shape)
                 found[constant.name] = constant, tensor
     return found
+
+
+def untied(model: nn.Module, names: AbstractSet[str]) -> list[tuple[str, str]]:
+    """Return the pairs of tensors over one memory that a cut of tensors unties: only those of one shape and layout stay tied.
+
+    `names`: the tensors that are cut, entries and constants.
+    """
+    tensors = {**named_entries(model), **{name: tensor for name, (_, tensor) in find_constants(model).items()}}
+    homes: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel() and not tensor.is_meta and tensor.layout is torch.strided:
+            homes.setdefault(storage_id(tensor), []).append(name)
+    pairs = (pair for found in homes.values() for pair in itertools.combinations(found, 2) if not names.isdisjoint(pair))
+    return [(first, second) for first, second in pairs if _overlap(tensors[first], tensors[second])]
+
+
+def _overlap(first: Tensor, second: Tensor) -> bool:
+    if first is second or (first.data_ptr(), first.shape, first.stride()) == (second.data_ptr(), second.shape, second.stride()):
+        return False
+    seen = torch.zeros(first.untyped_storage().nbytes() // first.itemsize, dtype=torch.bool)
+    seen.as_strided(first.shape, first.stride(), first.storage_offset()).fill_(True)
+    return first.dtype == second.dtype and bool(seen.as_strided(second.shape, second.stride(), second.storage_offset()).any())
 
 
 def named_constants(model: nn.Module, graph: UnitGraph) -> dict[str, Tensor]:

@@ -18,8 +18,10 @@ from sparsekit.graph.held import Path, map_numbers
 from sparsekit.labels.facts import LIBRARIES
 from sparsekit.labels.numbers import USED, Given, Held, Number, Size, find_integers, note_use
 from sparsekit.labels.tracer import Tracer
+from sparsekit.labels.values import is_from_inputs
 from sparsekit.layers import LayerRule, find_rule
 from sparsekit.runtime.free_lengths import place_of
+from sparsekit.tracing.branches import is_branch
 
 _SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 _UNFLATTEN = (Tensor.unflatten, torch.unflatten)
@@ -27,6 +29,8 @@ _RESHAPES = (Tensor.reshape, Tensor.view, torch.reshape)
 _COUNTS = (Tensor.numel, torch.numel, Tensor.nelement)
 _MAKERS = (torch.tensor, torch.as_tensor, torch.full, torch.scalar_tensor, Tensor.new_tensor, Tensor.new_full, Tensor.fill_)
 _ITSELF = Size()
+_DECISIONS = (Tensor.__bool__, torch.equal, Tensor.equal, torch.allclose, Tensor.allclose, torch.is_nonzero)
+_TAKEN_OUT = (Tensor.item, Tensor.__float__, Tensor.__int__)
 
 
 @contextmanager
@@ -86,6 +90,7 @@ class FollowNumbers(TorchFunctionMode):
         self.tracer = tracer
         self._tokens: list[Token[Any]] = []
         self._uncached = ExitStack()
+        self._length = Size(decided=self._decide)  # of an axis of an input without units
 
     def __enter__(self) -> "FollowNumbers":
         self._tokens.append(USED.set(self.tracer.note_compared))
@@ -108,9 +113,17 @@ class FollowNumbers(TorchFunctionMode):
             note_use(*self._lengths(args[0])[:1])
         token = USED.set(None)
         try:
-            return self._followed(func, args, kwargs)
+            made = self._followed(func, args, kwargs)
         finally:
             USED.reset(token)
+        if func in (*_DECISIONS, *_TAKEN_OUT) and any(is_from_inputs(t) for t in args if isinstance(t, Tensor)):
+            self._decide(_caller(), made, is_test=func in _DECISIONS)
+        return made
+
+    def _decide(self, frame: FrameType, outcome: Any, *, is_test: bool = False) -> None:
+        """Note the line if code branches on a value or on the length of an input, and which way it took."""
+        if is_branch(frame, is_test=is_test):
+            self.tracer.decisions.setdefault((frame.f_code.co_filename, frame.f_lineno), set()).add(outcome)
 
     def _followed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func == _SHAPE:
@@ -152,5 +165,8 @@ class FollowNumbers(TorchFunctionMode):
             source = _ITSELF
             if axis is not None and nodes is not None and nodes.size:
                 source = Size(nodes, self.tracer.note_equal) if nodes.size == axis.nodes.size else Size(nodes)
-            lengths.append(Number(size, {frozenset({source}): size}) if size > 1 else size)
+            elif axis is None and is_from_inputs(tensor):
+                source = self._length
+            is_told = size > 1 or (size == 1 and source is self._length)
+            lengths.append(Number(size, {frozenset({source}): size}) if is_told else size)
         return lengths

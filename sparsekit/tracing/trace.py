@@ -16,11 +16,11 @@ from sparsekit.errors import NoUnitsError, TraceError, UnsupportedModelError, le
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import Leftover
 from sparsekit.graph.refusals import by_cause
-from sparsekit.labels.facts import OUTPUT, Cause, Count, Keep, of
+from sparsekit.labels.facts import OUTPUT, Cause, Count, Keep, of, user_line
 from sparsekit.labels.tracer import Tracer
 from sparsekit.layers import LayerRule, Rules, find_rule
 from sparsekit.layers.parametrized import fix_hooked
-from sparsekit.surgery.rebuild import find_constants, named_entries
+from sparsekit.surgery.rebuild import find_constants, named_entries, untied
 from sparsekit.tracing.blocks import BlockVerifier, is_large, is_meta, make_verifier
 from sparsekit.tracing.dispatch import Dispatcher
 from sparsekit.tracing.followed import FollowNumbers, hold_numbers
@@ -44,6 +44,14 @@ class UnprunableWarning(UserWarning):
 
 class TrainModeWarning(UserWarning):
     """The model refuses the example inputs in train mode, so that code for train mode alone is not known."""
+
+
+class OneBranchWarning(UserWarning):
+    """Code branches on a value or on the length of an input, and only the side that the example inputs take is verified."""
+
+
+class UntiedWarning(UserWarning):
+    """Tensors over one memory become two in a narrow model, so that training them differs from training the dense ones."""
 
 
 class UnreadParametersWarning(UserWarning):
@@ -102,6 +110,8 @@ def trace_units(
     Warns:
         UnprunableWarning: units cannot be pruned; once per cause, naming the modules and the reason.
         UnreadParametersWarning: no pass read some parameters.
+        UntiedWarning: tensors over one memory would be two after a cut.
+        OneBranchWarning: your code branches on a value or on the length of an input, and the example inputs take one side.
         TrainModeWarning: the model fails in train mode, so parts that run only there (auxiliary heads) stay unknown.
     """
     _check(model)
@@ -133,6 +143,24 @@ def trace_units(
             " may fail or change after a cut. Pass a list of calls, [(x,), (y,)], one of which takes it. Where a lambda or a"
             " closure holds the original module, a copy calls the original: make it a method",
             UnreadParametersWarning,
+        )
+    taken = [place for place, outcomes in tracer.decisions.items() if len(outcomes) == 1]
+    if taken:
+        shown = ",".join(map(user_line, ([place] for place in taken[:3]))) + (
+            f" and {len(taken) - 3} more" if len(taken) > 3 else ""
+        )
+        _warn(
+            f"{type(model).__name__} branches on a value or on the length of an input{shown}, and the example inputs take one"
+            " side: another side is neither traced nor verified. Pass a list of calls, [(x,), (y,)], one for each side",
+            OneBranchWarning,
+        )
+    cut = {piece.name for group in built.graph.groups.values() for piece in (*group.slices, *group.constants)}
+    for first, second in untied(model, cut):
+        _warn(
+            f"{first!r} and {second!r} of {type(model).__name__} are tensors of different shapes or layouts over one memory. A"
+            " narrow model has two tensors: a step that changes one leaves the other. Compute one from the other in forward,"
+            " as in F.linear(x, self.weight.t())",
+            UntiedWarning,
         )
     if refusal is not None:
         _warn(
