@@ -82,7 +82,7 @@ class Session:
         try:
             disturbed = [inputs.prepared(dtype, self.generator) for inputs in calls]
             for self._calls in (disturbed, [inputs.prepared(dtype, None) for inputs in calls]):
-                record = self.run(self.dense)
+                record = self._first_run()
                 if _is_finite(record):
                     self.wide = not self.lean and dtype == torch.float64 and record.is_cast and self._runs_wide()
                     return None
@@ -90,6 +90,16 @@ class Session:
         except Exception as error:  # noqa: BLE001 (whatever the user's code raises)
             return f"the model fails: {described(error)}"
         return None
+
+    def _first_run(self) -> PassRecord:
+        """Run the dense copy with gradients; where it refuses them, without, and never again with them."""
+        self._gradients = True
+        if self.gradients:
+            try:
+                return self.run(self.dense, gradients=True)
+            except Exception:  # noqa: BLE001 (whatever the user's code raises)
+                self._gradients = False
+        return self.run(self.dense)
 
     def _runs_wide(self) -> bool:
         """Tell whether the model runs with all its casts in float64, so that what they round is compared as exactly."""
@@ -154,15 +164,6 @@ class Session:
     def gradients(self) -> bool:
         """Whether gradients are compared; rounding of lesser dtypes would hide errors in them."""
         return self._gradients and not self.lean and not self.wide and self.precision == torch.float64
-
-    def runs_with_gradients(self) -> bool:
-        """Tell whether the dense copy runs with gradients; if it does not, they are not compared from now on."""
-        self.state.restore()
-        try:
-            self.run(self.dense, training=bool(self.training), gradients=True)
-        except Exception:  # noqa: BLE001 (whatever the user's code raises)
-            self._gradients = False
-        return self._gradients
 
     def cut(
         self, graph: UnitGraph, first: Mapping[str, Tensor], keep: Mapping[str, Tensor], *, mixed: bool, twice: bool
