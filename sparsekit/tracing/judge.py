@@ -63,12 +63,12 @@ class Judgment:
         return (reason, exact) if reason is not None else (self._gradients(), exact)
 
     def _gradients(self) -> str | None:
-        for name, own in self.expected.gradients.items():
-            other = self.found.gradients.get(name, torch.zeros_like(own))
+        for key, own in self.expected.gradients.items():
+            other = self.found.gradients.get(key, torch.zeros_like(own))
             if own.shape != other.shape or not own.numel() or not bool(torch.isfinite(own).all()):
                 continue
             if not bool((own - other).abs().max() <= _GRADIENTS * own.abs().max() + _TINY):
-                return f"removing units changes the gradient of {name!r}"
+                return f"removing units changes the gradient of {key[1]!r}"
         return None
 
     def _compared(self) -> tuple[str | None, bool]:

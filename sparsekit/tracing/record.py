@@ -97,7 +97,7 @@ class PassRecord(DispatchMode):
         self._taken_out: set[int] = set()  # memory of the numbers that Python has got
         self.draws: list[tuple[torch.Size, ...]] = []  # shapes of random numbers, in order
         self.draw = ""  # the operator that draws first, and its line
-        self.gradients: dict[str, Tensor] = {}  # of inputs and parameters
+        self.gradients: dict[tuple[int, str], Tensor] = {}  # of inputs and parameters, by call
         self.written: dict[str, Tensor] = {}  # buffer of integers → what the pass has left in it
         self._numbers = defaultdict[int, int](itertools.count().__next__)  # storage → number of its memory
         self._held: dict[int, list[_Value]] = {}  # storage → values of it that are not samples

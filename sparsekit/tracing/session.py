@@ -1,6 +1,7 @@
 """Session: the dense copy of a model that a verification gates and cuts, and the passes that it records."""
 
 import copy
+import functools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -91,6 +92,16 @@ class Session:
             return f"the model fails: {described(error)}"
         return None
 
+    @functools.cached_property
+    def trains_with_gradients(self) -> bool:
+        """Whether train mode of the dense copy has gradients, which code that keeps its own graph for the next call has not."""
+        self.state.restore()
+        try:
+            self.run(self.dense, training=True, gradients=True)
+        except Exception:  # noqa: BLE001 (whatever the user's code raises)
+            return False
+        return True
+
     def _first_run(self) -> PassRecord:
         """Run the dense copy with gradients; where it refuses them, without, and never again with them."""
         self._gradients = True
@@ -135,16 +146,17 @@ class Session:
         try:
             with torch.set_grad_enabled(gradients), seeded(0):
                 self.state.restore_buffers()
-                for inputs in calls:
+                for number, inputs in enumerate(calls):
                     # A record guards what is written to itself: two modes take twice the time.
                     returned = replace(inputs, guard=InFloat64() if self.lean or self.wide else nullcontext()).call(
                         model, record, leaf if gradients else plain_copy
                     )
-                    outputs += find_tensors(returned)
+                    outputs += (found := find_tensors(returned))
                     numbers = find_numbers(returned)
                     outputs += [torch.tensor(n, dtype=self.precision if type(n) is float else None) for n in numbers]
-                if gradients:
-                    record.gradients = _gradients(model, outputs, leaves)
+                    if gradients:  # as a training step has them, before the next call writes to buffers
+                        record.gradients |= {(number, name): g for name, g in _gradients(model, found, leaves).items()}
+                        leaves.clear()
         finally:
             for tensor in before:
                 if tensor.grad_fn is not None and tensor._base is None:

@@ -169,6 +169,8 @@ class Verifier:
             training=trial.training and bool(session.training), gradients=trial.gradients and session.gradients
         )
         judged = self._judged(graph, trial, names)
+        if isinstance(judged, Failure) and trial.gradients and trial.training and not session.trains_with_gradients:
+            judged = self._judged(graph, trial._replace(gradients=False), names)
         failure: Failure | None = None
         if isinstance(judged, Failure):
             failure, exact = judged, False
