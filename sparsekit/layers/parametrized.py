@@ -9,6 +9,10 @@ from sparsekit._torch import ParametrizedOrthogonal, ParametrizedSpectralNorm, P
 from sparsekit.labels.facts import Cause
 from sparsekit.layers import Args, Kwargs, LayerRule, Run, TensorLabels, Tracer
 
+_FOLD = (
+    "fold it into the weight first: torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight'), or"
+    " torch.nn.utils.remove_weight_norm(layer) for the older one"
+)
 _SPECTRAL = "spectral_norm divides by a norm of the whole weight"
 
 
@@ -26,7 +30,7 @@ def normed_weight(tracer: Tracer, direction: Tensor, length: Tensor, dim: int) -
         return v
     for other, axis in enumerate(v.axes):
         if other != dim % len(v.axes) and not tracer.kept_norms:
-            tracer.fix(axis, "normalized over its units by 'weight_norm'")
+            tracer.fix(axis, tracer.cause("normalized over its units by 'weight_norm'", remedy=_FOLD))
     rows, lengths = v.axes[dim], g.axes[dim]
     tracer.make(v, dim)
     if rows is None or lengths is None:

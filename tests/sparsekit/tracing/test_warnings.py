@@ -114,3 +114,14 @@ def test_tensors_over_one_memory_are_told_if_a_cut_unties_them(how: str) -> None
     told = trace(Overlapping(how), torch.rand(3, 8), category=UntiedWarning)[1]
     assert len(told) == (how not in ("side by side", "apart"))
     assert all("'a.weight'" in each for each in told)
+
+
+def test_a_norm_of_weights_is_told_with_the_call_that_folds_it() -> None:
+    normed = nn.utils.parametrizations.weight_norm
+    model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), normed(nn.Linear(12, 9)), nn.ReLU(), nn.Linear(9, 3))
+    graph, told = trace(model, torch.rand(3, 8))
+    assert list(graph.groups) == ["2"]
+    assert len(told) == 1
+    assert "remove_parametrizations(layer, 'weight')" in told[0]
+    nn.utils.parametrize.remove_parametrizations(model[2], "weight")
+    assert list(trace(model, torch.rand(3, 8))[0].groups) == ["0", "2"]
