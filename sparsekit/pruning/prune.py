@@ -48,7 +48,8 @@ from sparsekit.registry import calling
 from sparsekit.rng import torch_generator
 from sparsekit.tracing.modes import evaluated, measured
 from sparsekit.tracing.removable import with_blocks
-from sparsekit.tracing.trace import RunsOnExamples, trace_units
+from sparsekit.tracing.runs import RunsOnExamples
+from sparsekit.tracing.trace import trace_units
 
 AfterCut: TypeAlias = Callable[[nn.Module, int], object]
 """Called with the narrow model and the number of the step, from 1; trains it in place, or returns the model to continue
