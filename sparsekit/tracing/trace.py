@@ -77,8 +77,9 @@ def trace_units(
     changed. Only code that these passes execute is traced: for another branch, add an example that takes it.
 
     For the calls given, in eval and in train mode, outputs, gradients of inputs and kept weights, and what a call leaves in
-    buffers and attributes are those of the model under a mask, for one call and for a second one after it. Methods other than
-    `forward` are not traced.
+    buffers and attributes are those of the model under a mask, for one call and for a second one after it. Gradients are
+    compared in models of less than 10 million numbers, and inside the blocks of models of 50 million and more, unless code
+    casts values to a lesser dtype. Methods other than `forward` are not traced.
 
     Args:
         model: Any module.
