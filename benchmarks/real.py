@@ -308,10 +308,12 @@ def distil(bench: Bench, arm: str, share: float, seed: int) -> tuple[nn.Module, 
     )  # fmt: skip
     blocks = [name for name, _ in network.model.named_modules() if re.fullmatch(r"(model\.layers|_blocks)\.\d+", name)]
     teacher = Distillation(network.model, hidden=blocks[3::4] if arm == "hidden" else ())
-    batches, steps = list(network.training), 12 if text else 40
+    batches, steps = list(network.training), 12 if text else 20
     np.random.default_rng(seed).shuffle(batches)
     make = partial(torch.optim.AdamW, lr=1e-4) if text else partial(torch.optim.SGD, lr=0.004, momentum=0.9)
     sk.finetune(pruned.model, batches[:steps], network.loss, epochs=1, optimizer=make, distillation=teacher, seed=seed)
+    if not text:
+        recalibrate_batchnorm(pruned.model, batches[:20])
     return pruned.model.eval(), {"steps": steps}
 
 
