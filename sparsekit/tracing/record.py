@@ -174,7 +174,8 @@ class PassRecord(DispatchMode):
             places, words = scalar_arguments(func)
             given = [v for at, v in enumerate(args) if at in places] + [v for name, v in kwargs.items() if name in words]
             op.numbers = tuple(v for v in given if isinstance(v, int | float | complex))
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        # An operator that takes a dropout draws nothing here: dropout is off in all passes.
+        if torch.Tag.nondeterministic_seeded in func.tags and not any(name.startswith("dropout") for name in names):
             self.draws.append(tuple(tensor.shape for tensor in tensors_of((result,))))
             self.draw = self.draw or str(op)
         self._ops.append(op)
