@@ -79,7 +79,7 @@ def _takes_mode(train: Callable[..., Any]) -> bool:
 def set_mode(model: Module, training: bool) -> Module:
     """Put a model into train or eval mode, and return it.
 
-    If a module has a `train` of another kind, such as one that starts a training, it is not called, and flags are set instead.
+    Some models define a `train` method that starts a training run. It is not called: the `training` flags are set directly.
     """
     if all(_takes_mode(type(module).train) for module in model.modules()):
         model.train(training)
@@ -125,7 +125,7 @@ def is_followed() -> bool:
 
 
 def is_exporting() -> bool:
-    """Tell whether torch.export, an ONNX exporter or torch.jit.trace follows the code that runs now."""
+    """Return whether torch.export, an ONNX exporter or torch.jit.trace is tracing the running code."""
     exporting = getattr(torch.compiler, "is_exporting", None)  # since torch 2.7
     tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
     return bool(tracing or torch.onnx.is_in_onnx_export() or (exporting is not None and exporting()))

@@ -113,7 +113,7 @@ class AllocationContract:
             scores = {name: torch.rand(group.size, generator=generator) for name, group in graph.groups.items()}
             given = copy.deepcopy(scores)
             counts = allocate(allocation, graph, scores, costs, budget=Budget.of(budget))
-            # Out of range, they would be refused.
+            # mask_from_scores refuses counts that are out of range.
             assert mask_from_scores(graph, scores, counts).counts() == dict(counts)
             assert dict(counts) == dict(allocate(allocation, graph, given, costs, budget=Budget.of(budget)))
             assert all(isinstance(count, int) for count in counts.values())
@@ -201,7 +201,7 @@ class BanditContract:
 
     @pytest.mark.parametrize("seed", [0, 1, 2])
     def test_what_fails_is_avoided(self, make: MakeBandit, space: Interval, seed: int) -> None:
-        """Everything above the middle fails: no value is asked more than a few times, and half of the asks land below."""
+        """If all values above the middle fail, each is proposed at most three times, and half of the proposals are below."""
         for rewarded in (lambda share: share, lambda share: 1.0 - share, lambda _: 5.0):
             bandit, asked = make(space, np.random.default_rng(seed)), []
             for _ in range(60):

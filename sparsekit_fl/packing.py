@@ -28,7 +28,7 @@ def clone(state: StateDict) -> dict[str, Tensor]:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which values of a type are added up."""
+    """Return the dtype in which values of `dtype` are summed."""
     return torch.complex128 if dtype.is_complex else torch.float64
 
 

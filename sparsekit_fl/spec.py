@@ -257,7 +257,7 @@ def answer(spec: RunSpec, client: Client, request: Request, memories: Memories) 
 def run_client(
     spec: RunSpec, client: Client, request: Request, memory: Memory, *, out: Path | None = None
 ) -> tuple[Reply, Memory]:
-    """Let one client train, or score its model: a function of its arguments alone. Scoring changes no memory.
+    """Train one client, or score its model. The result depends only on the arguments, and scoring leaves the memory unchanged.
 
     Do not use the given memory afterwards. The personal model goes into the folder `out`, if the request asks
     for it. Whatever goes wrong is a ClientError, which names the round, the method and the part of it, and carries the cause.

@@ -74,8 +74,6 @@ class Field(Tree):
         point: Floats = low + (high - low) * (0.5 + _JITTER * (self._rng.random(len(low)) - 0.5))
         return point
 
-    # --- the noise ---
-
     @property
     def _exact(self) -> bool:
         """Whether rewards seem to have no noise: two of one point are never equal by chance, but for counts and classes."""
@@ -111,8 +109,6 @@ class Field(Tree):
             return False
         self._fall = 0.0
         return True
-
-    # --- learning ---
 
     def learn(self, arm: int, reward: float, place: int) -> None:
         """Learn from a reward that is at this place among all told."""
@@ -255,8 +251,6 @@ class Field(Tree):
         better = np.maximum.reduce(self._shown.take(self.facing[:size].T))
         self._beside = better + np.sqrt(_FACING * self.room.take(self.depth[:size]))
 
-    # --- the index ---
-
     def indices(self, pending: Mapping[int, int]) -> Floats:
         """Return the index of each arm, float (arms,). `pending`: arm → number of open pulls."""
         size = self.size
@@ -298,8 +292,6 @@ class Field(Tree):
     def _variance(self, arm: int, times: int) -> float:
         variance, rewards = self.variances.item(arm), times + self._tries.item(arm)
         return variance / (1.0 + variance * rewards / self._noise) if rewards else variance
-
-    # --- which arm is next ---
 
     def choose(self, *, lost: int, upper: float | None = None) -> int:
         """Return the next arm; -1 if no cell can hold an arm below `upper`, a bound of the first coordinate.
@@ -355,8 +347,6 @@ class Field(Tree):
         within = self.variation.item(self.depth.item(cell) + 1)
         least = max(_REPEATS, 0.0 if self._exact else _REPEATED * self._told)
         return self._variance(arm, pending.get(arm, 0)) < _PATIENCE * within and self._repeats >= least
-
-    # --- splitting ---
 
     def _split(self, cell: int, axis: int, at: float, point: Floats, *, keeps_low: bool | None = None) -> int:
         """Cut a cell in two and return the new arm, at `point`. `keeps_low`: the part of the old arm, if that is on the cut."""

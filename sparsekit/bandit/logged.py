@@ -44,8 +44,6 @@ class LoggedBandit(ABC):
             parts.append(f"best {self.best().value}")
         return f"{type(self).__name__}({', '.join(parts)})"
 
-    # --- for subclasses ---
-
     @abstractmethod
     def _choose(self, bound: float | None) -> Any:
         """Return the value of the pull `self._next`, at most `bound` unless that is None."""
@@ -86,8 +84,6 @@ class LoggedBandit(ABC):
         self._log.append({"tell": pull.id, "value": value, "reward": number, **said})
         self._told.append((self._pull(pull.id, value), number))
         return value, number, elsewhere
-
-    # --- called by users ---
 
     @property
     def told(self) -> tuple[tuple[Pull, float], ...]:
@@ -145,11 +141,9 @@ class LoggedBandit(ABC):
     def _pull(self, id: int, value: Any) -> Pull:
         return Pull(id, value if isinstance(self.space, Interval) else dict(value))
 
-    # --- state ---
-
     def state_dict(self) -> dict[str, Any]:
         """Return a snapshot of settings, generator and log as plain JSON values."""
-        # The log alone grows, and its entries never change.
+        # Only the log grows, and its entries never change.
         return {"settings": self._all_settings(), "generator": self._start, "log": list(self._log)}
 
     def _all_settings(self) -> dict[str, Any]:

@@ -102,8 +102,6 @@ class Tree:
         inside = (self.low[: self.size] <= point) & (point <= self.high[: self.size])
         return int(inside.all(axis=1).argmax())
 
-    # --- beliefs ---
-
     def begin(self, scale: float, level: float) -> None:
         """Assume that all arms are around a level, from which rewards are counted, with variance `scale`, above 0."""
         self.scale, self.level = scale, level

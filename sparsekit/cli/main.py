@@ -117,7 +117,7 @@ def _root(
 
 
 def execute(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line, or the process's own; returns 0, the code of an error, 2 for bad input, or 130 after Ctrl-C."""
+    """Run `arguments`, or the process's own command line. Returns 0, an error's exit code, 2 for bad input, or 130 after Ctrl-C."""
     command = typer.main.get_command(app)
     TYPED[:] = sys.argv[1:] if arguments is None else arguments
     try:

@@ -173,7 +173,7 @@ class Search:
         return self.best() if lucky else found
 
     def report(self) -> dict[str, Any]:
-        """Return settings, trials, the best and the recommended one with the mean of equal values, as JSON values."""
+        """Return settings and trials as JSON. The best and the recommended one have the mean score of equal trials."""
         best, recommended = (None if trial is None else self._with_mean(trial) for trial in (self.best(), self.recommended()))
         rows = [self._row(trial) for trial in self.ended]
         failed = sum(row["score"] is None for row in rows)

@@ -93,7 +93,7 @@ class Fisher(DataDriven):
 
 
 def position_fisher() -> Fisher:
-    """½·E[Σ (∂L/∂gate)²] over the positions of an example: tokens, pixels. For language models."""
+    """Return Fisher importance with one gradient per position (token or pixel), ½·E[Σ (∂L/∂gate)²]. For language models."""
     return Fisher(per_position=True)
 
 

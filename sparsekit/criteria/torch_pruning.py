@@ -91,7 +91,7 @@ class TorchPruning(DataDriven):
             if self.batches is not None:
                 for parameter in before:
                     parameter.grad = None
-                # Classes that read no gradients need no loss.
+                # Classes that use no gradients need no loss.
                 with contextlib.suppress(MissingImportanceError):
                     return {name: self._one(group, model) for name, group in graph.groups.items()}
                 with self._passes(model, [p for p in before if p.is_floating_point()]) as passes:

@@ -128,7 +128,7 @@ class Average:
 
 @dataclass(frozen=True, eq=False)
 class Count:
-    """Integers gave the lengths of axes of units."""
+    """Axes along which units lie got their lengths from integers, such as a module's `num_heads` or a literal."""
 
     nodes: IntArray  # one axis for each axis of a tensor along which units differ
     numbers: tuple[frozenset[Held], ...]

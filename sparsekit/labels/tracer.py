@@ -41,7 +41,7 @@ class Tracer:
         self._constants: dict[tuple[Any, ...], Entry] = {}
         self._whole: set[int] = set()  # nodes that were fixed
         self._starts: list[int] = []  # the first node of each entry
-        # (entry number, axis) that must all be gated for a value to be zero, by the number of the source
+        # By number of the source: the (entry number, axis) pairs that must all be gated for a value to be zero.
         self.sources: list[frozenset[tuple[int, int]]] = [frozenset(), frozenset()]
         self._source_ids: dict[frozenset[tuple[int, int]], int] = {frozenset(): ALWAYS_ZERO}
         self._model = nn.Module()
@@ -94,7 +94,7 @@ class Tracer:
         self.facts.append(Compare(self.module, frozenset(sources)))
 
     def note_equal(self, nodes: IntArray, held: frozenset[Held]) -> None:
-        """Note integers held that a comparison found equal to the length of an axis."""
+        """Note that the model compared integers with the length of an axis and found them equal."""
         self.facts.append(Count(nodes, (held,)))
 
     @property
@@ -259,7 +259,7 @@ class Tracer:
             self.facts.append(Keep(nodes, self.cause(reason, kind) if isinstance(reason, str) else reason))
 
     def cause(self, reason: str, kind: Refusal = "operator", remedy: str = "") -> Cause:
-        """Return why units stay whole, with the line of the user's code."""
+        """Return a cause that makes units unprunable, with the line of the user's code."""
         if kind == "expected":
             return Cause(self.module, reason, kind)
         if kind == "average" and not self.kept_norms:

@@ -116,7 +116,10 @@ _Calls: TypeAlias = Sequence[tuple[Fraction, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Lengths:
-    """A product of whole numbers: factor · Π (whole + Σ each · units kept); of tied groups, the first name."""
+    """An amount that depends on the widths: factor · Π (whole + Σ each · units kept).
+
+    Tied groups are represented by the first of them.
+    """
 
     factor: Fraction
     axes: Extents

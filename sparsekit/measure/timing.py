@@ -51,7 +51,7 @@ def stopwatch(device: torch.device) -> Callable[[Callable[[], object]], float]:
 
 
 def median_ms(call: Callable[[], object], device: torch.device, *, seconds: float = 0.5) -> float:
-    """Return the median milliseconds of a call, after two to warm up; takes `seconds`, and five calls."""
+    """Return the median milliseconds of a call, after two warm-up calls; measures for `seconds`, at least five calls."""
     timed = stopwatch(device)
     times: list[float] = []
     begun = time.perf_counter()
@@ -153,7 +153,7 @@ def time_turns(
     *,
     seconds: float = 0.5,
 ) -> TimePair:
-    """Time two calls in turns; `timed` is a stopwatch. Takes `seconds`, and up to four times as long if turns differ."""
+    """Time two calls alternately with the stopwatch `timed`, for `seconds`, or up to four times that if timings vary."""
     order = np.random.default_rng(0)
     turns: list[tuple[float, float]] = []
     one = min(min(timed(first), timed(second)) for _ in range(_WARM))

@@ -70,7 +70,7 @@ class FineTuned:
 
 
 def score_of(found: Any, what: str) -> float:
-    """Return what a metric returned, a number, a tensor or an array with one, as a float."""
+    """Convert the result of a metric to float: a number, or a tensor or array with one element."""
     try:
         return float(found)
     except (TypeError, ValueError, RuntimeError):

@@ -92,12 +92,12 @@ class Refit:
 
     @cached_property
     def lossy(self) -> Sequence[LossyLayer]:
-        """The layers that read dropped units and can be refitted."""
+        """The layers whose inputs contain dropped units and that can be refitted."""
         return _lossy_layers(self.model, self.graph, self.mask)
 
     @cached_property
     def fitting(self) -> Sequence[LossyLayer]:
-        """Those whose sums fit into memory."""
+        """The layers of `lossy` whose sums fit into memory."""
         return [each for each in self.lossy if each.sums_bytes <= self.memory_bytes]
 
     @cached_property

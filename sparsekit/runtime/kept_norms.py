@@ -274,7 +274,7 @@ def _inside(name: str, root: str) -> bool:
 
 @contextmanager
 def kept_norms(model: nn.Module, graph: UnitGraph, keep: Mapping[str, Tensor]) -> Iterator[None]:
-    """Run `model`, dense and with dropped units gated, as the narrow model. `keep`: group name → bool (units,)."""
+    """Inside the context, make norms of the dense, gated `model` ignore dropped units. `keep`: group name → bool (units,)."""
     if not graph.norms:
         yield
         return

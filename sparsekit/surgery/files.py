@@ -141,7 +141,7 @@ def make_proof(model: nn.Module, example_inputs: tuple[Any, ...] | Mapping[str, 
 
 
 def check_proof(path: str | os.PathLike[str], model: nn.Module, proof: Mapping[str, Any]) -> None:
-    """Run a loaded model on the inputs of a proof, and raise CompactFileError if it computes something else."""
+    """Run a loaded model on the inputs of a proof, and raise CompactFileError if its outputs differ."""
     try:
         found = _outputs(model, proof["inputs"], 0)
     except Exception as error:  # noqa: BLE001 - such as a type that this processor cannot multiply

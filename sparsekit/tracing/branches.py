@@ -21,11 +21,11 @@ Lines = tuple[int, int]
 
 
 def is_branch(frame: FrameType, *, is_test: bool = False) -> bool:
-    """Tell whether the line that runs decides what the code of a model does next; a check that only raises does not.
+    """Return whether the running line of a model's code is a branch. A check that can only raise is not.
 
     Args:
-        frame: What runs.
-        is_test: Whether the line decides something for certain, as code that converts a tensor to `bool` does.
+        frame: The running frame.
+        is_test: Whether the line is known to be a test, because it converts a tensor to `bool`.
     """
     name, line = frame.f_code.co_filename, frame.f_lineno
     if name.startswith((*LIBRARIES, *_INSTALLED)):

@@ -139,7 +139,7 @@ class Masks:
         if trial.turn == 3 and size > 8:
             return order[2 + number % (size - 2) :]
         if ((number >> trial.order) + trial.turn // 2) % 2 == 0:  # about half, not the unit that the least width keeps
-            # Of two kept units, each may have the positions of the other in any order.
+            # The kept units include order[0], which other trials drop, so kept units change their positions in both directions.
             kept = math.ceil((0.3 + 0.4 * half) * size) if size > 4 else 1
             return torch.cat([order[kept + 1 :], order[:1]])
         return order[: min(max(1, round(few * size / 4)), size - 1)]  # most, not that unit either

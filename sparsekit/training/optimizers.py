@@ -50,7 +50,7 @@ class OptimizerSet:
         return OptimizerSet, ()
 
     def add(self, optimizer: HasState, masked: Any) -> None:
-        """Follow `optimizer` with hooks on it; see `LearnableMask.add_optimizer`."""
+        """Install hooks on `optimizer`, so that its state changes with the mask; see `LearnableMask.add_optimizer`."""
         if hasattr(optimizer, "param_groups") and not _holds(optimizer, masked):
             raise InvalidValueError(
                 f"this {type(optimizer).__name__} steps no parameter of the mask; make it over masked.parameters()"
@@ -122,7 +122,7 @@ def _before_step(reference: Callable[[], Any], optimizer: Optimizer, args: Any, 
         _take(masked, optimizer, None)
         return None
     due = masked._rule is not None and masked._rule.due
-    # A backward pass before a closure is of batches that the step adds up, or of a step that climbs and forgets it.
+    # Gradients from before the closure: either accumulated batches, or SAM's first step, whose gradients are discarded.
     before = {leaf: leaf.grad.clone() for leaf in masked.weights() if leaf.grad is not None} if due else None
     calls: list[object] = []
 

@@ -13,7 +13,7 @@ _SIDES = (("in_features", "out_features"), ("num_embeddings", "embedding_dim"), 
 
 
 class AdapterRule(LayerRule):
-    """Adapter layers keep the sizes and ranks from which later adapters are made and merged. No forward pass reads them."""
+    """Rule for PEFT adapter layers: update their sizes and ranks, which PEFT uses to add and merge adapters, not in forward."""
 
     type_names: ClassVar[tuple[str, ...]] = ("peft.tuners.tuners_utils.BaseTunerLayer",)
     sizes: ClassVar[frozenset[str]] = frozenset({"in_features", "out_features"})
@@ -33,13 +33,13 @@ class AdapterRule(LayerRule):
 
 
 def tell_ranks(model: Any) -> None:
-    """Write ranks and scales of LoRA layers that differ from those of their configuration into its patterns."""
+    """Store pruned LoRA ranks and scales in `rank_pattern` and `alpha_pattern` of the model's PEFT configurations."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     for path, layer in base.named_modules():
         for name, rank in _ranks(layer).items():
             config = model.peft_config[name]
             if rank != config.r or config.rank_pattern:
-                # The first pattern that fits counts.
+                # PEFT uses the first pattern that matches.
                 config.rank_pattern = {re.escape(path): rank} | config.rank_pattern
                 config.alpha_pattern = {re.escape(path): layer.lora_alpha[name]} | config.alpha_pattern
 

@@ -156,7 +156,7 @@ def _app_for(
     config = {"run": run_text(method, given), "resume": options.resume, "nodes": nodes, "error-file": str(failed)}
     write_app(base / "app", config, port=port)
     env = {**QUIET, **os.environ, "FLWR_HOME": str(base / "app" / "flwr-home")}
-    # What this process can import, others can too.
+    # Subprocesses can import whatever this process can import.
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(os.path.abspath(path) for path in sys.path))
     # SuperLink starts programs by name. They are in this interpreter's folder, even if no environment is activated.
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), *filter(None, [env.get("PATH")])])

@@ -80,7 +80,7 @@ class Experiment:
         )
         config = _config(options, clients, len(clients) if ids is None else sys.maxsize)
         if ids is not None and options.heterogeneity is None and ":" in str(options.dataset):
-            # Devices with data of their own have capabilities of their own, and who is there may change.
+            # Devices with their own data report their own capabilities, and the set of connected devices may change.
             config = _config(options.replaced(heterogeneity="own"), [], sys.maxsize)
         described = {**described, **({} if options.init is None else {"init": str(options.init)})}
         return Experiment(problem=problem, clients=clients, config=config, engine=engine, described=described)
@@ -107,7 +107,7 @@ def _engine(options: RunOptions) -> Engine:
     for option in ("supernodes", "ray_address"):
         if getattr(options, option) is not None:
             raise InvalidValueError(f"{option} is not for this engine; leave it out, or add --engine flower")
-    # A GPU is shared best by one process.
+    # On GPUs, one process per device is fastest.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most = min(cores, MOST_WORKERS) if options.device in (None, "cpu") else len(devices(str(options.device)))
     engine: Engine = make(workers=options.workers or most)

@@ -170,14 +170,14 @@ class ClientContext:
         return replace(work, flops=work.flops + log.forward_only * forward)
 
     def work_on(self, examples: int, mask: UnitMask | WeightMask | None = None, *, padded_examples: int | None = None) -> Cost:
-        """Return the FLOPs of training on some examples: forward and a backward that costs twice as much.
+        """Return the FLOPs of training on some examples. The backward pass counts as two forward passes.
 
-        A weight mask saves entries on the wire and nothing when computing, so its compact cost equals the whole model's.
+        A weight mask makes uploads smaller but saves no computation, so its executed FLOPs are those of the whole model.
 
         Args:
             examples: Number of passes.
             mask: The part that trains; None for the whole model.
-            padded_examples: Number of passes by the paper's convention; None: `examples`.
+            padded_examples: Number of passes if every batch counts as full, as in the paper; None: `examples`.
         """
         units = mask if isinstance(mask, UnitMask) else None
         # A frozen weight has no gradient of its own.

@@ -59,11 +59,11 @@ class Node:
             except DataError as error:
                 if not self.device:
                     raise
-                # Its memory is lost or damaged. Otherwise this client would never take part again.
+                # The client's memory is lost or damaged: start without it, or the client would fail in every later round.
                 reply = answer(self.spec, client, replace(request, memory_round=None), self.memories)
                 reply = replace(reply, note=f"{error}; it started without memory")
             if self.device and reply.stored:
-                # The newest stays, and the one before: if the reply is lost on its way, the next request names that.
+                # Keep the two newest memories: if this reply is lost, the next request asks for the older one.
                 self.memories.sync()
                 needed = {f"{request.client_id}-{round}" for round in (request.round, request.memory_round)}
                 for path in self.memories.folder.glob(f"{request.client_id}-*.state"):

@@ -195,7 +195,7 @@ class FjORD(Submodels):
             return outputs, client.problem.loss(outputs, batch.targets)
 
         result = sgd(client, replace(task, mask=masks[-1]), batches=batches, forward=forward)
-        # Each step's batch counts as full, as the paper counts; with one width to the digit.
+        # As in the paper, each step counts a full batch. With a single width, the result equals the paper's exactly.
         work = Cost(flops=spent[0], flops_paper=spent[1] * result.log.padded_examples // batches.steps)
         return replace(result, work=work)
 
@@ -207,11 +207,11 @@ class FedMP(Submodels):
     The paper's synchronization, R2SP, adds to each submodel the residual that was pruned and takes the mean, which is the mean
     over all clients with equal weights. FedMP prunes shares of filters by their L1 norm; a ratio here is the share that stays.
 
-    The bandits, in the server's memory, learn ratios that finish with the others. The reward of a participation is the decrease
-    of the client's training loss since the one before, over the relative gap |T − T̄| / T̄ between its simulated seconds and the
-    mean of the round. The paper divides by |T − T̄| itself, whose scale depends on the devices while the index of the bandit
-    has none; we have its reward from other descriptions of the paper, so this form is ours where they are silent. A first
-    participation has nothing to compare with and is not credited.
+    The bandits are stored in the server's memory. They learn ratios at which all clients of a round finish at about the same
+    time. The reward is the decrease of the client's training loss since its previous participation, divided by the relative
+    gap |T − T̄| / T̄ between its simulated seconds T and the mean of the round, T̄. The paper divides by |T − T̄|, which depends
+    on the speed of the devices; we divide by T̄ as well, so that rewards have the same scale everywhere. We know the paper's
+    reward only from descriptions by others. The first participation of a client earns no reward.
     """
 
     source = "Jiang et al., FedMP: FL through Adaptive Model Pruning in Heterogeneous Edge Computing, ICDE 2022"

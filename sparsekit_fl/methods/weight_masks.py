@@ -27,7 +27,8 @@ from sparsekit_fl.problem.data import Capability
 _PROCESSED = "processed_examples"
 _BYTES_PER_WEIGHT = 4
 _SETTLED, _SETTLED_TIMES = 0.1, 5  # of the reference code
-# Largest part of a layer's active weights that may be dropped at once, at first: it halves over the run. As the reference code.
+# Largest share of a layer's active weights that one step may drop, at the start. It halves over the run, as in the reference
+# code.
 _SHARE = 0.3
 # Time of a round that does not depend on the mask, over the time of all prunable weights: 17.4 s of 31.1 s in the reference
 # code's configuration for VGG11.

@@ -169,7 +169,7 @@ def _followed(
 def chosen_sizes(
     candidates: Sequence[Candidate], tried: Mapping[str, int]
 ) -> tuple[tuple[SizeAttribute, ...], tuple[tuple[str, ...], ...]]:
-    """Return the integers that are taken to follow units, after the choices that were tried: module → the number of them.
+    """Return the integers that change with the number of units. `tried`: module → number of choices that were tried before.
 
     Returns:
         The attributes, and the groups that must keep equally many units because they share one.
@@ -178,7 +178,7 @@ def chosen_sizes(
     for candidate in candidates:
         if tried.get(candidate.key[0], 0) in candidate.choices:
             claims.setdefault(candidate.key, []).append(candidate.sizes)
-    # An integer may count the units of one group here and of another there, if each has as many.
+    # An integer may count the units of several groups, provided that they all keep equally many.
     agreed = [
         claim
         for claim in claims.values()
