@@ -44,7 +44,7 @@ class DispatchMode(TorchDispatchMode):
 
 @contextmanager
 def without_fast_path() -> Iterator[None]:
-    """Switch off the fused kernels of attention, which bypass submodules and hide operators, for a while."""
+    """Return a context without the fused attention kernels, which bypass submodules and hide their operators."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -59,7 +59,7 @@ buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffe
 # The list of weights that a recurrent layer passes to its kernel: rebuild it, or also store them in one block, as cuDNN needs.
 refresh_flat_weights: Callable[[nn.RNNBase], None] = methodcaller("_update_flat_weights")
 reset_flat_weights: Callable[[nn.RNNBase], None] = methodcaller("_init_flat_weights")
-# Of an operator: its name, its arguments and which of them it writes to; and the operator without its overload.
+# Schema of an operator (name, arguments, which of them it writes to), and the operator without its overload.
 operator_schema: Callable[[Any], Any] = attrgetter("_schema")
 operator_packet: Callable[[Any], Any] = attrgetter("_overloadpacket")
 stored_numbers: Callable[[Tensor], int] = methodcaller("_nnz")  # of a sparse tensor
@@ -110,17 +110,17 @@ def channel_axis(module: InstanceNorm, rank: int) -> int:
 
 
 def identity(tensor: Tensor) -> tuple[int, int]:
-    """Return two numbers that change with the values of a tensor: its count of changes in place, and its address in memory."""
+    """Return the version counter and the memory address of a tensor, one of which changes whenever its values change."""
     return tensor._version, tensor.data_ptr()
 
 
 def in_transform() -> bool:
-    """Tell whether a transform of torch.func (grad, vmap, …) runs."""
+    """Return whether a transform of torch.func (grad, vmap, …) runs."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_followed() -> bool:
-    """Tell whether a compiler, an exporter, torch.jit.trace or a transform of torch.func follows the code that runs now."""
+    """Return whether a compiler, an exporter, torch.jit.trace or a transform of torch.func is tracing the running code."""
     return torch.compiler.is_compiling() or torch._C._is_tracing() or in_transform()
 
 

@@ -135,7 +135,7 @@ class TensorBoard(Callback):
     """
 
     def __init__(self) -> None:
-        # Before the run, so that a missing package is not an error after hours.
+        # Checked before the run, so that a missing package does not end it after hours.
         require("tensorboard")
 
     def on_run_start(self, run: RunView) -> None:
@@ -158,7 +158,8 @@ class TensorBoard(Callback):
 class LiveProgress(Callback):
     """Show round, scores, FLOPs and time left on stderr: a bar on a terminal, elsewhere a line per evaluation.
 
-    Use it with `with`, so that the bar goes whatever ends the run. A line starts with `label`, or else with the method's name.
+    Use it in a `with` block, so that the bar is removed however the run ends. A line starts with `label`, or else with the
+    method's name.
     """
 
     def __init__(self, *, quiet: bool = False, label: str = "", console: Console | None = None) -> None:
@@ -187,7 +188,7 @@ class LiveProgress(Callback):
         self._bar.start()
 
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:
-        # With the prefix of the whole run, so that all lines have one.
+        # Every line has the unit prefix of the whole run (such as G or T).
         whole = record.cost.flops / record.round * run.config.rounds
         scores, flops = record.evaluation, f"{texts('flops', [record.cost.flops, whole])[0]} FLOPs"
         text = f"{self._label} round {record.round}/{run.config.rounds}"

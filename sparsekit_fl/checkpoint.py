@@ -71,7 +71,7 @@ def write_atomically(path: Path, payload: bytes, *, durable: bool = True, sync: 
 class Memories:
     """Memories of clients as files: one version per client and round. Whoever trains a client writes its memory.
 
-    The server's memories of clients are kept in the same way, in another folder. A version that no checkpoint names yet is
+    The server's memories of clients are kept in the same way, in another folder. A file that no checkpoint lists yet is
     harmless: training that client again writes the same bytes. `durable` waits for the disk.
     """
 
@@ -153,7 +153,7 @@ def differences(saved: Any, given: Any, path: str = "") -> list[str]:
 
 
 def holds_run(path: Path) -> bool:
-    """Tell whether a folder holds a run that can be resumed, perhaps from its first round on."""
+    """Return whether a folder holds a run that can be resumed, perhaps from its first round on."""
     return (path / _CHECKPOINT).exists()
 
 

@@ -48,7 +48,7 @@ _FIRST = ("personal accuracy", "global accuracy", "FLOPs", "simulated time", "up
 
 
 def unlike(result: Mapping[str, Any]) -> list[str]:
-    """Return how a run differs from its plan: it stopped early, or some clients did not train or count."""
+    """Return how a run deviates from its settings: it stopped early, or some clients did not train or were dropped."""
     done, planned = len(result["rounds"]), result["config"]["rounds"]
     reason = f": {result['stopped']}" if result.get("stopped") else ""
     found = [f"ended after {done} of {planned} rounds{reason}"] if done < planned else []

@@ -262,7 +262,7 @@ class TrainingConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         absent = [name for name in _SGD if getattr(self, name) is None]
-        # A few optimizers take the learning rate as a tensor too, but none has one as a default.
+        # A few optimizers accept a tensor as the learning rate, but no default is a tensor.
         own = inspect.signature(optimizer_class(self.optimizer)).parameters if absent and self.optimizer != "sgd" else {}
         for name in absent:
             object.__setattr__(self, name, float(own[name].default) if name in own else _SGD[name])

@@ -62,7 +62,7 @@ class Engine(Protocol):
         """
 
     def open(self, spec: RunSpec, clients: Mapping[int, Client], memories: Memories) -> AbstractContextManager[RunClients]:
-        """Start what runs clients; leaving the context ends it.
+        """Start the workers; leaving the context ends them.
 
         Args:
             spec: The fixed parts of the run.

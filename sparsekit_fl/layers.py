@@ -59,7 +59,7 @@ def trace_layers(model: nn.Module, example_inputs: Any) -> tuple[Layer, ...]:
     for event in entry_reads(model, example_inputs):
         wide = [name for name in event if tensors[name].dim() > 1]
         if wide and not any(tensors[name].dim() > 1 for name in found[-1][2]):
-            # What comes before the first matrix, such as a norm of the inputs, belongs to the layer of that matrix.
+            # Entries before the first matrix, such as a norm of the inputs, belong to the layer of that matrix.
             found[-1] = (_owner(wide[0]), *found[-1][1:])
         elif wide and _owner(wide[0]) != found[-1][0]:
             found.append((_owner(wide[0]), [], []))
@@ -77,7 +77,7 @@ def trace_layers(model: nn.Module, example_inputs: Any) -> tuple[Layer, ...]:
     for name, tensor in tensors.items():  # what no pass reads is with its tied key or its module, else with the first layer
         if name not in homes:
             homes.get(first[id(tensor)], owners.get(_owner(name), found[0][1])).append(name)
-    # Within a layer in the order of the state: kernels of one module read its entries in orders of their own.
+    # Within a layer, entries are in the order of the state, since kernels may read them in another order.
     place = {name: number for number, name in enumerate(tensors)}
     layers = []
     for name, *keys in found:

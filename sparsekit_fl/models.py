@@ -80,7 +80,7 @@ def _read(path: Path) -> Mapping[str, Any]:
             return dict(load_file(path))
         return dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:
-        # The readers raise many kinds, from OSError to pickle errors.
+        # Readers raise exceptions of many types, from OSError to pickle errors.
         raise DataError(f"{path} cannot be read as weights: {type(error).__name__}: {error}") from error
 
 

@@ -40,7 +40,7 @@ def change(after: Tensor, before: Tensor) -> Tensor:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Tell whether a tensor holds neither NaN nor infinity; a finite sum says so in a twentieth of the time."""
+    """Return whether a tensor holds neither NaN nor infinity; a finite sum says so in a twentieth of the time."""
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
@@ -75,7 +75,7 @@ class Kept:
             cut = {name: cut_axes(graph.shapes[name], axes) for name, axes in graph.kept_indices(mask).items()}
             self._axes = {name: axes for name, axes in cut.items() if axes}
         elif mask is not None:
-            # Likewise an entry of which nothing is dropped.
+            # Likewise, an entry without dropped positions needs no index.
             partial = {name: keep.cpu().reshape(-1) for name, keep in mask.items() if not bool(keep.all())}
             self._flat = {name: keep.nonzero().reshape(-1) for name, keep in partial.items()}
 
@@ -249,12 +249,12 @@ def unpack(payload: bytes, *, shapes: Mapping[str, Sequence[int]] | None = None)
             name: tuple(shape) for name, shape in shapes.items()
         }:
             raise ValueError("tensors of other names or shapes")
-        # Copies begin where torch lets tensors begin, on which the last bits of products depend.
+        # Copies have torch's memory alignment, on which the last bits of products depend.
         tensors = {name: tensor.clone() for name, tensor in load(payload).items()}
         if not isinstance(meta, dict):
             raise ValueError("metadata that `pack` does not write")
     except Exception as error:
-        # Whoever wrote them: of what the two parsers and torch raise, no list would be complete.
+        # The bytes may come from anywhere, and no list of what two parsers and torch raise would be complete.
         raise DataError(f"these {len(payload)} bytes are not a packed message: {error}") from error
     return tensors, meta
 

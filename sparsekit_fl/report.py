@@ -23,7 +23,7 @@ _AXES = (
     ("simulated_seconds", "simulated time so far", "seconds"),
 )
 _OVER = {"round": "rounds", "flops": "FLOPs", "simulated_seconds": "simulated time"}
-# 97.5 % quantiles of Student's t, by degrees of freedom; the last one serves for more.
+# 97.5 % quantiles of Student's t, by degrees of freedom; the last one is used for more degrees.
 _T = (
     12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09, 2.09,
     1.96,

@@ -255,7 +255,7 @@ def _run_round(server: Server, view: RunView, run_clients: RunClients) -> tuple[
     last = round == spec.config.rounds
     found, unscored = _score(server, ids, run_clients, with_shared=whole, with_model=last and view.out is not None)
     done = [reply.update.cost for reply in replies if reply.update is not None]
-    # Of clients that failed counts what they were sent.
+    # For clients that failed, the bytes that they were sent still count.
     lost = [request for request, reply in zip(requests, replies, strict=True) if reply.update is None]
     cost = round_cost(done, wall_seconds=time.perf_counter() - began, until=seconds)
     cost += Cost(downlink_bytes=sum(request_bytes(request, spec.graph) for request in lost))
@@ -304,7 +304,7 @@ def _scored_after(round: int, ids: list[int], config: RunConfig) -> tuple[list[i
     if not whole and round % (config.eval_every or 1):
         return [], False
     if count is not None and count < len(ids):
-        # From seed and round: the same for any engine and method.
+        # Drawn from seed and round, so that the sample is the same for any engine and method.
         positions = stream(config.seed, "evaluation", round).choice(len(ids), size=count, replace=False)
         ids = [ids[position] for position in sorted(positions)]
     return ids, whole
@@ -340,7 +340,7 @@ def round_cost(costs: Iterable[Cost], *, wall_seconds: float, until: float | Non
     """
     costs = list(costs)
     slowest = max((cost.simulated_seconds for cost in costs), default=0.0) if until is None else until
-    # The slowest with scoring may be another client than the slowest without.
+    # With scoring time, another client may be the slowest.
     scoring = slowest - max((cost.seconds for cost in costs), default=0.0) if until is None else 0.0
     whole = sum(costs, Cost())
     return replace(whole, simulated_seconds=slowest, simulated_seconds_scoring=scoring, wall_seconds=wall_seconds)

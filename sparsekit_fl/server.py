@@ -136,7 +136,7 @@ class Server:
         )
 
     def note(self) -> str:
-        """Return what a reader of the numbers must know, besides the note of the method."""
+        """Return further footnotes to the results, besides the note of the method."""
         return "\n".join(self._notes.values())
 
     def requests(self, ctx: ServerContext) -> list[Request]:
@@ -197,7 +197,7 @@ class Server:
         return list(small)
 
     def _tell(self, name: str, note: str, warning: str) -> None:
-        """Keep a note, and log a warning when it is first made."""
+        """Store a note for the results, and log it as a warning the first time."""
         if name not in self._notes:
             _log.warning("%s uses the capabilities of clients. %s", self.spec.method.name, warning)
         self._notes[name] = note
@@ -254,10 +254,10 @@ class Server:
         except UpdateError:
             raise
         except Exception as error:
-            # Whatever a stranger's update leads to, costs this update alone.
+            # Whatever error an update causes, only this update is dropped.
             told = f"the update of client {update.client_id} could not be checked: {type(error).__name__}: {error}"
             raise UpdateError(told) from error
-        # What was rounded on the way is added up as exactly as anything else.
+        # Values that were rounded for sending are summed in the dtype of the state.
         delta = {name: t.to(ctx.state[name].dtype) if t.is_floating_point() else t for name, t in update.delta.items()}
         return replace(update, delta=delta)
 

@@ -260,7 +260,7 @@ def run_client(
     """Train one client, or score its model. The result depends only on the arguments, and scoring leaves the memory unchanged.
 
     Do not use the given memory afterwards. The personal model goes into the folder `out`, if the request asks
-    for it. Whatever goes wrong is a ClientError, which names the round, the method and the part of it, and carries the cause.
+    for it. Every exception becomes a ClientError, which names the round, the method and its hook, and has the cause.
     """
     if request.task == "train":
         return _train(spec, client, request, memory)

@@ -110,7 +110,7 @@ def share_of_remaining(scores: Tensor) -> Tensor:
 
 
 def _makers(graph: UnitGraph, group: str) -> int:
-    """Return the number of layers that make the units: a residual stream of four blocks narrows all four."""
+    """Return the number of layers that produce the units: to narrow a residual stream of four blocks, all four are narrowed."""
     made = {piece.name for piece in graph.groups[group].slices if piece.side == "out" and len(graph.shapes[piece.name]) > 1}
     return max(1, len(made))
 
@@ -213,7 +213,7 @@ class _Walk:
                 return
             best = -max(fitting)[1]
             self._go(best, places[best] + 1)
-            # What does not fit now never will: costs only grow from here on.
+            # Widths that do not fit now never will: costs only grow from here on.
             left = [-n for _, n in fitting if places[-n] < len(widths[-n].counts) - 1]
 
     def tighten(self) -> None:

@@ -47,7 +47,7 @@ class Problem:
     budget: Budget | None = None
 
     def fits(self, counts: Counts) -> bool:
-        """Tell whether counts are within the budget."""
+        """Return whether counts are within the budget."""
         costs = self.costs.costs(counts)
         return all(costs[name] <= limit for name, limit in self.limits.items())
 
@@ -178,7 +178,7 @@ def _solve(allocation: Allocation, problem: Problem) -> Counts:
 
 
 def name_of(allocation: Allocation) -> str:
-    """Return its name for messages and reports; a `functools.partial` has the name of its function."""
+    """Return the name of an allocation for messages and reports; a `functools.partial` has the name of its function."""
     plain = getattr(allocation, "func", allocation)
     return str(getattr(plain, "__name__", type(plain).__name__))
 

@@ -76,7 +76,7 @@ class Field(Tree):
 
     @property
     def _exact(self) -> bool:
-        """Whether rewards seem to have no noise: two of one point are never equal by chance, but for counts and classes."""
+        """Whether rewards seem to be noise-free: repeated rewards of one point are equal, and rewards are not merely counts."""
         return self._distinct and self._within == 0.0
 
     @property
@@ -88,7 +88,7 @@ class Field(Tree):
         return max((expected + self._within) / (_GUESS_WEIGHT + self._replicates), _LEAST * self.scale)
 
     def _falls(self, surprise: float, share: float) -> bool:
-        """Tell whether the rewards of arms have fallen, after one more repeated reward; its surprise has this share of the
+        """Return whether the rewards of arms have fallen (CUSUM). `surprise`: repeated reward − mean, of variance `share` ·
         noise.
 
         A cumulative sum counts how far repeated rewards are below the mean of earlier ones of the same arm, in deviations.
@@ -111,7 +111,7 @@ class Field(Tree):
         return True
 
     def learn(self, arm: int, reward: float, place: int) -> None:
-        """Learn from a reward that is at this place among all told."""
+        """Learn from a reward; `place` is its position among all rewards."""
         had, mean, fallen = self._weights.item(arm), self._rewards.item(arm), False
         if self._pulls.item(arm):
             self._repeats += 1.0
@@ -171,7 +171,8 @@ class Field(Tree):
         self._tried = True
 
     def _sort_out(self) -> None:
-        """Find the arms whose rewards are so far below all others that their distance says nothing, as of a loss that diverges.
+        """Find the arms whose rewards are so far below all others that their size carries no information, as if a loss
+        diverged.
 
         Sorted from the best, arms from k + 1 on have diverged if the step from arm k is many times as large as the distance
         from the best to arm k, and the cells of the first k are a good part of the cube; or if they are many times further
@@ -211,7 +212,7 @@ class Field(Tree):
         self.begin(scale, float(means.mean()))
 
     def _face_the_best(self) -> None:
-        """Let each failed cell face the best of its neighbors on each side."""
+        """Replace each failed cell, as a neighbor of others, by the best of its own neighbors on each side."""
         size = self.size
         order = np.argsort(self._shown[:size], kind="stable")
         for side in range(self.facing.shape[1]):
@@ -220,7 +221,7 @@ class Field(Tree):
             self.facing[beyond[chosen], side] = order[chosen]  # the last one counts
 
     def _refresh(self) -> None:
-        """Let all arms learn from each other if that is due; the first rewards set the scale."""
+        """Share rewards between all arms if an update is due. The first rewards set the scale."""
         if not self.scale:
             if not self._told or self._told + len(self._failed) < self._begin:
                 return
@@ -276,7 +277,7 @@ class Field(Tree):
         return index
 
     def _index_of(self, arm: int, times: int) -> float:
-        # As if so many open pulls of the arm had been told, like the two below.
+        # Count open pulls of the arm as if their rewards were known, here and in the two lines below.
         worth = self._worth(arm, times)
         return max(worth, self._beside.item(arm)) if arm < len(self._beside) else worth
 
@@ -341,7 +342,7 @@ class Field(Tree):
         return self._halve(cell) if self._ripe(cell, cell, pending) else cell
 
     def _ripe(self, arm: int, cell: int, pending: Mapping[int, int]) -> bool:
-        """Tell whether an arm varies less than its cell and the noise is known well enough, or the arm has failed."""
+        """Return whether an arm varies less than its cell and the noise is known well enough, or the arm has failed."""
         if arm in self._failed:
             return True
         within = self.variation.item(self.depth.item(cell) + 1)

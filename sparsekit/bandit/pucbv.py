@@ -148,7 +148,7 @@ class PUCBV(LoggedBandit):
     def indices(self) -> tuple[float, ...]:
         """Return the index U of each arm, in the order of `arms`."""
         horizon, age = self._schedule()
-        # The terms of log(ξ ψ ε): ε itself would underflow to 0 in a long run.
+        # Add the logarithms of ξ, ψ and ε: in a long run, ε itself would underflow to 0.
         epsilon = max(age * math.log(self.decay), math.log(self.floor) if self.floor else -math.inf)
         growth = 2.0 * math.log(horizon / len(self._arms)) + epsilon
         scale = self.exploration * max(0.0, growth) / 4.0

@@ -125,7 +125,7 @@ class Tree:
         parent, born = self.parent[:size], self.born[:size]
         has_parent = (born > 0).astype(np.float64)
         above, doubt = self.means.take(parent), self.variances.take(parent)
-        # An arm without rewards has a mean of next to no weight.
+        # The mean of an arm without rewards gets almost no weight.
         own_variance = noise / np.maximum(weights, 1e-9)
         tied = self.variation.take(born)
         share = tied / (tied + own_variance + doubt)
@@ -155,7 +155,7 @@ class Tree:
             count = counts[depth]
             variation = (prior * variation + squares[depth]) / (_SHRINK_WEIGHT + count)
             freedom = _TAIL + count + _TAIL_KEPT * freedom
-            # Stands for log t, to which it comes as ν grows: the same tail probability of a Student t.
+            # In place of log t: the quantile of a Student t with the same tail probability, which tends to log t as ν grows.
             quantile = 0.5 * freedom * math.expm1(2.0 * log_told / (freedom + 1.0))
             variations.append(variation)
             rooms.append(variation * (_BASE + _GROWTH * quantile + _DEEPER * max(best - depth + 1, 0)))

@@ -65,7 +65,7 @@ TYPED: list[str] = []
 
 
 def command_line() -> str:
-    """Return the command that runs, as it was typed, for pages that say how they were made."""
+    """Return the running command as it was typed, for reports that name the command that made them."""
     return shlex.join(["sparsekit", *TYPED])
 
 
@@ -94,7 +94,7 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, texts: Co
         shown.append(cells)
     for row in zip(*shown, strict=True):
         table.add_row(*map(escape, row))
-    # The first column is never cut, however narrow the terminal is.
+    # The first column is never truncated, however narrow the terminal is.
     Console(width=max(console.width, console.width - room)).print(table)
     if left_out:
         print_wrapped(f"Too wide for this terminal, but in --json: {', '.join(left_out)}.")

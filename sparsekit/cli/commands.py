@@ -24,7 +24,7 @@ _LAST_BYTES = 16 * 2**20
 
 
 def check_command(text: str, names: Sequence[str]) -> None:
-    """Check that a command has a mark `{name}` for each value, and no other but `{trial}`, the number of the trial."""
+    """Check that a command has a placeholder `{name}` for each value, and no others except `{trial}`, the trial number."""
     if not text.strip():
         raise InvalidValueError('the command is empty; write it in quotes, as in "python train.py --lr {lr}"')
     marks = {match[2] for match in _MARK.finditer(text) if match[2]}

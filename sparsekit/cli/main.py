@@ -117,7 +117,7 @@ def _root(
 
 
 def execute(arguments: Sequence[str] | None = None) -> int:
-    """Run `arguments`, or the process's own command line. Returns 0, an error's exit code, 2 for bad input, or 130 after Ctrl-C."""
+    """Run `arguments`, or the process's command line. Returns 0, an error's exit code, 2 for bad input, or 130 on Ctrl-C."""
     command = typer.main.get_command(app)
     TYPED[:] = sys.argv[1:] if arguments is None else arguments
     try:
@@ -149,7 +149,7 @@ def execute(arguments: Sequence[str] | None = None) -> int:
 
 
 def _blamed(error: Exception) -> tuple[str, int]:
-    """Say in one sentence what failed: code of the user, with its innermost line and exit code 2, or ours, with 1."""
+    """Return a sentence on what failed and the exit code: 2 for the user's code, with its innermost line, or 1 for ours."""
     frames = traceback.extract_tb(error.__traceback__)
     package = Path(__file__).parents[1]
     ours = [package, package.with_name("sparsekit_fl"), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))]
@@ -176,9 +176,9 @@ def _in_words(error: OSError) -> str:
 
 def main() -> None:
     """The console script `sparsekit`."""
-    # As `python -m` does: models and data sets in the current folder are found first.
+    # As with `python -m`, models and data sets in the current folder are found first.
     if os.getcwd() not in sys.path[:1] and not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd())
-    # To whatever sys.stderr is then: a progress display replaces it while it draws.
+    # Look up sys.stderr at each message: a progress display replaces it while it draws.
     log_to(functools.partial(typer.echo, err=True))
     sys.exit(execute())

@@ -37,7 +37,7 @@ def _size(axis: Axis) -> float:
 
 
 class Search:
-    """A study of Optuna, the marks of the command and the sampler that fills them.
+    """A study of Optuna, the placeholders of the command and the sampler that fills them.
 
     Proposals follow from the seed and the scores alone: a search that was stopped in any way resumes with the same trials. With
     several jobs, the order of their ends counts too. `settings` must be equal to resume; `trials` include earlier calls.
@@ -128,7 +128,7 @@ class Search:
         return trial.number, trial.params
 
     def _takes_known_score(self, number: int, params: Mapping[str, Any]) -> bool:
-        """Give a trial the score of an earlier one with the same values, if there is one; it then counts as no trial."""
+        """Give a trial the score of an earlier one with the same values, if there is one. It then does not count as a trial."""
         texts = self.texts(params)
         known = next((trial for trial in self.ended if self.texts(trial.params) == texts), None)
         self._repeated = 0 if known is None else self._repeated + 1

@@ -54,7 +54,7 @@ class Criterion(Protocol):
 
 
 def is_comparable(criterion: object) -> bool:
-    """Tell whether scores of different groups have the same meaning."""
+    """Return whether scores of different groups have the same meaning."""
     return bool(getattr(criterion, "comparable", False))
 
 
@@ -78,7 +78,7 @@ def refuse_nan(values: Tensor, what: str) -> None:
 
 
 def score_units(criterion: Criterion, graph: UnitGraph, context: ScoringContext) -> dict[str, Tensor]:
-    """Ask `criterion` for its scores, in the order of the graph, and check their shapes."""
+    """Return the scores of `criterion`, in the order of the graph, and check their shapes."""
     if not callable(getattr(criterion, "scores", None)) or isinstance(criterion, type):
         raise InvalidValueError(
             "criterion must be an object with `scores`, such as sparsekit.criteria.Magnitude() or, by name,"

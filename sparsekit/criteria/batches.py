@@ -104,7 +104,7 @@ class Batch:
         return loss_of(self.run(model, with_target=loss is None), self.target, loss)
 
     def has_loss(self, model: nn.Module) -> bool:
-        """Tell whether there is a target, or the model computes a loss of its own."""
+        """Return whether there is a target, or the model computes a loss of its own."""
         if self.target is not None:
             return True
         with scoring(model), torch.no_grad():
@@ -219,7 +219,7 @@ def _refuse_what_is_no_loader(batches: Any) -> None:
     elif isinstance(batches, str | bytes | type) or (not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__")):
         found = f"a function ({batches.__qualname__}); call it" if isinstance(batches, FunctionType) else repr(batches)
     elif isinstance(batches, tuple | list) and len(batches) > 1 and all(isinstance(each, Tensor) for each in batches):
-        # Batches of inputs alone may have several sizes, but the examples of one batch have one number.
+        # A list of unlabelled batches may have several sizes, but inputs and targets of one batch have equally many examples.
         widths = {each.shape[1:] for each in batches if each.dim() == 2 and each.is_floating_point()}
         unlike = len({(each.dtype, each.dim()) for each in batches}) > 1 or len(widths) > 1
         if unlike and len({each.shape[:1] for each in batches}) == 1:

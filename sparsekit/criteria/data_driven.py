@@ -170,7 +170,7 @@ def _routed_outputs(model: nn.Module, graph: UnitGraph) -> Iterator[dict[str, _S
 def _note(sums: dict[str, _Sums], name: str, size: int, experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     x, index, gates = (*args, *kwargs.values())
     rows, chosen = x.reshape(-1, x.shape[-1]), index.reshape(-1)
-    # Each pair of a token and an expert as a token of its own, whose only expert has the gate 1.
+    # Treat each pair of a token and an expert as a separate token that is routed to this expert alone, with gate 1.
     pairs = rows.repeat_interleave(index.shape[-1], dim=0)
     outputs = experts.forward(pairs, chosen[:, None], torch.ones_like(gates).reshape(-1, 1))
     values = wide(outputs).norm(dim=-1) * wide(gates).reshape(-1)

@@ -69,7 +69,7 @@ def unit_readers(model: nn.Module, graph: UnitGraph) -> dict[str, list[ReadBy] |
 
 @contextmanager
 def inputs_of(layers: Iterable[nn.Module], *, differentiable: bool = False) -> Iterator[dict[nn.Module, list[Tensor]]]:
-    """Note the input of each call of some layers meanwhile, and let it carry gradients if it is to be differentiable."""
+    """Inside the context, record the input of each call of some layers, with gradients if `differentiable`."""
     calls: dict[nn.Module, list[Tensor]] = {}
 
     def note(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -80,7 +80,7 @@ def inputs_of(layers: Iterable[nn.Module], *, differentiable: bool = False) -> I
             if torch.is_inference_mode_enabled():  # nothing in here gets a gradient
                 return None
             x = x.clone() if x.is_inference() else x
-            # A view of its own, so that what other layers do to the same tensor is not in its gradient.
+            # A separate view, whose gradient leaves out other layers that take the same tensor.
             x = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
         calls.setdefault(layer, []).append(x)
         return (x, *args[1:])
@@ -192,7 +192,7 @@ def _doubled(values: Tensor) -> Tensor:
 
 
 def _by_example(inputs: Sequence[Tensor], axis: int, examples: int) -> bool:
-    """Tell whether a layer was called, always with a multiple of this many rows on the first axis."""
+    """Return whether a layer was called, always with a multiple of this many rows on the first axis."""
     return bool(inputs) and all(x.dim() >= 1 - axis and x.shape[0] and x.shape[0] % examples == 0 for x in inputs)
 
 

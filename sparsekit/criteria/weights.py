@@ -32,7 +32,7 @@ class UsedWeight:
     value: Tensor
 
     def replaces(self, piece: UnitSlice, shape: Sequence[int]) -> bool:
-        """Tell whether the units of a slice of an entry have the same positions on the same axis of this tensor."""
+        """Return whether the units of a slice of an entry have the same positions on the same axis of this tensor."""
         same = self.value.dim() > piece.dim and self.value.shape[piece.dim] == shape[piece.dim]
         return same and piece.name in self.names
 
@@ -197,10 +197,8 @@ class Random:
 
 @dataclass(frozen=True)
 class Scored:
-    """Scores that were computed before.
-
-    Use it to prune to several budgets without scoring again (`Pruned.scores` holds such criteria), or to bring scores of
-    your own.
+    """Importance scores that were computed before. Use it to prune to several budgets without scoring again (`Pruned.scores`
+    holds such criteria), or to supply your own scores.
 
     Args:
         values: Group name → float (units,), larger stays.

@@ -8,7 +8,7 @@ from sparsekit.graph.graph import UnitGraph
 
 
 def is_inside(name: str, roots: Collection[str]) -> bool:
-    """Tell whether a module is one of `roots` or within one of them."""
+    """Return whether a module is one of `roots` or within one of them."""
     return any(name == root or name.startswith(f"{root}.") for root in roots)
 
 

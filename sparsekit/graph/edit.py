@@ -48,7 +48,7 @@ def without(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
 
 
 def only(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
-    """Return the graph with some groups alone, named as for `without`; the units of all others are unprunable."""
+    """Return the graph with only some groups, named as for `without`. The units of all other groups become unprunable."""
     return without(graph, graph.groups.keys() - _checked(graph, groups))
 
 

@@ -139,7 +139,7 @@ class SizeAttribute:
 
     @property
     def name(self) -> str:
-        """The path as it is written in code, after the module: `num_heads`, `config.hidden_size`, `shape[0]`."""
+        """The path as in code, after the module: `num_heads`, `config.hidden_size`, `shape[0]`."""
         return shown(self.path)
 
 

@@ -26,7 +26,7 @@ LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).resolv
 
 @dataclass(frozen=True)
 class Cause:
-    """Why units stay whole; the fields are as in `Unprunable`."""
+    """Why units cannot be pruned; the fields are as in `Unprunable`."""
 
     module: str
     reason: str
@@ -61,7 +61,7 @@ class Merge:
 
 @dataclass(frozen=True, eq=False)
 class Keep:
-    """The units stay whole."""
+    """The units cannot be pruned."""
 
     nodes: IntArray
     cause: Cause
@@ -69,7 +69,7 @@ class Keep:
 
 @dataclass(frozen=True, eq=False)
 class Make:
-    """The nodes make the values of their units."""
+    """The entries at these nodes produce the values of their units."""
 
     nodes: IntArray
     kind: Kind | None = None  # if it is known
@@ -86,7 +86,7 @@ class Read:
 
 @dataclass(frozen=True, eq=False)
 class Tie:
-    """Runs of nodes that must keep equally many units."""
+    """Sets of nodes that must keep equally many units."""
 
     runs: tuple[IntArray, ...]
 

@@ -151,7 +151,7 @@ def _noting(name: str, *, is_order: bool = False) -> Any:
 
 
 def _decided(number: Number, other: object, outcome: Any) -> None:
-    """Tell the axis of an input what a comparison of its length has found, unless it is compared with another one's."""
+    """Record the outcome of a comparison of an input axis's length with a number that is not such a length, at that axis."""
     told, others = (
         [s.decided for factors in parts_of(n) for s in factors if isinstance(s, Size) and s.decided is not None]
         if isinstance(n, Number) else []

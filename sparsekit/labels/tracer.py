@@ -64,7 +64,7 @@ class Tracer:
                 self.set(tensor, self._entry_labels[entry.number])
 
     def end(self) -> None:
-        """Release the tensors of the last pass, which the hooks of its model would keep alive."""
+        """Release the tensors of the last pass, which hooks on its model would otherwise keep alive."""
         self.alive, self._known, self.numbers, self._waiting, self._model = [], {}, {}, {}, nn.Module()
         self.rearranged.clear()
 
@@ -82,7 +82,7 @@ class Tracer:
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:
-        """Follow no operators for a while: whoever runs them describes their results."""
+        """Inside the context, trace no operators: the caller describes their results."""
         before, self.watching = self.watching, False
         try:
             yield
@@ -90,7 +90,7 @@ class Tracer:
             self.watching = before
 
     def note_compared(self, sources: Iterable[Source]) -> None:
-        """Note where integers come from that the code of the module that runs now has compared, rounded or converted."""
+        """Note the origin of integers that the code of the running module has compared, rounded or converted."""
         self.facts.append(Compare(self.module, frozenset(sources)))
 
     def note_equal(self, nodes: IntArray, held: frozenset[Held]) -> None:
@@ -99,12 +99,12 @@ class Tracer:
 
     @property
     def module(self) -> str:
-        """Qualified name of the innermost module that runs now."""
+        """Qualified name of the innermost running module."""
         return self.modules[-1]
 
     @property
     def running(self) -> nn.Module:
-        """The innermost module that runs now."""
+        """The innermost running module."""
         return self._model.get_submodule(self.module)
 
     def labels(self, tensor: Tensor, *whole: int) -> TensorLabels:
@@ -182,11 +182,11 @@ class Tracer:
         return entry
 
     def is_fixed(self, labels: Labels) -> bool:
-        """Tell whether all positions of an axis were fixed."""
+        """Return whether all positions of an axis were fixed."""
         return self._whole.issuperset(labels.nodes[labels.nodes >= 0].tolist())
 
     def is_constant(self, labels: Labels) -> bool:
-        """Tell whether the units of an axis come from buffers and constants, which do not define units."""
+        """Return whether the units of an axis come from buffers and constants, which do not define units."""
         met = labels.nodes[labels.nodes >= 0]
         return bool(met.size) and not self.entries[bisect_right(self._starts, int(met[0])) - 1].is_parameter
 

@@ -30,7 +30,7 @@ def of_type(module: nn.Module, table: Mapping[Any, Found]) -> Found | None:
 
 
 class LayerRule:
-    """Facts about a family of layers that a trace cannot see.
+    """Describes a family of layers where tracing its operators is not enough.
 
     Most layers need only `resize`: their operators say which units go together. A layer whose inside is one fused
     operator (an LSTM) also has a `trace`, which describes its units instead of its operators.

@@ -25,7 +25,7 @@ def _projections(module: nn.MultiheadAttention) -> list[Tensor]:
 
 
 def _is_whole(module: nn.MultiheadAttention) -> bool:
-    """Tell whether all heads together are as wide as queries and output, as torch's own forward needs."""
+    """Return whether all heads together are as wide as queries and output, as torch's own forward needs."""
     weights = _projections(module)
     rows = weights[0].shape[0] // 3 if len(weights) == 1 else weights[0].shape[0]
     return rows == weights[0].shape[1] == module.out_proj.weight.shape[0]
@@ -96,7 +96,7 @@ class MultiheadAttentionRule(LayerRule):
         return heads
 
     def _masks(self, tracer: Tracer, heads: IntArray, mask: Tensor | None, module: nn.MultiheadAttention) -> None:
-        # A mask for each head goes with the head, if possible.
+        # A mask with one entry for each head is pruned with the heads, if possible.
         if mask is None or mask.dim() != 3:
             return
         axis = tracer.labels(mask, 1, 2).axes[0]
@@ -119,7 +119,7 @@ class MultiheadAttentionRule(LayerRule):
 
 
 class TransformerEncoderRule(LayerRule):
-    """`nn.TransformerEncoder`: with heads gone, padded batches must not be packed into nested tensors."""
+    """`nn.TransformerEncoder`: once heads are removed, padded batches must not be packed into nested tensors."""
 
     types: ClassVar[tuple[type[nn.Module], ...]] = (nn.TransformerEncoder,)
 

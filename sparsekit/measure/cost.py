@@ -298,6 +298,6 @@ def _measured(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         except Exception:
             if is_meta(model):
                 raise
-        # The model depends on values, so it runs with its own, which the copy shares.
+        # Control flow of the model depends on values, so it runs on the real ones, which the copy shares.
         shared = set_mode(copy_with(model, dict(model.named_parameters(remove_duplicate=False))), False)
         return _trace(shared, args, kwargs, graph)

@@ -201,7 +201,7 @@ def _counts(graph: UnitGraph, lost: Mapping[str, int], halved: Collection[str]) 
 
 
 def _half(graph: UnitGraph, tied: Sequence[str]) -> int:
-    """Return how many units less are half of a width. Two stay where there are more: with one, a copy may become a view."""
+    """Return how many units to remove to halve a width. At least two of several stay: with one, a copy may become a view."""
     size = min(graph.groups[name].size for name in tied)
     return size - max(graph.groups[name].rounded(max(min(2, size - 1), size // 2)) for name in tied)
 

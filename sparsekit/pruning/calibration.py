@@ -43,7 +43,7 @@ class Calibration:
 
     @classmethod
     def read(cls, model: nn.Module, batches: Batches, loss: Loss | None) -> "Calibration":
-        """Read batches once, and set the last of their examples aside to judge: a fifth, and at least 64 or half of them.
+        """Read batches once, and hold out the last of their examples: a fifth, and at least 64 or half of them.
 
         Of examples whose labels come in order, or in batches of one class, these are drawn with a seed.
         """
@@ -62,7 +62,7 @@ class Calibration:
         return cls(fit, (), loss, None).of(model, judge)
 
     def of(self, model: nn.Module, judge: Sequence[Batch]) -> "Calibration":
-        """Return the same with other examples that judge; `model` is the dense one."""
+        """Return the same with other held-out examples; `model` is the dense one."""
         wanted = None
         if self.loss is None and not self.fit[0].has_loss(model):
             with scoring(model), torch.no_grad():
@@ -103,11 +103,11 @@ class Calibration:
         return sampled
 
     def measure(self, model: nn.Module) -> float:
-        """Return the mean loss over the batches that judge, or the distance to the dense outputs: lower is better."""
+        """Return the mean loss over the held-out batches, or the distance to the dense outputs: lower is better."""
         return self.losses(model).mean
 
     def losses(self, model: nn.Module) -> Losses:
-        """Return the losses on the examples that judge, or the distances to the dense outputs: lower is better.
+        """Return the losses on the held-out examples, or the distances to the dense outputs: lower is better.
 
         Where the loss of a batch is not the mean over its examples, it counts as one.
         """
@@ -187,7 +187,7 @@ def _labels(batches: Sequence[Batch]) -> list[Tensor]:
 
 
 def _has_batches_of_one_class(batches: Sequence[Batch]) -> bool:
-    """Tell whether two labels of a batch are equal far more often than two labels of all batches."""
+    """Return whether two labels of a batch are equal far more often than two labels of all batches."""
     labels = [each for each in _labels(batches) if len(each) > 1]
     if not labels:
         return False
@@ -229,7 +229,7 @@ def _taken(places: list[int], leaf: Tensor) -> Tensor:
 
 
 def _held_out(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """Divide batches by examples: the last ones judge, whole batches as far as they fit, then a part of one."""
+    """Split batches by examples: the last ones are held out, in whole batches as far as they fit, then a part of one."""
     total = sum(batch.examples for batch in batches)
     fit, judge, held = list(batches), list[Batch](), 0
     while fit and (held < total / 5 or sum(batch.terms for batch in judge) < _JUDGES) and held < total // 2:

@@ -37,7 +37,7 @@ _NUMBERS = 3
 
 @dataclass(frozen=True, eq=False)
 class Finished:
-    """A finished cut: the settings of the model without the removed blocks, that model, and what was made of it."""
+    """A finished cut: the settings and the dense model without the removed blocks, and the pruned model."""
 
     settings: Settings
     start: nn.Module
@@ -234,7 +234,7 @@ class _Memory:
 
     @contextmanager
     def reading_before(self, block: str) -> Iterator[None]:
-        """Let the modules that were called before a block return what they have returned."""
+        """Inside the context, modules that are called before a block return their stored outputs."""
         order = list(self._outputs)
         with ExitStack() as stack:
             for name in order[: order.index(block)] if block in order else ():
@@ -253,7 +253,7 @@ class _Known:
 
 @contextmanager
 def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let a module of a private copy compute something else."""
+    """Inside the context, replace the forward pass of a module of a private copy."""
     before = vars(module).get("forward")
     object.__setattr__(module, "forward", forward.forward if isinstance(forward, Removed) else forward)
     try:

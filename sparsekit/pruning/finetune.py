@@ -128,7 +128,7 @@ def finetune(
             are validated and kept.
         clip_norm: Largest norm of all gradients together, above 0; None does not clip.
         amp: Computes in this type, torch.bfloat16 or torch.float16 (whose gradients are scaled), with weights as they are.
-        checkpoint: File that is written after each epoch; no code can hide in it.
+        checkpoint: File that is written after each epoch; loading it runs no code.
         resume: Whether to continue from the checkpoint if the file exists; False overwrites it. The result is bit-identical to
             an uninterrupted call on the same machine, if batches depend only on torch's generators. A file of another training,
             from other weights or with other settings, is refused.

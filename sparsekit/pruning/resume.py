@@ -116,7 +116,7 @@ def _flat(place: str, value: Any) -> dict[str, str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read tensors, bit for bit and on the CPU, numbers and strings; no code can hide in the file."""
+    """Read tensors, bit for bit and on the CPU, numbers and strings. Loading runs no code."""
     with path.open("rb") as file:  # torch reads a path by its ending
         try:
             return dict(torch.load(file, map_location="cpu", weights_only=True))

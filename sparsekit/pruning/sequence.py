@@ -49,7 +49,7 @@ class _Calls:
 
 
 class Undo:
-    """Puts kept entries of a model back if its block fails: from a temporary file, since memory may hold one model only."""
+    """Restores kept entries of a model if its block fails: from a temporary file, since memory may hold one model only."""
 
     def __enter__(self) -> Self:
         self._file = tempfile.SpooledTemporaryFile(_IN_MEMORY)

@@ -101,7 +101,7 @@ class Settings:
 
     @cached_property
     def hash(self) -> str:
-        """What scores say they belong to: a hash of the dense weights."""
+        """Hash of the dense weights, by which scores are matched to their model."""
         return hash_state(self.dense.state_dict())
 
     def target(self, step: int) -> Budget | None:
@@ -207,7 +207,7 @@ def make_candidates(
         if not named or not ways:
             raise InvalidValueError("criterion and allocation need at least one candidate each; None takes the default")
         criteria = [criterion_of(each) for each in named]
-        # Scores of an earlier call are compared as they were there.
+        # Scores of an earlier call keep the allocations that they had there.
         before = [(_label(as_criterion(name)), way) for name, way in CANDIDATES] if isinstance(criterion, Mapping) else []
         pairs = []
         for each in criteria:

@@ -12,7 +12,7 @@ _LUCK = 0.16
 
 @dataclass(frozen=True)
 class Losses:
-    """Losses of a model on the examples that judge, or on parts of so many examples."""
+    """Losses of a model on the held-out examples, one for each example or for each part of `counts` examples."""
 
     values: Sequence[float]
     counts: Sequence[int]
@@ -23,7 +23,7 @@ class Losses:
         return sum(value * count for value, count in zip(self.values, self.counts)) / max(1, sum(self.counts))
 
     def _up_to(self, ends: Container[int]) -> "Losses":
-        """Return means of the parts between such numbers of examples: rounding may keep a batch of one model whole."""
+        """Return means of the parts between these numbers of examples, so that models with different parts can be compared."""
         found, part, seen = Losses([], []), Losses([], []), 0
         for value, count in zip(self.values, self.counts):
             part, seen = Losses([*part.values, value], [*part.counts, count]), seen + count
@@ -33,7 +33,7 @@ class Losses:
         return found
 
     def is_clearly_below(self, other: "Losses", rivals: int) -> bool:
-        """Tell whether the mean is lower by more than noise: a standard error of the difference, more if the best of several.
+        """Return whether the mean is lower by more than noise: a standard error of the difference, more if the best of several.
 
         Source: Breiman et al., Classification and Regression Trees, 1984, for the rule of one standard error; Bonferroni for
         several `rivals`, each of which then has a part of the 16 % that such a rule errs.
@@ -60,7 +60,7 @@ class Verdict:
         return "" if self.losses.mean == self.losses.mean else "the loss on held-out examples is NaN"
 
     def beats(self, best: "Verdict", *, rivals: int) -> bool:
-        """Tell whether the cut replaces the best one before it.
+        """Return whether the cut replaces the best one before it.
 
         The first cut of all is the best guess without these examples, so it stays unless one of its `rivals` is clearly better;
         0 if the best one is another.

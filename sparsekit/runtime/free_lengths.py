@@ -45,7 +45,7 @@ def place_of(module: nn.Module, frame: FrameType, dim: int, rank: int) -> Place 
 
 
 def free_lengths(module: nn.Module, places: Iterable[Sequence[Any]]) -> None:
-    """Let torch work out some lengths, besides those that it works out in this module already.
+    """Replace some lengths in calls of `reshape` and `view` by -1, in addition to those of earlier calls.
 
     Raises:
         ForeignMaskError: The class of the module has no such call.
@@ -56,7 +56,7 @@ def free_lengths(module: nn.Module, places: Iterable[Sequence[Any]]) -> None:
 
 
 def restore_free_lengths(model: nn.Module) -> None:
-    """Do so again in a model that was rebuilt with its plain attributes."""
+    """Replace lengths again in a model that was rebuilt with its plain attributes."""
     for module in model.modules():
         if _ATTRIBUTE in vars(module):
             free_lengths(module, ())

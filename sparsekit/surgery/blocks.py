@@ -73,7 +73,7 @@ def _move_first_layers(modules: Mapping[str, nn.Module], gone: Collection[str]) 
 
 
 def is_plain(value: object) -> bool:
-    """Tell whether a value can be written as JSON."""
+    """Return whether a value can be written as JSON."""
     if type(value) is dict:
         return all(type(key) is str and is_plain(item) for key, item in value.items())
     return type(value) in _PLAIN or (isinstance(value, tuple | list) and all(is_plain(item) for item in value))

@@ -47,10 +47,10 @@ def write_file(path: Path, entries: StateDict, spec: Mapping[str, Any]) -> None:
     try:
         mode = temporary.stat().st_mode
         tensors = {name: entry.detach().cpu().contiguous() for name, entry in entries.items()}
-        # The format allows no shared memory: what is a part of some is copied.
+        # The format allows no shared memory, so tensors that are views of larger ones are copied.
         apart = {name: t if t.nbytes == t.untyped_storage().nbytes() else t.clone() for name, t in tensors.items()}
         save_file(apart, temporary, metadata=header)
-        # safetensors makes a file that its owner alone may read.
+        # safetensors makes a file that only its owner may read.
         temporary.chmod(mode)
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())  # a power cut must not leave a name without its bytes
@@ -64,8 +64,8 @@ def read_file(path: Path, *, tensors: bool = True) -> tuple[dict[str, Tensor], d
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
-            # Copies begin where torch lets tensors begin; otherwise the last bits of products would depend on their position
-            # in the file.
+            # Copies have torch's memory alignment; otherwise the last bits of products would depend on the position in the
+            # file.
             found = {name: file.get_tensor(name).clone() for name in file.keys()} if tensors else {}  # noqa: SIM118
     except SafetensorError as error:
         raise CompactFileError(

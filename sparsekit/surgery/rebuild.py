@@ -121,7 +121,7 @@ def copy_with(
         if id(own) not in memo and (name in tensors or _is_bare(own)):
             new = tensors[name].detach() if name in tensors else own.detach().clone()
             if own.numel() and not own.is_meta and type(own) in (Tensor, nn.Parameter) and own.layout is torch.strided:
-                # Tied by `.data`: several tensors over the same memory.
+                # Entries tied by `.data`: several tensors over the same memory.
                 new = shared.setdefault((own.data_ptr(), own.dtype, own.shape, own.stride(), new.shape), new)
             memo[id(own)] = nn.Parameter(new, requires_grad=own.requires_grad) if isinstance(own, nn.Parameter) else new
     constants = [constant for constant in constants if constant.name in tensors]
@@ -145,7 +145,7 @@ def _copied(value: object, memo: dict[int, object], what: str) -> object:
     if id(value) in memo:
         return memo[id(value)]
     if type(value) is dict and all(type(key) is str and (type(v) in _ATOMS or id(v) in memo) for key, v in value.items()):
-        # Parameters, buffers and children, which deepcopy would come to one by one.
+        # Parameters, buffers and children, which deepcopy would visit one by one.
         twin = memo[id(value)] = {key: memo.get(id(item), item) for key, item in value.items()}
         return twin
     try:
@@ -160,7 +160,7 @@ def _copied(value: object, memo: dict[int, object], what: str) -> object:
 
 
 def _is_bare(tensor: Tensor) -> bool:
-    """Tell whether `clone` copies a tensor as deepcopy does, in a twentieth of the time."""
+    """Return whether `clone` copies a tensor as deepcopy does, in a twentieth of the time."""
     return (
         type(tensor) in (Tensor, nn.Parameter) and tensor.grad is None and not vars(tensor) and tensor.layout is torch.strided
     )
@@ -171,7 +171,7 @@ _ATOMS = frozenset((bool, int, float, str, type(None)))
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Tell whether a module can be copied attribute by attribute, in half the time of deepcopy."""
+    """Return whether a module can be copied attribute by attribute, in half the time of deepcopy."""
     return all(getattr(type(module), name, None) is getattr(nn.Module, name, None) for name in _PROTOCOL)
 
 
@@ -277,7 +277,7 @@ def reshape_leaf(leaf: Tensor, value: Tensor) -> None:
 
 
 def begin_afresh(model: nn.Module, graph: UnitGraph) -> None:
-    """Drop what passes of the dense model have left in attributes: caches that train mode clears, and known leftovers."""
+    """Clear attributes that passes of the dense model have filled: caches that train mode clears, and known leftovers."""
     modes = [(module, module.training) for module in model.modules()]
     set_mode(model, True)
     for module, mode in modes:

@@ -46,7 +46,7 @@ LEAN_NUMBERS = 10_000_000
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Tell whether entries of the model are on the meta device, where they have no values."""
+    """Return whether entries of the model are on the meta device, where they have no values."""
     return any(tensor.is_meta for tensor in named_entries(model).values())
 
 
@@ -65,7 +65,7 @@ def refuse_meta(model: nn.Module, what: str) -> None:
 
 
 def is_large(model: nn.Module) -> bool:
-    """Tell whether a copy of the model is too much."""
+    """Return whether the model is so large that no copy should be made."""
     return is_meta(model) or _numbers(model) >= LARGE_NUMBERS
 
 
@@ -79,7 +79,7 @@ def make_verifier(
     rules: Rules | None,
     training: Sequence[tuple[int, bool]],
 ) -> "Verifier | BlockVerifier":
-    """Return what verifies the groups of a model; the arguments are as for `Session`."""
+    """Return the verifier for the groups of a model; the arguments are as for `Session`."""
     numbers = _numbers(model)
     if not is_large(model):
         return Verifier(Session(lent_copy(model), calls, rules, training, lean=numbers >= LEAN_NUMBERS))
@@ -175,7 +175,7 @@ class BlockVerifier:
         while homes:
             above: dict[str, None] = {}
             for home in filter(None, homes):
-                # With blocks inside it, whose widths its code may compare with its own.
+                # Includes blocks inside it, since its code may compare their widths with its own.
                 sets = [names for names, place in places.items() if f"{place}.".startswith(f"{home}.")]
                 failed = self._block(graph, home, sets)
                 for names in sets:
@@ -229,7 +229,7 @@ class BlockVerifier:
         return ""
 
     def _capture(self, homes: Iterable[str]) -> None:
-        """Note what modules and those above them are called on, in their first call on each of the inputs."""
+        """Record the inputs of modules and of the modules around them, in their first call on each of the example inputs."""
         wanted = set()
         for home in homes:
             while home and home not in self._captured:
@@ -268,7 +268,7 @@ class BlockVerifier:
             failed = self._compared(graph, home, names)
             self._results[kind] = {names.index(name): why for name, why in failed.items()}
         found = {names[number]: why for number, why in self._results[kind].items()}
-        # A comparison ends at the first trial that convicts somebody: the others have not been through all of them.
+        # A comparison ends at the first trial that finds a faulty set, so the other sets have not passed all trials.
         left = [tied for tied in sets if not found.keys() & set(tied)] if found else []
         return found | self._block(graph, home, left)
 

@@ -72,7 +72,7 @@ def _tests_in(function: ast.AST) -> Iterator[ast.expr]:
 
 
 def _only_tells(statement: ast.stmt) -> bool:
-    """Tell whether a statement raises, warns or prints, and so has no part in what a model computes."""
+    """Return whether a statement raises, warns or prints, and so has no part in what a model computes."""
     if isinstance(statement, ast.Raise | ast.Pass):
         return True
     called = statement.value.func if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) else None

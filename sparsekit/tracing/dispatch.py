@@ -146,7 +146,7 @@ class Dispatcher(DispatchMode):
             self._mutate(call, found[0] if found else None)
 
     def _exhausted(self, entering: Sequence[TensorLabels]) -> bool:
-        """Count the work and give up on all units when there is too much of it, so that no model makes a trace hang."""
+        """Count the work, and keep all units if there is too much, so that the trace of any model ends."""
         self._work += _WORK_OF_A_CALL + sum(axis.size for labels in entering for axis in labels.axes if axis is not None)
         if self._work > _MOST_WORK:
             reason = f"following units through {self._work:,} positions was given up here; the model has too many steps"

@@ -233,7 +233,7 @@ class ModelInputs:
 
 
 def same_tensors(first: ModelInputs, second: ModelInputs) -> bool:
-    """Tell whether two calls are on the very same tensors."""
+    """Return whether two calls have identical tensor objects as inputs."""
     own, others = (find_tensors((inputs.args, inputs.kwargs)) for inputs in (first, second))
     return all(a is b for a, b in zip(own, others, strict=True))
 

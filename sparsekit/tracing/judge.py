@@ -11,7 +11,7 @@ from sparsekit.surgery.rebuild import named_entries
 from sparsekit.tracing.record import PassRecord
 from sparsekit.tracing.session import Session
 
-# Allowed errors, as shares of the change that the mask makes, and of the values, for rounding.
+# Allowed errors: as a share of the change that the mask makes, and as a share of the values, for rounding.
 _ALLOWED = {torch.float64: (1e-5, 1e-10), torch.bfloat16: (1e-1, 3e-2), torch.float16: (5e-2, 5e-3)}
 _LOOSE = (1e-3, 1e-5)
 _OUTLIER = 1e6  # larger values, such as an added mask, do not show rounding

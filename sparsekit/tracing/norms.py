@@ -13,7 +13,7 @@ from sparsekit.runtime.kept_norms import NormCall, NormMode
 
 
 class NormRecorder(NormMode):
-    """Labels the results of averages over units, which the operators' handlers would fix, and takes notes."""
+    """Labels the results of averages over units, which the operators' handlers would make unprunable, and records the calls."""
 
     def __init__(self, tracer: Tracer, model: nn.Module) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class NormRecorder(NormMode):
             self.patch(module, name)
 
     def meet(self, module: str, number: int, call: NormCall, plain: Callable[[], Any]) -> Any:
-        """Take a note; label the results if exactly one axis of units is averaged over."""
+        """Record the call; label the results if exactly one axis of units is averaged over."""
         tracer = self.tracer
         if call.name in ("softmax", "topk") or not tracer.watching:  # the rules of layers take notes of those over units
             return plain()
@@ -52,7 +52,7 @@ class NormRecorder(NormMode):
         return outputs
 
     def _count(self, name: str, call: NormCall, nodes: IntArray) -> None:
-        """A layer norm without a scale has nothing but a number that could tell how many units are left."""
+        """Note the normalized shape of a layer norm without a scale: only this integer shows how many units are left."""
         module = self._modules[name]
         if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and call.weight is None and len(call.dims) == 1:
             self.tracer.count(nodes, name, "normalized_shape")

@@ -117,12 +117,12 @@ class InFloat64(DispatchMode):
 
 @contextmanager
 def private_passes() -> Iterator[None]:
-    """Run copies without gradients and by their own operators, and put the global generators and switches back."""
+    """Inside the context, run copies without gradients, fused kernels or a compiler. Global state is restored afterwards."""
     # Numbers and masks are made on the default device, and have no values where that is the meta device.
     default = torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext()
     plain = torch.inference_mode(mode=False)  # in which operators are not taken apart
     with without_fast_path(), eager(), same_random_state(), plain, torch.no_grad(), default, warnings.catch_warnings():
-        # Reentrant checkpoints warn without gradients, which a trace does without.
+        # Reentrant checkpoints warn if no input needs gradients, as in a trace.
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
         yield
 
@@ -160,7 +160,7 @@ class Snapshot:
         return any(_differ(now, before) for now, before in self._held)
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore all attributes and items."""
         for now, before in self._held:
             if not now and not before:
                 continue

@@ -107,12 +107,12 @@ def _perturbed(name: str, own: Tensor, dtype: torch.dtype | None, generator: tor
 
 
 def _is_changed(own: Tensor) -> bool:
-    """Tell whether an entry is a vector, whatever its rank, or all of its numbers are tiny."""
+    """Return whether an entry is a vector, whatever its rank, or all of its numbers are tiny."""
     return (
         own.is_floating_point() and own.layout is torch.strided and (own.numel() == max(own.shape, default=1) or _is_tiny(own))
     )
 
 
 def _is_tiny(tensor: Tensor) -> bool:
-    # The first numbers nearly always tell.
+    # The first few numbers nearly always decide.
     return not bool((tensor.reshape(-1)[:8].abs() > _TINY).any()) and not bool((tensor.abs() > _TINY).any())

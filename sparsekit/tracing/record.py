@@ -190,7 +190,7 @@ class PassRecord(DispatchMode):
         return value
 
     def _live(self) -> set[int]:
-        """Return numbers of the memory on which depends what the pass returns, leaves in attributes or takes out as numbers."""
+        """Return numbers of the memory that affects outputs, attributes that the pass sets, and tensors read as Python numbers."""
         live = {self._numbers[storage_id(tensor)] for tensor in self.outputs} | self._left | self._taken_out
         for op in reversed(self._ops):
             if not live.isdisjoint(op.writes):
@@ -204,7 +204,7 @@ class PassRecord(DispatchMode):
         return any(tensor.is_floating_point() and tensor.dtype != torch.float64 for tensor in values)
 
     def has_operators_of(self, other: "PassRecord") -> bool:
-        """Tell whether two passes have run the same operators in the same order."""
+        """Return whether two passes have run the same operators in the same order."""
         return _have_same_names([self._ops, other._ops])
 
     def numbers_with(self, other: "PassRecord") -> Iterator[tuple[_Op, tuple[complex, ...], tuple[complex, ...]]]:
@@ -230,7 +230,7 @@ class PassRecord(DispatchMode):
 
 
 def _line() -> tuple[str, int]:
-    """Return file and line of the innermost code outside of torch and this package that runs now."""
+    """Return file and line of the innermost running code outside of torch and this package."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not _CALL:
         if not frame.f_code.co_filename.startswith(LIBRARIES):

@@ -27,7 +27,7 @@ Returned: TypeAlias = tuple[tuple[Argument | None, ...], bool]
 
 @dataclass(eq=False)
 class _Found:
-    """What is known of a module: the outputs of its calls in the dense model, and what it returns without its branch."""
+    """Outputs of the calls of a module in the dense model, and the arguments that it returns without its branch."""
 
     outputs: list[Any] = field(default_factory=list)
     returned: Returned | None = None
@@ -116,7 +116,7 @@ def _levels(model: nn.Module) -> list[list[str]]:
 
 
 def _dense_outputs(model: nn.Module, calls: Sequence[ModelInputs], known: Mapping[str, _Found]) -> list[str]:
-    """Note what the modules return that return a tensor like one of their arguments; returns their names in forward order."""
+    """Record the outputs of modules that return a tensor like one of their arguments; return their names in forward order."""
     order: dict[str, None] = {}
     for inputs in calls:
         seen: set[str] = set()
@@ -147,7 +147,7 @@ def _after(module: nn.Module, name: str, note: Callable[..., Any]) -> Callable[[
 
 
 def _test(model: nn.Module, calls: Sequence[ModelInputs], tested: Mapping[str, _Found]) -> None:
-    """Note what the modules return if their parameters are zero, on the inputs of the dense model."""
+    """Record the outputs of the modules with parameters of zero, on the inputs that they get in the dense model."""
     outputs = {name: iter(one.outputs) for name, one in tested.items()}
     for inputs in calls:
         copied = prepared(without_branches(model, tested).eval())
@@ -205,7 +205,7 @@ def _returned(
 
 
 def _apart(model: nn.Module, calls: Sequence[ModelInputs], graph: UnitGraph, blocks: dict[str, Block]) -> dict[str, Block]:
-    """Return the blocks, with their branches in place of those that add several, such as a layer of attention and an MLP."""
+    """Return the blocks. A block that adds several branches, such as attention and an MLP, is replaced by its branches."""
     wide = {name: _children(model.get_submodule(name)) for name in blocks}
     wide = {name: children for name, children in wide.items() if len(children) > 1}
     found = {name: [block] for name, block in blocks.items()}
@@ -295,7 +295,7 @@ def _keys(model: nn.Module, name: str) -> tuple[str, ...]:
 
 
 def _is_read_outside(graph: UnitGraph, keys: Collection[str]) -> bool:
-    """Tell whether units that are made in a block alone are read elsewhere."""
+    """Return whether units that are made in a block alone are read elsewhere."""
     inside = set(keys)
     for group in graph.groups.values():
         makers = {piece.name for piece in group.slices if piece.side == "out"}

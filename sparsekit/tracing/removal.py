@@ -96,7 +96,7 @@ def _all_close(first: _Leaves, second: _Leaves, names: Collection[str]) -> bool:
 
 
 def _is_same(first: _Leaves, second: _Leaves) -> bool:
-    """Tell whether two calls of the same operators return the same, bit for bit."""
+    """Return whether two calls of the same operators return the same, bit for bit."""
     pairs = [*zip(first[0], second[0], strict=True), *((value, second[1][name]) for name, value in first[1].items())]
     return all(torch.equal(a, b) for a, b in pairs)
 
@@ -109,7 +109,7 @@ def _is_close(a: Tensor, b: Tensor) -> bool:
 
 
 def _keep_random_state(module: nn.Module) -> Callable[[], None]:
-    """Let a module draw numbers that are drawn again after it."""
+    """Restore the global generators after each call of a module; returns the function that ends this."""
     inside = ExitStack()
     first = module.register_forward_pre_hook(lambda *_: inside.enter_context(same_random_state()) and None)
     second = module.register_forward_hook(lambda *_: inside.close())
@@ -130,7 +130,7 @@ def without_branches(model: nn.Module, names: Collection[str]) -> nn.Module:
 
 
 def prepared(copied: nn.Module) -> nn.Module:
-    """Let a model of transformers return no cache, to which a missing layer adds nothing."""
+    """Make a model of transformers return no cache, since a removed layer would be missing from it."""
     config: Any = getattr(copied, "config", None)
     if hasattr(config, "use_cache"):
         config.use_cache = False

@@ -79,7 +79,7 @@ class Session:
         self.dense = copy_with(self.model, self.state.values, [place for place, _ in held.values()], stay)
 
     def _try(self, calls: Sequence[ModelInputs], dtype: torch.dtype | None) -> str | None:
-        """Return why the model refuses some calls, or None: they are used from now on, disturbed if it stays finite."""
+        """Return why the model fails on `calls`; None adopts them, with perturbed inputs if outputs stay finite."""
         try:
             disturbed = [inputs.prepared(dtype, self.generator) for inputs in calls]
             for self._calls in (disturbed, [inputs.prepared(dtype, None) for inputs in calls]):
@@ -103,7 +103,7 @@ class Session:
         return True
 
     def _first_run(self) -> PassRecord:
-        """Run the dense copy with gradients; where it refuses them, without, and never again with them."""
+        """Run the dense copy with gradients. If that fails, run it without, now and in all later passes."""
         self._gradients = True
         if self.gradients:
             try:
@@ -113,7 +113,7 @@ class Session:
         return self.run(self.dense)
 
     def _runs_wide(self) -> bool:
-        """Tell whether the model runs with all its casts in float64, so that what they round is compared as exactly."""
+        """Return whether the model runs with all its casts in float64, so that values after a cast are compared as exactly."""
         self.wide = True
         try:
             return _is_finite(self.run(self.dense))
@@ -147,7 +147,7 @@ class Session:
             with torch.set_grad_enabled(gradients), seeded(0):
                 self.state.restore_buffers()
                 for number, inputs in enumerate(calls):
-                    # A record guards what is written to itself: two modes take twice the time.
+                    # PassRecord itself guards against writes: two dispatch modes would take twice the time.
                     returned = replace(inputs, guard=InFloat64() if self.lean or self.wide else nullcontext()).call(
                         model, record, leaf if gradients else plain_copy
                     )
@@ -235,7 +235,7 @@ def keep_buffers(model: nn.Module) -> Callable[[], None]:
 
 
 def described(error: Exception) -> str:
-    """Return what was raised, and the innermost line of the user's code."""
+    """Describe an exception, with the innermost line of the user's code."""
     frames = [(frame.filename, frame.lineno or 0) for frame in reversed(traceback.extract_tb(error.__traceback__))]
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:160]}{user_line(frames)}"

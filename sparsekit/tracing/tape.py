@@ -26,7 +26,7 @@ _VALUES = 64  # numbers of a tensor on another device that are noted
 
 
 def _shown(value: Any) -> Any:
-    """Return what tells an argument from another one: a number or a name itself, the numbers of an array, a tensor's shape."""
+    """Return the part of an argument to compare: a number or name itself, the numbers of an array, the shape of a tensor."""
     if isinstance(value, (list, tuple, range)):
         return tuple(map(_shown, value))
     if isinstance(value, _PLAIN):
@@ -53,7 +53,7 @@ class Tape(DispatchMode):
         self.returned: tuple[list[torch.Size], list[Any]] = [], []  # shapes and plain numbers
 
     def run(self, inputs: ModelInputs) -> "Tape":
-        """Follow a pass from the same random state as every other one."""
+        """Record a pass. Every pass starts from the same random state."""
         hooks = []
         for name, module in self.model.named_modules():
             hooks.append(module.register_forward_pre_hook(functools.partial(self._enter, name), prepend=True))
@@ -95,7 +95,7 @@ class Tape(DispatchMode):
         return result
 
     def digest(self, home: str) -> str:
-        """Return a key that tells the passes of a module from another module's."""
+        """Return a key that is equal for modules with equal passes."""
         inside = [calls for (name, _), calls in self.calls.items() if name == home or name.startswith(f"{home}.")]
         return hashlib.sha256(repr(inside).encode()).hexdigest()
 

@@ -384,7 +384,7 @@ def _follow(copy: nn.Module, inputs: ModelInputs, tracer: Tracer, rules: Rules |
 
 
 def run_traced(tracer: Tracer, model: nn.Module, inputs: ModelInputs) -> Any:
-    """Run the model under the tracer. Its name marks where the search for the user's own source line ends."""
+    """Run the model under the tracer. The search for the user's source line stops at a frame of this name."""
     return inputs.call(model, Dispatcher(tracer))
 
 

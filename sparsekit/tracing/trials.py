@@ -29,7 +29,7 @@ class Trial(NamedTuple):
         order: Number of the random order of the units, by which they are kept or dropped, and of that bit.
         fewest: Units that the least width keeps.
         training: Compare in train mode, where the model accepts it.
-        twice: Cut in two steps, as a schedule does: the narrow model is cut from a model that has lost half of the units to go.
+        twice: Cut in two steps, as a schedule does: the first step removes half of the units.
         positive: Draw biases of order one above zero, so that few units are silent after a ReLU, where errors do not show.
         bit: Keep the units in whose number this bit is not set instead.
         widths: Set → its width, as the number of one of several widths from the least to the greatest, and how many there are.
@@ -50,7 +50,7 @@ class Trial(NamedTuple):
     gradients: bool = False
 
     def cuts(self, tied: tuple[str, ...]) -> bool:
-        """Tell whether a set of tied groups may lose units."""
+        """Return whether a set of tied groups may lose units."""
         return self.widths is None or tied[0] in self.widths
 
 
@@ -108,7 +108,7 @@ class Masks:
         self._orders: dict[tuple[int, str], Tensor] = {}
 
     def draw(self, graph: UnitGraph, names: Collection[str], trial: Trial) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Group name → bool (units,) after the first step of a cut in two, and after the second. Other groups stay whole."""
+        """Return group name → bool (units,), kept, after each of two pruning steps. Groups outside `names` keep all units."""
         first: dict[str, Tensor] = {}
         keep: dict[str, Tensor] = {}
         number = {name: at for at, tied in enumerate(graph.tied_sets) for name in tied}

@@ -71,7 +71,7 @@ class Verifier:
         """Return group name → why its removal is not exact; empty if all is well. `compared` is as for `width_trials`."""
         if self._session.refusal is not None:
             return dict.fromkeys(graph.groups, self._session.refusal)
-        # What fails is often all of one kind, and is found sooner if it is together.
+        # Failing groups are often of one kind, so sorting by kind finds them in fewer comparisons.
         units = sorted(graph.tied_sets, key=lambda names: graph.groups[names[0]].kind)
         self._tried = 0
         modes = (False, True) if self._session.training else (False,)
@@ -115,7 +115,7 @@ class Verifier:
         return [first, [tied for tied in units if tied not in first]]
 
     def _least(self, graph: UnitGraph, trial: Trial, units: Sequence[Tied]) -> Sequence[Tied]:
-        """Return what is left of some sets that fail together, of which neither half does, without sets that do not matter."""
+        """Return a small part of `units` that still fails, where neither half of `units` fails by itself."""
         size = len(units) // 4 or len(units) // 3
         while size and self._tried < _TRIALS:
             for start in range(0, len(units), size):
@@ -155,7 +155,7 @@ class Verifier:
         reason, exact = self._compare(graph, trial, [name for tied in sets for name in tied])
         if reason is not None or exact or len(sets) == 1:
             return reason
-        # What other groups change may hide an error: each group is judged by what it changes itself.
+        # Changes by other groups may hide an error, so each group is also compared alone.
         alone = (self._compare(graph, trial, tied)[0] for tied in graph.tied_sets if tied in sets)
         return next((why for why in alone if why is not None), None)
 

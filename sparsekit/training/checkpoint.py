@@ -21,7 +21,7 @@ OWN = "sparsekit."  # prefix of the keys that are not the model's own
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a learnable mask beside its narrow weights; tensors are shared with the mask, not copied."""
+    """The state of a learnable mask besides its narrow weights; tensors are shared with the mask, not copied."""
 
     narrow_model: NarrowModel
     units: Tensor  # uint8 (8,), see `fingerprint`
@@ -111,7 +111,7 @@ class Loaded:
 
 
 def fingerprint(graph: UnitGraph) -> Tensor:
-    """Return uint8 (8,), which tells the units of a graph from those of others."""
+    """Return a hash of the units of a graph, uint8 (8,)."""
     return torch.tensor(list(bytes.fromhex(digest(graph))[:8]), dtype=torch.uint8)
 
 

@@ -220,7 +220,7 @@ class UnitVectors:
                     units = torch.arange(group.size) + self.offsets[name]
                     table = wanted.setdefault((piece.name, piece.dim), empty)
                     table[piece.index.reshape(-1)] = units.repeat_interleave(piece.index.shape[1])
-        # Vectors after matrices: the order of the sums of a unit.
+        # Matrices before vectors: this fixes the order of summation within a unit.
         ordered = sorted(wanted.items(), key=lambda item: self._leaves[item[0][0]].dim() == 1)
         return [GateReader(self._leaves[name], dim, name, units) for (name, dim), units in ordered]
 
@@ -255,7 +255,7 @@ class UnitVectors:
         return flat.new_zeros(self.total + 1).index_add_(0, self._consumer_units, flat)[:-1]
 
     def mask_unchanged(self, scores: Tensor) -> bool:
-        """Tell, without sorting, whether the mask still keeps the largest scores, float (J,), of every group.
+        """Return, without sorting, whether the mask still keeps the largest scores, float (J,), of every group.
 
         If the least kept score equals the largest dropped one, the result is False, and the caller compares by index.
         """

@@ -63,12 +63,12 @@ class MovingMask(nn.Module):
 
     @cached_property
     def vectors(self) -> UnitVectors:
-        # A graph without groups has none.
+        # Made on first use, since a graph may have no groups.
         with torch.inference_mode(False):  # its tables outlive this call
             return UnitVectors(self.narrow_model)
 
     def unit_mask(self) -> UnitMask:
-        """Return the units that are kept now: hard, no gradient."""
+        """Return the units that are kept now, as booleans without gradient."""
         return self.narrow_model.mask
 
     def _check_shown(self) -> None:
@@ -245,9 +245,9 @@ class MovingMask(nn.Module):
     def add_optimizer(self, optimizer: HasState) -> None:
         """Let the state of `optimizer` follow the mask from now on.
 
-        A torch optimizer is met at its first step and needs no such call, unless it has state before its first step, as after
-        loading or copying: then call this before the mask or the ratio changes. Any other object may keep tensors that follow
-        the units: `state[leaf][name]`, each of the leaf's shape.
+        A torch optimizer is found at its first step. Call this only if it has state before its first step, as after loading or
+        copying, and before the mask or the ratio changes. Any other object may keep tensors that follow the units:
+        `state[leaf][name]`, each of the leaf's shape.
 
         When the mask changes, units that stay keep their state; units that enter start with fresh state. Optimizers that are
         not torch's own, or whose state is not one value for each weight (`Adafactor`, `AdamW8bit`), start with fresh state at

@@ -142,7 +142,7 @@ class NarrowModel:
         self._fit_module()
 
     def _gather(self, entry: _Entry, dense: Tensor) -> None:
-        """Replace a narrow entry by the kept part of a dense one."""
+        """Set a narrow entry to the kept part of a dense one."""
         narrow = gather(dense, self._cut(entry.key))
         entry.replace(narrow.clone() if narrow is dense else narrow)
 

@@ -89,7 +89,7 @@ class LearnedNarrowing:
         Args:
             shares: Cost of a step before each cut and after the last, as a share of a dense step: (cuts + 1,).
         """
-        # Steps at a width are in proportion to its part of the FLOPs, divided by what one of them costs.
+        # The number of steps at a width is its share of the FLOPs divided by the cost of one step.
         wide = [self.until / self.cuts / share for share in shares[:-1]]
         scale = self.steps / (sum(wide) + (1 - self.until) / shares[-1])
         least = min(self.least_steps, self.steps // (2 * self.cuts))

@@ -197,7 +197,7 @@ def _find(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 def _has_begun(state: Mapping[str, Any], leaf: Tensor) -> bool:
-    # State before the first step, in the shape of the leaf, belongs to no units yet.
+    # State before the first step, in the shape of the leaf, holds initial values only, whichever units are kept.
     fresh = "step" in state and float(state["step"]) == 0.0
     fits = all(value.shape == leaf.shape for value in state.values() if isinstance(value, Tensor) and value.dim())
     return bool(state) and not (fresh and fits)

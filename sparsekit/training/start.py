@@ -95,7 +95,7 @@ def graph_of(
 
 
 def first_cut(model: nn.Module, example_inputs: Any, ratio: float, **options: Any) -> PrunePlan:
-    """Prune as `prune` does: to a budget, or with batches to one ratio for all groups; without batches, decide only."""
+    """Prune as `prune` does, to a budget or to one ratio for all groups. Without batches, only plan."""
     if example_inputs is None:
         raise InvalidValueError("a budget and batches= need example_inputs=(x,), one call's worth of inputs")
     if options["budget"] is None and ratio == 1.0:

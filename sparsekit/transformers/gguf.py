@@ -48,7 +48,7 @@ def export_gguf(
         dtype: Of the matrices: float32, float16, bfloat16, or q8_0 (8 bits, for rows of a multiple of 32; others are written
             as float16). Norms and biases stay float32.
         vocabulary: A GGUF file of the dense model, whose tokenizer is copied. `convert_hf_to_gguf.py --vocab-only` of llama.cpp
-            makes one. Without it, the file takes and gives token ids alone.
+            makes one. Without it, the file works on token ids only.
 
     Raises:
         UnsupportedModelError: GGUF has no architecture with per-layer widths for this model; the message names the part.
@@ -125,7 +125,7 @@ def _refusal(model: nn.Module, why: str) -> UnsupportedModelError:
 
 
 def _sizes(model: nn.Module, config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return what the header says: sizes of every layer, and the rotary position embedding."""
+    """Return the header fields: sizes of every layer, and the rotary position embedding."""
     count = getattr(config, "num_hidden_layers", 0)
     parts = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
     needed = [f"blk.{layer}.{part}.weight" for layer in range(count) for part in parts]
@@ -215,7 +215,7 @@ def _ordered(name: str, values: Tensor, sizes: Mapping[str, Any]) -> Tensor:
 
 
 def _compare(model: nn.Module, config: Any, tensors: Mapping[str, Tensor], sizes: Mapping[str, Any]) -> None:
-    """Raise if the architecture computes something else than the model, which no list of classes would tell."""
+    """Raise if the outputs of the exported architecture differ from the model's; comparing class names would not show it."""
     ids = torch.randint(config.vocab_size, (_PROBE,), generator=torch.Generator().manual_seed(0))
     training = model.training
     try:

@@ -81,7 +81,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **options:
 
 
 def describe_folder(model: nn.Module, kind: type[nn.Module], config: Any, widths: Mapping[str, Any], folder: Path) -> None:
-    """Write all of a folder but weights: configuration, modeling file and tokenizer."""
+    """Write everything except the weights: configuration, modeling file and tokenizer."""
     transformers = require("transformers")
     config.architectures = [kind.__name__]
     if widths["shapes"] or widths["numbers"]:
@@ -301,7 +301,7 @@ def _set(config: Any, chosen: tuple[_Change, ...]) -> None:
 
 
 def _fits(small: nn.Module, config: Any, shapes: Mapping[str, torch.Size], pairs: set[tuple[int, int]]) -> bool:
-    """Tell whether the class builds a model of these shapes and sizes."""
+    """Return whether the class builds a model of these shapes and sizes."""
     try:
         with torch.device("meta"):
             built = type(small)(config)

@@ -238,7 +238,7 @@ def _nodes(labels: TensorLabels, dim: int) -> IntArray:
 
 
 def _set_sizes(module: nn.Module, **sizes: int) -> None:
-    """Set the integers that the module has: names differ between families."""
+    """Set the size attributes that the module has, since their names differ between model families."""
     for name, size in sizes.items():
         if hasattr(module, name):
             setattr(module, name, size)

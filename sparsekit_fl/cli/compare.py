@@ -42,7 +42,7 @@ def _compare(
     report.html, with tables and charts; `sparsekit report DIR` writes it again.
     To use more cores, start several of these commands at once, with the same --out and other methods or seeds.
     """
-    # What trains is imported only now, so that --help is quick.
+    # Training code is imported only here, so that --help is quick.
     from sparsekit_fl.comparison import comparisons_of
     from sparsekit_fl.errors import ResumeError, RunInterrupted
     from sparsekit_fl.report import write_report
@@ -133,7 +133,7 @@ def _result(method: Method, options: RunOptions, home: Path | None, label: str) 
 
 
 compare = command_app(
-    # Finished and half-finished runs are found by themselves.
+    # Finished and interrupted runs are detected automatically.
     with_run_options(_compare, without=("resume", "init")),
     examples=(
         "sparsekit compare fedlps fedavg local --seeds 3",

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.results import RoundRecord, RunResult
 
 _FILES = ("pyproject.toml", "README.md", "make_certificates.sh", "node.example.sh", "flwr-home/config.toml", ".gitignore")
-# Templates that must not carry the names that have a meaning in their folder.
+# Templates have other names, since tools would act on files of the real names in this package.
 _SOURCES = {"pyproject.toml": "pyproject.toml.in", ".gitignore": "gitignore.in"}
 
 
@@ -63,7 +63,7 @@ def write_app(folder: Path, config: Mapping[str, Any] | None = None, *, port: in
         "@HERE@": here.as_posix(),
         "@PORT@": str(port),
     }
-    # Of these kinds, JSON and TOML have the same.
+    # JSON and TOML write these types in the same way.
     words |= {f"@{name}@": json.dumps(value) for name, value in {**DEFAULTS, **(config or {})}.items()}
     template = files("sparsekit_fl").joinpath("flower/template")
     written = []

@@ -197,7 +197,7 @@ def text_of(value: Any) -> str:
 
 def toml_of(values: Mapping[str, Any]) -> str:
     """Return numbers, texts, paths and lists by name, as lines of TOML; None becomes "none"."""
-    # Of these kinds, JSON and TOML have the same.
+    # JSON and TOML write these types in the same way.
     texts = {
         name: json.dumps("none" if value is None else value, default=str, ensure_ascii=False) for name, value in values.items()
     }

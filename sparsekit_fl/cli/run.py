@@ -60,7 +60,7 @@ class Experiment:
         if options.device is not None:
             check_device(options.device, name="--device")
         if sys.stderr.isatty() and not (options.quiet or options.as_json):
-            # Reading a data set for the first time takes a while, and says so.
+            # Show log messages: reading a data set for the first time takes a while.
             logging.getLogger("sparsekit_fl").setLevel(logging.INFO)
         engine = None if options.engine == "flower" else _engine(options)
         # Checked before the data are read, which may take long; only the data tell the number of clients.
@@ -91,7 +91,7 @@ def _config(options: RunOptions, clients: Sequence[Client], count: int) -> RunCo
     from sparsekit_fl.problem.data import Capability  # here: help texts need no torch
 
     given = options.given_of(TrainingConfig, RunConfig)
-    # Capabilities that clients bring along stay, unless levels were asked for.
+    # Clients with their own capabilities keep them, unless levels were requested.
     brought = any(client.capability != Capability() for client in clients)
     if options.heterogeneity == "own" or (brought and options.heterogeneity is None):
         given = {"redraw_capability": False, **given, "capability_levels": None}

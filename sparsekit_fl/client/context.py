@@ -180,7 +180,7 @@ class ClientContext:
             padded_examples: Number of passes if every batch counts as full, as in the paper; None: `examples`.
         """
         units = mask if isinstance(mask, UnitMask) else None
-        # A frozen weight has no gradient of its own.
+        # No FLOPs are spent on gradients of frozen weights.
         step = 3 * self.costs.forward_flops(units) - frozen_flops(self.costs, units, self.frozen)
         padded = examples if padded_examples is None else padded_examples
         return Cost(flops=step * examples, flops_paper=3 * rowmask_flops(self.costs, mask) * padded)

@@ -163,7 +163,7 @@ class LocalStep:
                 gradients = adjust(gradients)
             leaves, values = list(gradients), list(gradients.values())
             if self._clip is not None:
-                # All out of place, since autograd may hand out expanded or shared tensors.
+                # All operations are out of place, since gradients from autograd may be expanded or shared tensors.
                 norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values)))
                 values = list(torch._foreach_mul(values, (self._clip / (norm + 1e-6)).clamp(max=1.0)))
             if self.optimizer is None:
@@ -263,7 +263,7 @@ def fit(
     """
     accuracy = metrics.get("accuracy")
     losses, accuracies = list[float](), list[float]()
-    # Weights are cast again each time, as a step may change them midway.
+    # No cache of cast weights, as a step may change the weights inside the context.
     smaller = None if amp == "off" else torch.autocast(torch.device(device).type, getattr(torch, amp), cache_enabled=False)
     module.train()
     with torch_scope(rng), closing(_Passes(module)) as seen:
@@ -310,6 +310,6 @@ def evaluate(module: nn.Module, problem: Problem, examples: Examples, *, positio
             found["loss"] = (problem.loss(outputs, batch.targets) * counted, counted)
             for name, (score, weight) in found.items():
                 before = sums.get(name, (0.0, 0.0))
-                # What has no weight has no value in this batch, whatever its sum is.
+                # A metric of weight 0 has no value in this batch, and its sum is ignored.
                 sums[name] = (before[0] + float(score), before[1] + float(weight)) if float(weight) else before
     return sums

@@ -40,7 +40,7 @@ class Cost:
         downlink_bytes: The same of requests.
         simulated_seconds: From `Capability`; of one client: its own, of a round: its slowest client's.
         simulated_seconds_scoring: The part of `simulated_seconds` that `flops_scoring` takes.
-        wall_seconds: Measured where the work was done; nothing is decided by it.
+        wall_seconds: Measured where the work was done; no decision depends on it.
 
     Source: the row-mask convention of Xue et al., ICDE 2025 (arXiv 2412.07216), Table I.
     """
@@ -306,5 +306,5 @@ _COUNTED = ("flops", "flops_scoring", "flops_paper", "wall_seconds")
 
 _MOST_COUNTED = 1e18
 
-# Messages of strangers have the annotated types or are refused; the server checks their values.
+# Messages from clients must have the annotated types, or are refused; the server checks their values.
 _UPDATE, _EVALUATION = TypeAdapter(Update), TypeAdapter(Evaluation)

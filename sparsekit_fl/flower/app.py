@@ -144,7 +144,7 @@ def _node(context: Context, run: str) -> Node:
 
 
 def serve(grid: Grid, context: Context) -> None:
-    # Here: a SuperNode imports this file for every message, and what takes part in rounds is not needed there.
+    # Imported here: a SuperNode imports this file for every message, and needs none of the server's modules.
     from sparsekit_fl.callbacks import LiveProgress
 
     said: dict[str, Any] = context.run_config
@@ -170,7 +170,7 @@ def serve(grid: Grid, context: Context) -> None:
     _log.info(f"final personal scores: {dict(result.final.personal)}; state {result.final.state_sha256}")
 
 
-# Flower reads the source for these two names, and finds plain assignments alone.
+# Flower searches the source for these two names, and finds only plain assignments.
 client = make_app(_node)
 server = ServerApp()
 server.main()(serve)

@@ -38,7 +38,7 @@ class Submodel:
         """
         trained, mask = self.model, self._mask
         if isinstance(trained, sk.LearnableMask):
-            # Only now: Flower keeps a half-changed state when the training raises.
+            # Stored only after training: if training raises, Flower keeps whatever state is set by then.
             self._context.state[_IMPORTANCE] = arrays_of(trained.importance())
             mask, trained = trained.unit_mask(), trained.compact()
             self._context.state[_MASK] = mask_record(mask)

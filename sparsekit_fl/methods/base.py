@@ -292,8 +292,8 @@ def drawn(
 def offered(server: ServerContext, client_id: int, ratio: float) -> float:
     """Return a ratio for a client: `ratio`, unless the client failed with one as large.
 
-    Then it is halved until it works. From there the limit is approached by halving the distance, on a scale of octaves. Each
-    attempt that fails doubles the number of participations before the next one.
+    Then the ratio is halved until it works. After that, a bisection on a log scale approaches the limit. Each attempt that
+    fails doubles the number of participations before the next one.
     """
     limit = server.client[client_id].get("limit")
     if limit is None:
@@ -301,7 +301,7 @@ def offered(server: ServerContext, client_id: int, ratio: float) -> float:
     works, fails = float(limit["works"]), float(limit["fails"])
     if not works:
         return min(ratio, max(_LEAST_OFFER, fails / 2))
-    # Once both are close, the device may have more memory than it had.
+    # Once both are close, try the failed ratio again: the device may have more memory than before.
     attempt = fails if fails <= _CLOSE * works else math.sqrt(works * fails)
     return min(ratio, works if limit["wait"] else attempt)
 
@@ -390,7 +390,7 @@ def mean_change(
 def moved(state: StateDict, changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return `state` plus changes, float64, in its own types; integers are rounded to the nearest, halves to even.
 
-    Flags, which change by -1, 0 or 1, become what the majority has.
+    Booleans, which change by -1, 0 or 1, take the value of the majority.
     """
     result: dict[str, Tensor] = {}
     for name, tensor in state.items():
@@ -426,6 +426,6 @@ def units(side: ServerContext | ClientContext, criterion: Criterion, ratio: floa
 
 
 def affordable(client: ClientContext, state: StateDict) -> Model:
-    """Return as much of the global model as the device of a client can run: its first units."""
+    """Return the largest submodel of the global model that the device of a client can run: the first units of each group."""
     ratio = client.capability.ratio
     return Model(state=state, mask=None if ratio == 1.0 else units(client, Ordered(), ratio, state), ratio=ratio)

@@ -251,6 +251,6 @@ def kept_model(client: ClientContext) -> Model | None:
     if memory is None:
         return None
     mask, initial = recall_mask(memory), client.initial_state()
-    # What is dropped never runs, so it may hold anything of the right shape.
+    # Dropped entries are never used, so they may hold any values of the right shape.
     own = Kept(client.graph, mask if isinstance(mask, UnitMask) else None).scatter_all(memory["state"], initial)
     return Model(state={**initial, **own}, mask=mask, ratio=memory["ratio"])

@@ -133,7 +133,7 @@ def depth_flops(layers: Sequence[Layer], costs: CostModel, *, bias: bool = False
 def affordable_depth(layers: Sequence[Layer], costs: CostModel, ratio: float) -> int:
     """Return the largest depth whose work is at most `ratio` of the whole model's, exits included; at least 1.
 
-    The share of a depth gives that depth back, whatever its last bit.
+    The share of a depth gives that depth back, in spite of rounding.
     """
     work = depth_flops(layers, costs)
     return max([1, *(depth for depth, flops in enumerate(work, 1) if flops <= ratio * work[-1] * (1 + 1e-9))])

@@ -112,7 +112,7 @@ class FedLPSPaper(Method):
         if self.ratios == "random":
             return capability if capability <= self.low else float(np.random.default_rng(seed).uniform(self.low, capability))
         if capability < self.low:
-            # No arm is that small: the client does what it can, and no bandit learns from it.
+            # No arm is that small: the client trains the largest ratio that it can, and its bandit does not learn from it.
             server.client[client_id]["pull"] = None
             return capability
         upper = None if self.literal else max(self.low, offered(server, client_id, capability))

@@ -274,7 +274,7 @@ def layer_densities(shapes: Mapping[str, torch.Size], density: float) -> dict[st
         full = {name for name in rest if raw[name] * factor > 1.0}
         if not full:
             return {name: 1.0 if name in whole else raw[name] * factor for name in sizes}
-        # The densest first; then the others again, since one more whole layer leaves less for them.
+        # Fix the densest layer first, then solve for the others again: a layer kept whole leaves less for them.
         top = max(raw[name] for name in full)
         whole |= {name for name in full if raw[name] == top}
     return dict.fromkeys(sizes, 1.0)

@@ -201,7 +201,7 @@ class PruneFL(SparseWeights):
 
 
 def _all_weights(layers: Sequence[Layer], mask: Mapping[str, Tensor] | None = None) -> WeightMask:
-    """Return a mask of all prunable weights, which are whole unless `mask` names them, whatever else it names."""
+    """Return a mask of exactly the prunable weights: from `mask` if it has them, else all kept."""
     whole = {name: torch.ones(shape, dtype=torch.bool) for name, shape in layer_weights(layers).items()}
     return WeightMask({name: (mask or {}).get(name, keep) for name, keep in whole.items()})
 

@@ -128,7 +128,7 @@ def _problem_for(source: DataSource, name: str) -> tuple[Problem, DataSource]:
 
 
 def _transform(source: DataSource, shape: tuple[int, ...]) -> ImageTransform:
-    """Return what normalizes images of a source, for a model that takes inputs of a shape."""
+    """Return the transform that resizes and normalizes images of a source to the input shape of a model."""
     if len(shape) != 3 or not source.mean or not source.std:
         raise InvalidValueError(
             f"images of {source.name!r} are uint8, and cannot be normalized for inputs of shape {shape}; give the"

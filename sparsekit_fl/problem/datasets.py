@@ -117,7 +117,7 @@ def find_files(
             hub = importlib.import_module("huggingface_hub")
             folder = Path(hub.snapshot_download(repo, repo_type="dataset", allow_patterns=wanted))
         except Exception as error:
-            # The hub's client raises many kinds, from requests' to its own; all mean that the copy cannot be had.
+            # The hub's client raises exceptions of many types; all mean that the data set cannot be downloaded.
             raise DataError(f"cannot fetch the hub data set {repo}: {error}; {ways}") from error
     found = [sorted(folder.rglob(pattern)) for pattern in patterns]
     if not all(found):

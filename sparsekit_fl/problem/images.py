@@ -126,7 +126,7 @@ tiny_imagenet = _hub(
 )  # fmt: skip
 
 
-# Raised when the tensors change their meaning: older entries are then not found.
+# Increase this number when the meaning of cached tensors changes, so that older files are ignored.
 _FORMAT = 1
 
 

@@ -118,7 +118,8 @@ def check_fit(problem: Problem, clients: Sequence[Client]) -> None:
                     _sum, _weight = metric(outputs, targets)
         if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
             raise DataError(f"loss must give a scalar tensor with a gradient, got {_shape(loss)}; take the mean over the batch")
-        # A mean does not change when every example is there twice. A loss that compares examples may change, but not double.
+        # If every example is duplicated, a mean stays the same and a sum doubles. A contrastive loss may change, but not
+        # double.
         once = float(loss.detach())
         with torch.no_grad():
             outputs = _outputs(problem, model, tuple(torch.cat([one, one]) for one in inputs))

@@ -67,7 +67,7 @@ class _Nodes:
                 self.columns[read.by] = True
 
     def are_roots(self, *runs: IntArray | BoolArray) -> BoolArray:
-        """Tell of each node whether it is the root of a node in these runs."""
+        """Return for each node whether it is the root of a node in these runs."""
         found = np.zeros(self.root.size, dtype=bool)
         for nodes in runs:
             found[self.root[nodes]] = True
@@ -123,7 +123,7 @@ def _choose_gates(nodes: _Nodes, causes: _Causes, tracer: Tracer, reads: Sequenc
     for read in reads if needed else ():
         roots = nodes.root[read.nodes]
         for root, value in np.unique(np.stack([roots, read.sources])[:, wanted[roots]], axis=1).T.tolist():
-            # A parameter that reads its own kind (columns of a recurrence) is silenced with the values that it reads.
+            # A parameter that multiplies its own units (columns of a recurrence) is gated by gating the values of the units.
             sources[root].add(value)
     number = {(entry.number, dim): axis for axis, (entry, dim) in enumerate(nodes.axes)}
     gates = {}

@@ -28,7 +28,7 @@ were read, not those that are merely equal; then none but those of layer rules."
 
 @dataclass(frozen=True)
 class Candidate:
-    """An integer that may follow some groups, and the choices that let it."""
+    """An integer that may change with the widths of some groups, and the choices in which it does."""
 
     sizes: tuple[SizeAttribute, ...]
     choices: frozenset[int]

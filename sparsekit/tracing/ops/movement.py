@@ -30,7 +30,7 @@ def _same(call: Call) -> Outputs:
 
 @handles("as_strided")
 def _restride(call: Call) -> Outputs:
-    """Follow any view of a contiguous tensor, such as the frames of `stft`."""
+    """Label any strided view of a contiguous tensor, such as the frames of `stft`."""
     given, reason = call.arguments["self"], "read in strides of its own by 'as_strided'"
     if given.is_contiguous() and max(given.numel(), call.out.numel()) <= MOST_POSITIONS:
         return _moved(call, call.joint_labels("self"), reason)

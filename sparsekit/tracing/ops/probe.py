@@ -19,10 +19,10 @@ _MOST_NUMBERS = 1 << 21
 
 
 def probe(call: Call, reason: str) -> Outputs:
-    """Labels of the outputs of any operator; units that it does not keep apart stay whole.
+    """Label the outputs of any operator, by running it with changed inputs. Units that it mixes become unprunable.
 
-    Along an axis of units, positions are changed bit by bit of their number, and those that are left. A position of an output
-    belongs to the unit whose number can be read off the changes that reach it. Last, it runs on half of the units.
+    For each bit, the operator runs with changed values at the positions whose number has that bit, and again at the others. The
+    changes that reach a position of the output give the number of its unit. Last, the operator runs on half of the units.
 
     Args:
         call: An operator that has run.
@@ -97,7 +97,7 @@ class _Runner:
     def can_lose(
         self, axes: Sequence[tuple[Tensor, int, dict[int, tuple[int, IntArray]]]], alike: Sequence[tuple[Tensor, int]]
     ) -> bool:
-        """Tell whether the operator does the same to half of the units, in reverse order. `alike`: axes of equal values."""
+        """Return whether the operator does the same to half of the units, in reverse order. `alike`: axes of equal values."""
         kept: dict[int, tuple[int, IntArray]] = {}  # output → axis, positions
         changes: dict[int, Tensor] = {}
         for tensor, dim, places in axes:
@@ -126,7 +126,7 @@ class _Runner:
         return True
 
     def zeros(self, tensors: Sequence[Tensor]) -> frozenset[int]:
-        """Return ids of the tensors that make all outputs zero if they are."""
+        """Return ids of the input tensors that make all outputs zero if they are zero."""
         found = set()
         for tensor in tensors:
             with suppress(Exception):

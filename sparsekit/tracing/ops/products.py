@@ -183,7 +183,7 @@ def _depthwise(call: Call, inputs: Labels | None, w: TensorLabels, groups: int, 
             tracer.facts.append(Count(inputs.nodes, (rows.numbers,)))
         return inputs.take(np.repeat(np.arange(groups, dtype=np.int64), multiplier))
     tracer.unite(np.repeat(inputs.nodes, multiplier), rows.nodes)
-    # The input passes through; the rows gate the outputs.
+    # Outputs are the input's units; rows of the weight gate them.
     return rows
 
 
