@@ -115,7 +115,7 @@ class Registry(Mapping[str, Any]):
         return {point.name: point.value for point in entry_points(group=self.group)} | self._table
 
     def __getitem__(self, name: str) -> Any:
-        # The table comes first, since entry points need the metadata of every installed package.
+        # Look in the table first, since entry points need the metadata of every installed package.
         target = self._table.get(name) or self._targets().get(name)
         if target is None:
             raise UnknownNameError(

@@ -204,7 +204,7 @@ def comparisons_of(results: Iterable[Mapping[str, Any]], *, order: Sequence[str]
 
 
 def read_results(*folders: Path | str) -> list[dict[str, Any]]:
-    """Read all results in folders and their subfolders; a run that is there twice counts once, if it is equal."""
+    """Read all results in folders and their subfolders. Identical copies of a run count once."""
     kept: dict[str, tuple[dict[str, Any], Path]] = {}
     for folder in map(Path, folders):
         paths = sorted(folder.rglob("result.json"))

@@ -145,7 +145,7 @@ def options_of(owner: Callable[..., Any]) -> dict[str, Option]:
     if isinstance(owner, type):
         assert dataclasses.is_dataclass(owner)
         defaults = {one.name: one.default for one in dataclasses.fields(owner) if one.init and one.name[0] != "_"}
-        # A subclass that changes a default alone keeps the description.
+        # A subclass that changes only a default keeps the description.
         above = [one for base in reversed(owner.__mro__) for one in getattr(base, "__dataclass_fields__", {}).values()]
         texts = {one.name: one.metadata["description"] for one in above if "description" in one.metadata}
     else:

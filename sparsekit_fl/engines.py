@@ -175,7 +175,7 @@ def one_thread() -> Iterator[None]:
 
 
 def train_alike() -> None:
-    """Use one torch thread, and flush denormal numbers, with which many processors are slow and weights that decay end."""
+    """Use one torch thread, and flush denormal numbers: they slow down many processors, and decaying weights reach them."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
 

@@ -50,7 +50,7 @@ def _factory(recipe: Any, where: Path | str) -> Factory:
 
 
 def read_initial(source: Path | str | StateDict, fresh: StateDict) -> dict[str, Tensor]:
-    """Return a state like `fresh` with the values of another where name and shape agree.
+    """Return a state like `fresh` with the values of another state where names and shapes agree.
 
     Entries that do not agree, such as the head of a model that was trained for other classes, stay fresh; a warning names them.
     The source is a state dict; a file of one, of safetensors or `torch.save`; or the folder of a finished run, whose global

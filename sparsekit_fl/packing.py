@@ -167,8 +167,8 @@ def unpack_mask(
 ) -> Mask | None:
     """Return the inverse of `pack_mask`; raise DataError if bits and description disagree, or do not fit the graph.
 
-    Without a graph, the description is believed. A few bytes can describe an entry of any size, so what strangers send is read
-    with the graph, before room is made for it.
+    Without a graph, the description is trusted. A few bytes can describe an entry of any size, so pass the graph for messages
+    from clients: sizes are then checked before memory is allocated.
     """
     if description is None:
         return None

@@ -186,7 +186,7 @@ def _within(comparison: Comparison, metric: str, cost: str) -> tuple[float, dict
 
 
 def _at_equal_cost(comparison: Comparison, metric: str, unit: str) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of a table; a cost within which one method alone was scored compares nothing, and is left out."""
+    """Return head and rows of a table. A cost is left out if only one method has a score within it."""
     head, columns = ["method"], []
     for name, _, cost_unit in _AXES[1:]:
         budget, scores = _within(comparison, metric, name)

@@ -64,7 +64,7 @@ def _means(clients: Sequence[Means], *, worst: Collection[str] | None = None) ->
 class Scores:
     """Metric → value of personal models on test and on validation data, and of the global model on both, if scored.
 
-    In files, `shared` is called `global`, as scripts expect; an attribute cannot be, since Python reserves that word.
+    In files, `shared` is called `global`, which cannot be the name of a Python attribute.
     """
 
     personal: Means

@@ -156,7 +156,7 @@ def _train(
     callbacks: Sequence[Callback],
     there: Callable[[], Mapping[int, Client]],
 ) -> list[ClientScores] | None:
-    """Run the rounds that are left; return the scores of the clients after the last round, if it was run now."""
+    """Run the remaining rounds; return the clients' scores after the last round, if it was run in this call."""
     final: list[ClientScores] | None = None
     for one in callbacks:
         one.on_run_start(view)

@@ -39,7 +39,7 @@ _FURTHER_EXAMPLES = 256
 
 
 class Roster(Mapping[int, ClientInfo]):
-    """Client id → `ClientInfo` of one round, from 1; a level is drawn when first read, so ten thousand clients cost nothing."""
+    """Client id → `ClientInfo` in one round. A capability is drawn when it is first read, for few of many clients."""
 
     def __init__(self, clients: Mapping[int, Client], config: RunConfig, round: int) -> None:
         self.clients = clients

@@ -329,7 +329,7 @@ def _score(spec: RunSpec, client: Client, request: Request, memory: Memory, out:
     private = any(name not in state and name not in spec.frozen for name in spec.initial)
     is_global = model.state is full and model.mask is None and not private and not request.replaced
     if out is not None and request.with_model and not is_global:
-        # Of a weight mask, dropped entries are zeros.
+        # Under a weight mask, dropped entries are saved as zeros.
         path = model_path(out, client.id)
         path.parent.mkdir(parents=True, exist_ok=True)
         save_compact(spec.masked.compact(), path, graph=spec.graph, mask=spec.masked.unit_mask())

@@ -36,7 +36,7 @@ class Field(Tree):
         self._begin = size = self.size
         self.points: Floats = np.zeros((self.capacity, axes))
         self.points[:size] = [self._middle(*box) for box in zip(self.low[:size], self.high[:size])]
-        # Of the told pulls of each arm: how many rewards they count for, and their mean; and how many pulls have failed.
+        # Of each arm: the effective number of rewards, their mean, and the number of failed pulls.
         self._weights: Floats = np.zeros(self.capacity)
         self._rewards: Floats = np.zeros(self.capacity)
         self._failures: Floats = np.zeros(self.capacity)
@@ -46,7 +46,7 @@ class Field(Tree):
         self._asked = 0
         self._missed: set[int] = set()
         self._pulls: Integers = np.zeros(self.capacity, dtype=np.int64)
-        # Place of the first told pull of each arm among all told.
+        # Position of the first reward of each arm among all rewards.
         self._first: Integers = np.full(self.capacity, -1)
         self._told = 0.0
         # Arms that have failed or diverged, and the ones among them without any other reward.
@@ -55,16 +55,16 @@ class Field(Tree):
         self._void: Integers = np.zeros(0, dtype=np.int64)
         self._floor, self._worst = -math.inf, 0.0  # rewards below the floor have diverged; the reward of a failure
         self._shown = self.means  # the means that other cells see
-        # Of repeated rewards: squared deviations from the mean before them, effective number, and number. Differences between
-        # points never count as noise: if noise counts as variation, cells are split, points are not repeated, and the mistake
-        # is never noticed.
+        # Of repeated rewards: sum of squared deviations from the mean before them, effective number, and number. Differences
+        # between points never count as noise: if noise counts as variation, cells are split, points are not repeated, and the
+        # mistake is never noticed.
         self._within = self._replicates = self._repeats = 0.0
         self._distinct = False  # whether the rewards of the first arms differ, as they do unless rewards are counts or classes
         self._fall = 0.0  # S of `_falls`
-        # Second term of the index of each cell, from a better neighboring arm, when all arms last learned.
+        # Second term of the index of each cell, from a better neighboring arm, as of the last `_refresh`.
         self._beside: Floats = np.zeros(0)
         self._index: Floats | None = None  # index of each arm without open pulls; None if it must be computed
-        # Rewards since all arms learned from each other, and whether they must before the next proposal.
+        # Number of rewards since the last `_refresh`, and whether it must run before the next proposal.
         self._since = 0.0
         self._stale = True
         self._clock = 0.0  # rewards since the first, or since arms fell
@@ -330,7 +330,7 @@ class Field(Tree):
         return self._below(index, bound)
 
     def _pulled_or_split(self, cell: int, index: float, pending: Mapping[int, int]) -> int:
-        """Return the arm to pull for a chosen cell: its own, a new one in it, or a better one next to it."""
+        """Return the arm to pull for a chosen cell: its own arm, a new arm in it, or a better arm next to it."""
         if not self.scale:
             ready = bool(self._pulls[cell] or self._tries[cell]) or cell in pending
             return self._halve(cell) if ready else cell

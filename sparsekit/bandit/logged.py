@@ -54,7 +54,7 @@ class LoggedBandit(ABC):
 
     @abstractmethod
     def _place_of_best(self) -> int:
-        """Return the place, in `self.told`, of the pull to be recommended."""
+        """Return the index, in `self.told`, of the recommended pull."""
 
     @abstractmethod
     def forget(self, pull: Pull) -> None:

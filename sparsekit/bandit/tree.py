@@ -9,7 +9,7 @@ import numpy.typing as npt
 Floats: TypeAlias = npt.NDArray[np.float64]
 Integers: TypeAlias = npt.NDArray[np.int64]
 
-# results/bandit-constants.md says what each of these does.
+# results/bandit-constants.md describes the effect of each constant.
 NARROWEST, DEEPEST, _CAPACITY = 1e-7, 64, 2048
 _SHRINK, _SHRINK_WEIGHT = 0.7, 3.0
 _TAIL, _TAIL_KEPT = 2.0, 0.15

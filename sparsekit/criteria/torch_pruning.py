@@ -62,7 +62,7 @@ class TorchPruning(DataDriven):
 
     Classes that read gradients (`GroupTaylorImportance`) get the gradients of the batches, summed into `.grad`, as after a
     `backward()` on each. The model's gradients are restored. Classes that watch other passes (`GroupHessianImportance`,
-    `ActivationImportance`) are refused: `Fisher` and `Wanda` are their like here.
+    `ActivationImportance`) are refused: use `Fisher` or `Wanda` in their place.
 
     Args:
         importance: Called on a group; returns one number for each channel of its first layer.

@@ -38,11 +38,11 @@ class UsedWeight:
 
 
 class _Watch(TorchFunctionMode):
-    """Follow tensors that are computed from entries alone, and record them when they are combined with other tensors."""
+    """Track tensors that are computed only from entries, and record them when they are combined with other tensors."""
 
     def __init__(self, entries: Iterator[tuple[str, Tensor]]) -> None:
         super().__init__()
-        # Tensors are held, so that no other one gets their identity.
+        # Keep references to the tensors, so that their ids are not reused.
         self._known: dict[int, tuple[Tensor, frozenset[str], Tensor | None]] = {}
         for name, entry in entries:
             known = self._known.get(id(entry), (entry, frozenset[str](), None))
@@ -61,7 +61,7 @@ class _Watch(TorchFunctionMode):
                     self.found[id(value)] = UsedWeight(names, value)
         elif known and isinstance(result, Tensor) and id(result) not in self._known:
             names = frozenset(chain.from_iterable(names for _, names, _ in known))
-            # A view shows the same values, and its axes are not the axes of the units.
+            # Record the base of a view, since the axes of the view may differ from the axes of the units.
             place = result.untyped_storage().data_ptr()
             views = [value for tensor, _, value in known if tensor.untyped_storage().data_ptr() == place != 0]
             self._known[id(result)] = result, names, views[0] if views else result

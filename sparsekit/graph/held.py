@@ -72,7 +72,7 @@ def set_held(module: nn.Module, path: Path, new: int | Tensor) -> bool:
 
 
 def empty(module: nn.Module, name: str, before: str) -> None:
-    """Remove the tensors that a pass has left in an attribute; `before`: "absent", "None" or "container"."""
+    """Clear the tensors that a pass has stored in an attribute; `before`: "absent", "None" or "container"."""
     value = vars(module).get(name, buffers_of(module).get(name))
     if value is None:
         return

@@ -35,7 +35,7 @@ class Tracer:
         self.decisions: dict[tuple[str, int], set[Any]] = {}  # line that branches on inputs → outcomes; numbers are taken out
         # Call → (labels of its inputs, labels of its outputs), for another pass over the code.
         self.answers: dict[tuple[Any, ...], tuple[Any, list[TensorLabels | None]]] = {}
-        # Effects of rearranging operators on the numbers of positions, for later calls on the same shapes.
+        # Cache: how rearranging operators, such as `permute`, move positions, for later calls on the same shapes.
         self.rearranged: dict[Any, list[IntArray]] = {}
         self._entry_labels: list[TensorLabels] = []  # by number of the entry, the same objects in every pass
         self._constants: dict[tuple[Any, ...], Entry] = {}

@@ -71,7 +71,7 @@ def _tied_directions(tracer: Tracer, directions: Sequence[Labels | None]) -> Lab
 
 
 def _given(tracer: Tracer, layers: Sequence[Labels | None], given: Tensor) -> None:
-    """Initial states that carry units of their own are united with ours; constant zeros fit; others fix."""
+    """Unite the units of initial states with the layer's. Constant zeros are allowed; other values make units unprunable."""
     units = [labels for labels in layers if labels is not None]
     axis = tracer.labels(given).axes[-1]
     if not units:

@@ -58,7 +58,7 @@ class SizedRule(LayerRule):
     )
 
     def resize(self, module: nn.Module) -> None:
-        # A norm without any tensor keeps its number, which its forward does not read.
+        # A norm without any tensor keeps its size attribute, which its forward does not use.
         shape, sizes = _weight_shape(module), of_type(module, _SIZES)
         if shape is not None and sizes is not None:
             for attribute, value in sizes(module, shape).items():
@@ -67,7 +67,7 @@ class SizedRule(LayerRule):
 
 def _weight_shape(module: nn.Module) -> torch.Size | None:
     """Return the shape of the weight, or of its source if it is computed, or of statistics without a weight."""
-    # Plain; by torch.nn.utils.weight_norm; by torch.nn.utils.spectral_norm and prune.
+    # Names of a plain weight, of torch.nn.utils.weight_norm, and of torch.nn.utils.spectral_norm and prune.
     found: list[Tensor | None] = [parameters_of(module).get(name) for name in ("weight", "weight_v", "weight_orig")]
     if parametrize.is_parametrized(module, "weight"):
         chain = module.get_submodule("parametrizations.weight")

@@ -135,8 +135,8 @@ def measure_shrinkage(
     """Return number of a call → its positions, or the FLOPs of a product between activations; none for calls that do not
     change.
 
-    A call that the lengths of narrow passes do not explain counts as unchanged, so that costs are then too high and never too
-    low. `dense` is a pass of the model.
+    If the lengths in narrow passes do not explain a call, it counts as unchanged, so that costs are never too low. `dense` is a
+    pass of the model.
     """
     lost = {tied[0]: _half(graph, tied) for tied in graph.tied_sets}
 

@@ -160,12 +160,12 @@ def drawn(batches: Batches, limit: int) -> Batches:
 
 
 def _order_of_labels(batches: Sequence[Batch]) -> str:
-    """Return a sentence if labels come in order, class by class; empty if they do not, or targets are no classes."""
+    """Return a remark if labels are sorted by class; empty if they are not, or if targets are not classes."""
     if not (labels := _labels(batches)):
         return ""
     _, counts = torch.unique(torch.cat(labels), return_counts=True)
     by_chance = float((counts / counts.sum()).square().sum())
-    # Between batches where there are enough of them: a list of batches of one class each may be in any order.
+    # Compare labels across batch boundaries if there are enough: batches of one class each may be in random order.
     pairs = [(one[-1], other[0]) for one, other in itertools.pairwise(labels)]
     if len(labels) < _FEW:
         pairs = list(itertools.pairwise(torch.cat(labels)))

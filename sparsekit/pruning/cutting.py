@@ -50,9 +50,9 @@ class StarvedGroupsWarning(UserWarning):
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """The units that a candidate keeps, and of the narrow model, if it was needed to decide, measurements and milliseconds.
+    """The units that a candidate keeps. The narrow model and its measurements are set if they were needed to decide.
 
-    `turns` has all its timings, in turns with the dense model.
+    `turns` are its timings, alternating with the dense model.
     """
 
     mask: UnitMask
@@ -190,7 +190,7 @@ class Stage:
         return replace(cut, latency_ms=after_ms)
 
     def _mask(self, candidate: Candidate, scores: Scored, budget: Budget | None) -> UnitMask:
-        # Numbers of units mean the same in a narrow model, so the costs of the dense one serve.
+        # Widths mean the same in a narrow model, so the costs of the dense model can be used.
         counts = allocate(
             candidate.allocation, self.graph, scores.values, self.settings.costs, budget=budget,
             limits=self.settings.limits_of(self.graph), multiple_of=self.settings.multiple_of,
@@ -298,7 +298,7 @@ def _milliseconds(settings: Settings, small: nn.Module, small_pass: Callable[[],
     with torch.no_grad(), evaluated(settings.dense, small):
         pair = time_turns(settings.dense_pass, small_pass, timed)
     turns.append(pair)
-    # Machines slow down and speed up again, so a share refers to the dense model at the same time.
+    # A limit given as a share uses the dense model's time in the same turns, since the speed of a machine varies.
     of_dense = settings.budget is not None and isinstance(settings.budget.latency_ms, str)
     return settings.dense_costs["latency_ms"] / pair.faster if of_dense else pair.after_ms
 

@@ -113,9 +113,10 @@ def finetune(
         epochs: Number of all epochs, at least 1; a resumed call trains the remaining ones.
         steps: Number of all steps of the optimizer, in place of `epochs`. The batches are read again as often as needed, and
             the last epoch ends early.
-        optimizer: Makes one from the trainable parameters, or is one, with parameters of the model (and of the loss, if that is
-            a module) alone; None is SGD with Nesterov momentum 0.9, rate 0.01 and weight decay 5e-4.
-        scheduler: Makes a scheduler of learning rates from the optimizer.
+        optimizer: A function that makes an optimizer from the trainable parameters, or an optimizer with only parameters of the
+        model (and of the loss, if that is a module). None is SGD with Nesterov momentum 0.9, learning rate 0.01 and weight
+        decay 5e-4.
+        scheduler: A function that makes a learning-rate scheduler from the optimizer.
         scheduler_step: When it steps: after each "epoch", or after each step of the optimizer, "batch". A scheduler that
             follows a metric (`ReduceLROnPlateau`) gets minus the score, or the training loss without validation, and steps by
             epoch.
@@ -127,7 +128,7 @@ def finetune(
         average: Decay of an exponential moving average of weights and buffers, in (0, 1), such as 0.999. The averaged weights
             are validated and kept.
         clip_norm: Largest norm of all gradients together, above 0; None does not clip.
-        amp: Computes in this type, torch.bfloat16 or torch.float16 (whose gradients are scaled), with weights as they are.
+        amp: Autocast dtype, torch.bfloat16 or torch.float16 (with gradient scaling). Weights keep their dtype.
         checkpoint: File that is written after each epoch; loading it runs no code.
         resume: Whether to continue from the checkpoint if the file exists; False overwrites it. The result is bit-identical to
             an uninterrupted call on the same machine, if batches depend only on torch's generators. A file of another training,

@@ -15,7 +15,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class CheckpointFile:
-    """The file of one training. `parts` have state dicts, the model among them; `settings` decide what it computes."""
+    """The checkpoint file of one training. `parts` have state dicts. A run resumes only with equal `settings`."""
 
     def __init__(self, path: Path, parts: Mapping[str, Any], batches: Any, settings: Mapping[str, object]) -> None:
         if path.is_dir() or not path.parent.is_dir():

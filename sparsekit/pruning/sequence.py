@@ -215,7 +215,7 @@ def _check_inside(graph: UnitGraph, mask: UnitMask, chain: Sequence[str]) -> Non
 
 
 def _parts(lossy: Sequence[LossyLayer], memory_bytes: int) -> list[list[LossyLayer]]:
-    """Return layers whose sums fit into memory together."""
+    """Split layers into parts whose sums fit into memory together."""
     parts: list[list[LossyLayer]] = [[]]
     for layer in lossy:
         if sum(each.sums_bytes for each in (*parts[-1], layer)) <= memory_bytes:

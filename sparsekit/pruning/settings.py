@@ -277,7 +277,7 @@ def data_notes(model: nn.Module, candidates: Sequence[Candidate], calibration: C
 
 
 def signs_of_training(model: nn.Module) -> str | None:
-    """Return evidence that a network was trained; None if there is none.
+    """Return a sign that a network was trained; None if there is none.
 
     The first sign is a batch norm that has seen batches. The second sign: in at least half of the larger matrices, the norms of
     rows differ three times as much as for independent numbers.

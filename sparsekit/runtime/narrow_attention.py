@@ -16,7 +16,7 @@ class NarrowMultiheadAttention(nn.MultiheadAttention):
     """
 
     def _reset_parameters(self) -> None:
-        """Draw weights, as torch and transformers do before they load a state: torch's own method needs full heads."""
+        """Initialize the weights, as torch and transformers do before loading a state. Torch's method needs full heads."""
         for entry in self.parameters(recurse=False):
             nn.init.xavier_uniform_(entry) if entry.dim() > 1 else nn.init.zeros_(entry)
 

@@ -55,5 +55,5 @@ torch.fx.wrap("strided_pointwise")  # a symbolic trace has no strides
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    # As torch sees it: by strides alone, whatever is contiguous.
+    # Decide as torch does, by strides only: a tensor can be contiguous in both formats.
     return tensor.stride(3) >= tensor.stride(1) * tensor.shape[1]

@@ -31,8 +31,8 @@ _KEY, _FORMAT = "sparsekit", 3
 _SEED, _PROJECTIONS = 0, 4
 # Relative errors of one product that other processors and kernels may make: TF32 has 10 bits, bfloat16 has 7.
 _ROUNDING, _ROUNDING_OF_HALVES = 1e-3, 1e-2
-# Differences of the outputs, as shares of their norm, that are allowed: this many times the rounding, or what rounding of every
-# product did to the outputs; a model that it changes by more than the last number gets no proof.
+# The allowed difference of the outputs, as a share of their norm, is _FACTOR times the rounding of one product, or times the
+# measured effect of rounding all products if that is larger. If it exceeds _MOST, the model gets no proof.
 _FACTOR, _MOST = 10.0, 0.3
 _HASHED = 2**16
 """Values of a tensor that its hash reads, about."""

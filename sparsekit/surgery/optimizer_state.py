@@ -63,8 +63,8 @@ def carried_state(owner: object, state: Mapping[str, Any], leaf: object, shape: 
     """Return the state of a leaf, of `shape` before its units have changed: kept entries keep theirs, others start fresh.
 
     The state is empty, as before the first step, unless it is known to hold one value for each entry. That needs an optimizer
-    of torch's own classes, and tensors of the leaf's shape. Others may keep a second copy of the weights, which must not start
-    at zero, or one scale for a block of entries.
+    of torch's own classes, and tensors of the leaf's shape. Other optimizers may keep a second copy of the weights, which must
+    not start at zero, or one scale for a block of entries.
     """
     foreign = isinstance(owner, Optimizer) and not type(owner).__module__.startswith("torch.optim.")
     if foreign or _FACTORED & state.keys():

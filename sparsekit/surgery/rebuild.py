@@ -309,12 +309,12 @@ def _grouped_convolutions(model: nn.Module, graph: UnitGraph) -> Iterator[ConvNd
                 yield module
 
 
-# As it is, parametrized, weight-normed (both ways), and by the older spectral norm or torch's own pruning.
+# Names of a weight: plain, parametrized, weight-normed (both ways), and with the older spectral norm or torch's pruning.
 _WEIGHTS = ("weight", "weight_v", "weight_orig", *(f"parametrizations.weight.original{number}" for number in ("", "0", "1")))
 
 
 def set_sizes(model: nn.Module, graph: UnitGraph, counts: Mapping[str, int]) -> None:
-    """Set the integers that follow the number of units, and free lengths: `counts` is group name → units kept."""
+    """Set attributes that depend on the widths, such as `num_heads`, and free lengths. `counts`: group name → units kept."""
     for place in graph.free:
         free_lengths(model.get_submodule(place.module), [(place.function, place.call, place.at)])
     for (name, path), value in graph.numbers(counts).items():

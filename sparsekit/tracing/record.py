@@ -190,7 +190,7 @@ class PassRecord(DispatchMode):
         return value
 
     def _live(self) -> set[int]:
-        """Return numbers of the memory that affects outputs, attributes that the pass sets, and tensors read as Python numbers."""
+        """Return numbers of the memory that affects outputs, attributes set by the pass, or tensors read as Python numbers."""
         live = {self._numbers[storage_id(tensor)] for tensor in self.outputs} | self._left | self._taken_out
         for op in reversed(self._ops):
             if not live.isdisjoint(op.writes):

@@ -184,10 +184,10 @@ class Session:
 
         Args:
             graph: The groups.
-            first: Group → units that stay after the first step of a cut in two.
+            first: Group → units that stay after the first of two pruning steps.
             keep: Group → units that stay.
             mixed: Give the narrow model its units in another order.
-            twice: Cut in two steps.
+            twice: Cut in two pruning steps.
         """
         self.state.zero_dropped(graph, keep)
         self.state.restore_buffers()

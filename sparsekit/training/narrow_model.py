@@ -51,7 +51,7 @@ class _Entry:
 
     def replace(self, tensor: Tensor) -> None:
         """Put in another tensor, of any shape; channels last stays channels last."""
-        # Remembered, since the strides of few channels fit every format.
+        # Remember the format, since with few channels the strides match every format.
         self._format = memory_format(self.tensor) or self._format
         tensor = in_format(tensor, self._format)
         if self.parameter is not None:

@@ -76,7 +76,7 @@ class OptimizerSet:
         del self.stepping[next(found, len(self.stepping)) :]
 
     def check_change(self, masked: Any) -> None:
-        """Raise InvalidValueError if one of them is an LBFGS with history, or has loaded the state of other units."""
+        """Raise InvalidValueError if an optimizer is an LBFGS with history, or has loaded the state of other units."""
         for optimizer in self:
             _refuse_foreign(optimizer, masked)
             if any(state.get("n_iter") for state in optimizer.state.values()):

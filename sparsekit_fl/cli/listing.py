@@ -116,7 +116,7 @@ describe = command_app(_describe, examples=("sparsekit describe fedprox", "spars
 
 
 def method_hint(name: str) -> str | None:
-    """Say which command runs a method of this name, or of a name like it; None if no method is meant."""
+    """Return a hint with the command for a method of this name, or of a similar one; None if there is none."""
     from sparsekit_fl.methods import registry
 
     if name in registry:

@@ -263,7 +263,7 @@ def with_run_options(command: Callable[..., None], *, without: tuple[str, ...] =
 
 
 def _refuse_code(file: Path, words: list[str | None], filed: Mapping[str, str | tuple[str, ...]]) -> None:
-    """Raise if the file of a folder names code: only the command line may, since a stranger may have written the folder.
+    """Raise if the file of a run folder names code. Only the command line may, since the folder may come from somebody else.
 
     `filed` maps an option to its text or texts in the file, and the empty name to the method. The error has the line to type.
     """

@@ -106,7 +106,7 @@ class Examples:
 class Batches:
     """Epochs of shuffled batches. A final batch of one example joins a larger one before it: batch norm needs two.
 
-    The permutations of all epochs are drawn at once, so that later draws change nothing.
+    The permutations of all epochs are drawn at once, so that they do not depend on later draws.
     """
 
     def __init__(self, examples: Examples, *, epochs: int, batch_size: int, rng: np.random.Generator) -> None:
@@ -177,7 +177,7 @@ class LocalStep:
 
 
 def check_training(training: TrainingConfig) -> None:
-    """Raise UnknownNameError or InvalidValueError where torch lacks the optimizer of the options, or it refuses an argument."""
+    """Raise UnknownNameError if torch has no such optimizer, or InvalidValueError if it refuses an argument."""
     make_step(training, [torch.nn.Parameter(torch.zeros(2, 2))])
 
 

@@ -30,15 +30,14 @@ class Cost:
     A client counts FLOPs. The server counts bytes, and computes seconds from FLOPs, bytes and the capability of the client.
 
     Args:
-        flops: What physically small models executed, `flops_scoring` among it; 2 per multiply-add, backward = 2 x
-            forward.
+        flops: FLOPs executed on physically small models, including `flops_scoring`; 2 per multiply-add, backward = 2 x forward.
         flops_scoring: The part of `flops` that is not training: forward passes by which a method decides while it
             trains, such as which model a client keeps, or whether it prunes.
         flops_paper: Training alone, by the paper's convention: columns that read removed units are still paid for. The
             paper's tables count training only, so comparisons with them do too.
         uplink_bytes: Entries, masks and further tensors of updates. A few hundred bytes of names and numbers are left out.
         downlink_bytes: The same of requests.
-        simulated_seconds: From `Capability`; of one client: its own, of a round: its slowest client's.
+        simulated_seconds: Computed from `Capability`. The time of a round is that of its slowest client.
         simulated_seconds_scoring: The part of `simulated_seconds` that `flops_scoring` takes.
         wall_seconds: Measured where the work was done; no decision depends on it.
 

@@ -122,7 +122,7 @@ class GridEngine:
                 _log.warning("SuperNode %d is not used: %s", node, error)
 
     def _united(self, first: bool) -> Mapping[int, Client]:
-        """Return the clients of all devices; of two that claim one client, the device that has it keeps it."""
+        """Return the clients of all devices. If two devices claim one client, it stays with the device that had it first."""
         holders = set(self._node_of.values())
         found, node_of = dict[int, Client](), dict[int, int]()
         for node in sorted(self._met, key=lambda node: (node not in holders, node)):
@@ -188,7 +188,7 @@ class GridEngine:
     def _read(self, answer: Message | str, requests: Sequence[Request], spec: RunSpec, memories: Memories) -> list[Reply]:
         """Return the replies in an answer to some requests; a fault in it drops its own clients only."""
         if self._simulated and isinstance(answer, Message) and answer.has_error():
-            # Flower would put the process back to work, where it fails at once, each time.
+            # Flower would restart the process, which would fail again at once.
             raise WorkerDiedError(f"a process that trains clients failed: {str(answer.error.reason).strip()[-MAX_TEXT:]}")
         try:
             _, parts = read(answer)
@@ -269,7 +269,7 @@ def run_id(memories: Memories) -> str:
 
 
 def identity_of(spec: RunSpec) -> str:
-    """Return what server and devices must share: the version, and a digest of units, shapes and frozen values."""
+    """Return a text that must be equal on server and devices: the version, and a digest of units, shapes and frozen values."""
     return f"sparsekit {__version__}, model {spec.fingerprint()}"
 
 

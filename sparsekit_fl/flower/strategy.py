@@ -73,7 +73,7 @@ class SubmodelStrategy(Strategy):
         self._name = ""  # of the record of arrays
 
     def summary(self) -> None:
-        """Log the options of this strategy and of the one inside."""
+        """Log the options of this strategy and of the wrapped one."""
         _log.info("SubmodelStrategy: masks are %s, around:", "learned" if self._learned else "ordered")
         self._inner.summary()
 
@@ -97,7 +97,7 @@ class SubmodelStrategy(Strategy):
         return messages
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Merge the submodels; the strategy inside gets the merged model in place of each client's model."""
+        """Merge the submodels, and pass the wrapped strategy the merged model in place of each client's model."""
         good: dict[int, tuple[Message, Update, MetricRecord]] = {}
         failed = []
         for reply in replies:
@@ -146,7 +146,7 @@ class SubmodelStrategy(Strategy):
         return self._inner.configure_evaluate(server_round, arrays, config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Do as the strategy inside does, with the replies whose metrics have the same names."""
+        """Aggregate with the wrapped strategy the evaluation replies whose metrics have the same names."""
         good, failed = dict[int, Message](), list[Message]()
         for reply in replies:
             if reply.has_error():

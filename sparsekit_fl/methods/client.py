@@ -174,7 +174,7 @@ def load(client: ClientContext, start: StateDict, mask: Mask | None) -> dict[str
 
 
 def narrower(client: ClientContext, start: StateDict, widest: UnitMask | None, mask: UnitMask | None) -> Callable[[Batch], Any]:
-    """Return a function that runs a narrower submodel on slices of the widest model's weights, which get the gradients."""
+    """Return a function that runs a narrower submodel on slices of the widest model's weights, which receive its gradients."""
     client.load(start, mask)
     masked, module = client.masked, client.masked.compact().train()
     full = UnitMask.full(client.graph)

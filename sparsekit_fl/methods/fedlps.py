@@ -173,7 +173,7 @@ def _counted(targets: Any, labels: int) -> Tensor:
 
 
 def _hear(memory: dict[str, Any], counts: Tensor) -> None:
-    """Add the label counts of a client to the sums from which `_apart` is computed."""
+    """Add the label counts of a client to the sums for `_apart`."""
     counts = counts.clamp(min=0)
     total, squares = counts.sum(), counts.square().sum()
     sums = {"counts": counts, "squares": squares, "alike": squares - total, "pairs": total * (total - 1), "own": total.square()}

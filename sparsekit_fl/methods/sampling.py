@@ -26,8 +26,8 @@ _PENALTY = 2.0  # exponent of the time penalty
 _CLIP = 0.95  # quantile at which utilities are clipped
 _CUT_OFF = 0.95  # of the paper; its code has 0.7, later versions 0.05
 _WINDOW = 5.0  # untried clients are drawn from the best N times the wanted number
-# Percentile of the times that T starts from, and the step by which the pacer moves it, in the code as FedScale and REFL run it
-# (in the original 101, which is no penalty at all, and 10); rounds in a window of the pacer.
+# Initial percentile of the times that defines T, step of the pacer, and rounds in a window of the pacer. The first two are as
+# FedScale and REFL run the code; the original has 101, which is no penalty at all, and 10.
 _PERCENTILE, _PACE_STEP, _PACE_ROUNDS = 30.0, 5.0, 20
 # REFL
 _STAYS, _FORECAST = (0.5, 1.0), 0.9  # see `REFL`

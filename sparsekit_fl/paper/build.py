@@ -23,7 +23,7 @@ from sparsekit_fl.problem.problem import Problem
 
 
 def build_problem(preset: Preset, **options: Any) -> tuple[Problem, list[Client]]:
-    """Return the problem and the clients of `build_task`, whose arguments these are."""
+    """Return the problem and the clients that `build_task` returns for the same arguments."""
     return build_task(preset, **options)[:2]
 
 

@@ -42,7 +42,7 @@ class Preset:
         """
         kept = asdict(self.training)
         if given.get("optimizer", self.training.optimizer) != self.training.optimizer:
-            # The preset's rate, momentum and decay were chosen for its own optimizer.
+            # The learning rate, momentum and weight decay of the preset were chosen for its own optimizer.
             for name in ("lr", "momentum", "weight_decay"):
                 del kept[name]
         own: dict[str, Any] = {

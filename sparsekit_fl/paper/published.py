@@ -73,14 +73,14 @@ def protocol_difference(comparison: Comparison) -> str:
         "lack_classes": None, **_flat(json.loads(json.dumps(preset.config({}, preset.clients).to_dict()))),
     }  # fmt: skip
     ours = {**about, **about.get("partition_options", {}), **_flat(config)}
-    # A method may decide the capability itself, which is then a part of it.
+    # A method may set `redraw_capability` itself; it is then part of the method, not a difference.
     free = {*_FREE, *({"redraw_capability"} & {name for one in comparison.results for name in one.get("method_options", {})})}
     changed = [
         f"{name.replace('_', ' ')} {ours[name]} instead of {value}"
         for name, value in wanted.items()
         if name not in free and name in ours and ours[name] != value
     ]
-    # An option that the partition lacks is a difference like another value.
+    # An option that the partition does not have counts as a difference, too.
     changed += [f"no {name.replace('_', ' ')}" for name in preset.options if name not in ours]
     return f"Another protocol than the paper's: {', '.join(changed)}." if changed else ""
 

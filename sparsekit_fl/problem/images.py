@@ -196,7 +196,7 @@ def _decode(pillow: Any, encoded: Any, shape: tuple[int, int, int], what: str) -
 
 
 def _loaders(name: str, *, data_dir: Path | None = None, batch_size: int = 64, seed: int = 0) -> tuple[Batches, Batches]:
-    """Return training batches, in another order each time, and validation batches, for commands that know nothing of clients.
+    """Return training batches, reshuffled in each epoch, and validation batches, for commands without clients.
 
     A tenth of the training examples, drawn from `seed`, is for validation; the test set is not used.
     """

@@ -103,7 +103,7 @@ def _rows(counts: Iterable[Count], root: IntArray) -> Iterator[tuple[Count, froz
 
 
 def counted_parts(counts: Iterable[Count], root: IntArray) -> dict[int, tuple[int, ...]]:
-    """Return unit → numbers of the counts that it is part of: units that are counted apart are groups of their own."""
+    """Return unit → indices of the counts that include it. Units in different counts form separate groups."""
     found: dict[int, tuple[int, ...]] = {}
     for number, (count, _, row) in enumerate(_rows(counts, root)):
         for unit in np.unique(row).tolist() if count.how == "read" else ():
