@@ -22,7 +22,7 @@ def lazy_names(
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = importlib.import_module(home_of[name])
-        # The other package may be lazy too; from this package only modules are imported here.
+        # Other packages may be lazy too, so look the name up there. In this package, the names are submodules.
         if home_of[name] != package and hasattr(module, name):
             return getattr(module, name)
         return importlib.import_module(f"{home_of[name]}.{name}")

@@ -47,7 +47,7 @@ class _Monitor(Callback):
             self.on_round_end(run, run.records[-1])
 
     def _course(self, run: RunView) -> tuple[list[tuple[int, float]], int | None]:
-        """Return round and value of each evaluation so far, and the place of the first best one, if one is finite."""
+        """Return round and value of each evaluation so far, and the index of the first best one, if one is finite."""
         scored = [(record.round, record.evaluation.part(self._part)) for record in run.records if record.evaluation]
         course = [(round, values[self._name]) for round, values in scored if self._name in values]
         later = self._part == "global_validation" and run.config.eval_global_every is not None
@@ -67,8 +67,8 @@ class EarlyStopping(_Monitor):
 
     Args:
         monitor: `PART.METRIC`, a mean over clients on their own validation data. PART is `validation` for the models that
-            clients deploy, or `global_validation` for the global model. Empty takes the first metric of `validation`. Nothing
-            can be chosen by test data.
+            clients deploy, or `global_validation` for the global model. Empty takes the first metric of `validation`. Test data
+            cannot be monitored.
         patience: Number of evaluations without an improvement after which the run ends.
         target: End the run as soon as the number is as good as this; None for no target.
 

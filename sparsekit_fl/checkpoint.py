@@ -101,7 +101,7 @@ class Memories:
             sync_folder(self.folder, files=_ONE_SYNC)
 
     def keep(self, versions: Mapping[int, int]) -> None:
-        """Remove every version but these, such as versions of a round that a crash cut off; other files stay."""
+        """Remove all versions except these, such as those of a round that a crash interrupted. Other files stay."""
         kept = {self.path(client_id, round).name for client_id, round in versions.items()}
         for path in self.folder.glob("[0-9]*-[0-9]*.state"):
             if path.name not in kept:
@@ -131,7 +131,7 @@ class Remembered(dict[int, dict[str, Any]]):
 
 @dataclass
 class State:
-    """Everything that changes from round to round, after the last finished one, which is 0 before the first.
+    """The state of a run after its last finished round, which is 0 before the first.
 
     `model` is the whole dense global state, `memory` the state of the method. `versions` and `remembered` map a client to the
     round of its valid memory and of the server's memory of it.
@@ -158,7 +158,7 @@ def holds_run(path: Path) -> bool:
 
 
 class RunFolder:
-    """The files of a run; one that is not `durable` is deleted when the run ends, and holds memories alone."""
+    """The files of a run. A folder that is not `durable` holds only memories, and is deleted when the run ends."""
 
     def __init__(self, path: Path, *, durable: bool) -> None:
         self.path, self.durable = path, durable
@@ -205,7 +205,7 @@ class RunFolder:
             lock.release()
 
     def load(self, described: Mapping[str, Any], fresh: State) -> tuple[State, list[dict[str, Any]]]:
-        """Return state and records of the last saved round; of a run that begins, `fresh`, which is saved too.
+        """Return state and records of the last saved round. A new run saves and returns `fresh`.
 
         If something in `described` changed, or a file is damaged, this raises ResumeError.
         """
@@ -276,6 +276,6 @@ class RunFolder:
             write_atomically(self._checkpoint, dumps({**saved, "state": {**vars(state)}}))
 
     def clean(self) -> None:
-        """Remove memories that the checkpoint does not name, such as memories of a round that was cut off."""
+        """Remove memories that the checkpoint does not list, such as those of an interrupted round."""
         self.memories.keep(self._state.versions)
         self.remembered.keep(self._state.remembered)

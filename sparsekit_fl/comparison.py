@@ -220,7 +220,7 @@ def read_results(*folders: Path | str) -> list[dict[str, Any]]:
 
 
 def _protocol(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the common settings of the runs of one table, without options that were not used."""
+    """Return the settings that all runs of one table share, without unused options."""
     return _without({name: value for name, value in result["config"].items() if value is not None}, _FREE)
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 """How values are checked: nothing is converted, so "3" is not a number, and True is neither 1 nor 1.0."""
 
-# What values may be. All numbers are finite.
+# Types of options with their ranges. All numbers are finite.
 Count = Annotated[int, Field(ge=1)]
 NonNegativeCount = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]

@@ -40,7 +40,7 @@ def change(after: Tensor, before: Tensor) -> Tensor:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor holds neither NaN nor infinity; a finite sum says so in a twentieth of the time."""
+    """Return whether a tensor holds neither NaN nor infinity; a finite sum shows it in a twentieth of the time."""
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
@@ -270,7 +270,7 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(payload: bytes) -> Any:
-    """Undo `dumps`; raise DataError if the bytes are damaged, or come from elsewhere."""
+    """Read the bytes that `dumps` returned; raise DataError if they are damaged or have another format."""
     if hashlib.sha256(payload[_HASH_BYTES:]).digest() != payload[:_HASH_BYTES]:
         raise DataError("it is damaged: its checksum does not match its content")
     tensors, meta = unpack(payload[_HASH_BYTES:])
@@ -281,7 +281,7 @@ def loads(payload: bytes) -> Any:
 
 
 def _written(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return a value as JSON; its tensors go into `tensors`, and their names stand in their places."""
+    """Return a value as JSON. Its tensors are moved to `tensors` and replaced by their names."""
     if isinstance(value, torch.Tensor):
         name = str(len(tensors))
         tensors[name] = value.detach()

@@ -174,7 +174,7 @@ def _clients(comparison: Comparison, metric: str, unit: str) -> str:
 
 
 def _within(comparison: Comparison, metric: str, cost: str) -> tuple[float, dict[str, dict[int, float]]]:
-    """Return the cost that every run reached, and method → seed → the last score within it; without methods that lack one."""
+    """Return the largest cost that all runs reached, and method → seed → last score within it, if every seed has one."""
     budget = min(result["cost"][cost] for result in comparison.results)
     found: dict[str, dict[int, float]] = {}
     for method in comparison.methods:

@@ -37,12 +37,12 @@ def primary_metric(names: Iterable[str]) -> str:
 
 
 def _values(scores: Sums, known: Collection[str]) -> dict[str, float]:
-    """Return the values of those known metrics that a client has; it may send others."""
+    """Return a client's values of the known metrics; other metrics that it sends are ignored."""
     return {name: total / weight for name, (total, weight) in scores.items() if weight > 0 and name in known}
 
 
 def _means(clients: Sequence[Means], *, worst: Collection[str] | None = None) -> dict[str, float]:
-    """Return the mean of each metric over the clients that have it: the exact sum, whatever the order of the clients.
+    """Return the mean of each metric over the clients that have it. Sums are exact, so the order of clients does not matter.
 
     With `worst`, the metrics with small values for good models, only the worst tenth counts, rounded up, with NaN the worst.
     """
@@ -281,7 +281,7 @@ class RunResult:
 
     @property
     def failures(self) -> dict[int, str]:
-        """Clients that never could train though they were asked, and the last reason of each, by id."""
+        """Client id → last error, of sampled clients that never completed a training."""
         trained = {client_id for record in self.rounds for client_id in record.ratios}
         reasons = {client_id: reason for record in self.rounds for client_id, reason in record.dropped}
         return {client_id: reasons[client_id] for client_id in sorted(set(reasons) - trained)}

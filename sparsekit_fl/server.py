@@ -68,10 +68,10 @@ class Roster(Mapping[int, ClientInfo]):
 
 
 class Server:
-    """Holds the global model. A method keeps its state in `state.memory`, and the state of each client in a file of its own.
+    """Holds the global model. `state.memory` is the state of the method; what it stores about each client is in separate files.
 
-    Of `clients`, id → client, only sizes and capabilities are read. Without `remembered`, the server forgets what it knows of
-    each client after a round.
+    Of `clients`, id → client, only sizes and capabilities are read. Without `remembered`, this per-client state is dropped
+    after each round.
     """
 
     def __init__(

@@ -106,7 +106,7 @@ class RunSpec:
     def describe(self, clients: Mapping[int, Client], experiment: Mapping[str, Any]) -> dict[str, Any]:
         """Return plain JSON values that must be equal when a run is resumed.
 
-        Who takes part may change. If the clients on this machine are the same, their devices and data must be the same too.
+        The set of clients may change. If the clients on this machine are the same, their devices and data must be the same too.
         """
         devices = [[client.id, *astuple(client.capability)] for client in clients.values()]
         return {
@@ -240,7 +240,8 @@ def data_fingerprint(clients: Iterable[Client]) -> str:
 def answer(spec: RunSpec, client: Client, request: Request, memories: Memories) -> Reply:
     """Run a client with its memory, and keep its new memory and its model, in the folder `models` next to the memories.
 
-    A failure of the client is a reply too. Otherwise, DataError: its memory cannot be read; OSError: a file cannot be written.
+    A failure of the client is returned as a reply. Raises DataError if its memory cannot be read, and OSError if a file cannot
+    be written.
     """
     _ = spec.masked  # made before the time of the client's work begins
     memory = memories.read(client.id, request.memory_round)
@@ -356,7 +357,7 @@ def _share(spec: RunSpec, model: Model) -> float | None:
 
 
 def _deployed(ctx: ClientContext, method: Method, full: StateDict) -> Model:
-    """Return the model that a client deploys: what its method says; or the best of several, by its own validation data.
+    """Return the model that a client deploys: the one that its method returns, or the best of several on its validation data.
 
     The best has the highest accuracy, or if the problem has none, the least loss; among equals, the least loss decides, then
     the order. Without validation data there is no choice.

@@ -54,7 +54,7 @@ def ratio_counts(graph: UnitGraph, ratios: float | Mapping[str, float], *, defau
 
 
 def by_ratio(problem: Problem, *, ratios: float | Mapping[str, float], default: float = 1.0) -> Counts:
-    """Keep at least max(1, ⌈ratio · size⌉) units of each group, whatever the budget says.
+    """Keep at least max(1, ⌈ratio · size⌉) units of each group, regardless of the budget.
 
     ```python
     sk.prune(model, (x,), allocation=functools.partial(by_ratio, ratios={"conv1": 0.5, r"layer1\\..*": 0.75}))

@@ -103,7 +103,7 @@ class Tree:
         return int(inside.all(axis=1).argmax())
 
     def begin(self, scale: float, level: float) -> None:
-        """Assume that all arms are around a level, from which rewards are counted, with variance `scale`, above 0."""
+        """Set the prior of all arms: mean `level`, which is subtracted from rewards, and variance `scale`, above 0."""
         self.scale, self.level = scale, level
         self.variances[:] = scale
         self.variation = scale * self._ratio ** np.arange(DEEPEST + 2.0)

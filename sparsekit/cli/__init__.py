@@ -128,7 +128,7 @@ def in_flags(text: str) -> str:
 
 
 def log_to(say: Callable[[str], None]) -> None:
-    """Send the log messages of our packages, and all warnings, to a function from now on: a line each, with its kind."""
+    """From now on, send log messages of our packages, and all warnings, to a function: one line each, with its level."""
     warnings.showwarning = lambda message, *_, **__: say(f"warning: {in_flags(str(message))}")
     for package in ("sparsekit", "sparsekit_fl"):
         logger = logging.getLogger(package)

@@ -32,7 +32,7 @@ commands = Registry("command", {name: listed.path for name, listed in COMMANDS.i
 
 
 class _Commands(TyperGroup):
-    """Commands of this project and of installed packages; a broken one does not affect the others."""
+    """Commands of this project and of installed packages. A command that cannot be imported does not affect the others."""
 
     _summarized = False
 

@@ -275,7 +275,7 @@ class DataDriven:
             yield read_batches(self.batches, model, f"{name} scores", limit=self.limit, progress=self.progress)
 
     def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the loss of a batch, for gradients."""
+        """Return the loss of a batch, with gradients."""
         loss = batch.loss(model, self.loss)
         if not loss.requires_grad:
             raise InvalidValueError(

@@ -96,7 +96,7 @@ def sum_up(parts: Sequence[Tensor]) -> Tensor:
 
 
 def gate_squares(criterion: DataDriven, model: nn.Module, graph: UnitGraph, *, positions: bool = False) -> dict[str, Tensor]:
-    """Run the model over the criterion's batches and average the squares of ∂L/∂gate: group name → float64 (units,), on the
+    """Run the model over the criterion's batches, and return the mean of (∂L/∂gate)²: group name → float64 (units,), on the
     CPU.
 
     Single examples are squared if the units are read by linear layers and convolutions that have the examples on the first axis

@@ -176,7 +176,7 @@ class TensorLabels:
         return alone
 
     def computed(self) -> TensorLabels:
-        """Return the same units on a tensor that does not rearrange an entry."""
+        """Return these labels without the link to a state entry, for a tensor that is computed from it."""
         return self if self.entry is None else replace(self, entry=None)
 
     def same(self, other: TensorLabels | None) -> bool:

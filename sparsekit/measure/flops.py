@@ -45,7 +45,7 @@ class Product:
 
 
 class Recorder(DispatchMode):
-    """Notes every convolution and matrix product and the weight it reads, found by its memory."""
+    """Records every convolution and matrix product, with its weight, which is identified by its memory."""
 
     def __init__(self, keys: Mapping[int, str], numbers: Mapping[str, int]) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ def entry_keys(model: nn.Module) -> dict[int, str]:
 
 
 def record_pass(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
-    """Run the model once, in its mode, and watch; a failure is a TraceError."""
+    """Run the model once, in its present mode, and record it. Raises TraceError if the model fails."""
     keys, state = entry_keys(model), named_entries(model)
     recorder = Recorder(keys, {key: state[key].numel() for key in keys.values()})
     # Fused attention hides its products from a dispatcher.

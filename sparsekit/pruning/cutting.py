@@ -275,7 +275,7 @@ def meet_latency(
                 best = found, measured
         if share == 1.0 == low or (best is not None and best[1] >= _CLOSE * limit_ms):
             break
-        # The line through the last two, kept within the bracket.
+        # A secant step through the last two measurements, kept within the bracket.
         slope = (measured - before[1]) / (share - before[0]) if share != before[0] else 0.0
         aim = share + (0.98 * limit_ms - measured) / slope if slope > 0.0 else (low + high) / 2
         edge = _INSIDE * (high - low)

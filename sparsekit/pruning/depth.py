@@ -205,7 +205,7 @@ def _losses(
 
 
 class _Memory:
-    """The outputs of the modules next to blocks, in the order of their calls."""
+    """Stores the outputs of the modules next to blocks, in the order of their calls."""
 
     def __init__(self, model: nn.Module, blocks: Collection[str]) -> None:
         parents = dict.fromkeys(name.rpartition(".")[0] for name in blocks)

@@ -325,7 +325,7 @@ class BlockVerifier:
         return found
 
     def _difference(self, graph: UnitGraph, places: Places, compared: Sequence[Collection[str]]) -> str | None:
-        """Return what a cut of some sets changes outside of their blocks, or None if operators, numbers and shapes stay."""
+        """Return what a cut of some sets changes outside of their blocks; None if operators, numbers and shapes are equal."""
         local = [tied for tied, home in places.items() if home]
         trials = [(trial, local, True) for trial in OUTSIDE if local]
         trials += [(trial, list(places), False) for trial in OUTSIDE if len(local) < len(places)]

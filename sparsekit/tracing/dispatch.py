@@ -107,7 +107,7 @@ class Dispatcher(DispatchMode):
         return found
 
     def _ask(self, call: Call) -> list[TensorLabels | None] | None:
-        """Return the labels of the outputs; None if following units was given up."""
+        """Return the labels of the outputs; None if labels were given up because of too much work."""
         handler = find_handler(call.func, call.name)
         entering = [self.tracer.joint_labels(tensor) for tensor in call.tensors]
         if self._exhausted(entering):
@@ -175,7 +175,7 @@ class Dispatcher(DispatchMode):
                 self.tracer.set(tensor, None if after is None else after.computed())
 
     def _write_constant(self, tensor: Tensor, before: TensorLabels, after: TensorLabels) -> None:
-        """Let a tensor outside the state, such as scratch memory, hold the units that are written to it."""
+        """Label a tensor outside the state, such as scratch memory, with the units that are written to it."""
         for own, new in zip(before.axes, after.units, strict=True):
             if own is not None and new is not None:
                 self.tracer.unite(own.nodes, new.nodes)

@@ -54,8 +54,8 @@ def refuse_inference(model: nn.Module) -> None:
 def find_tensors(value: Any, *, states: bool = False) -> list[Tensor]:
     """Return all tensors in nested tuples, lists, mappings, dataclasses and other objects, in a fixed order.
 
-    Functions, generators, arrays and objects with slots are searched too, a few levels deep. `states`: open also what a model
-    passes to its own next call.
+    Functions, generators, arrays and objects with slots are searched too, a few levels deep. `states`: also search objects that
+    a model passes to its next call, such as caches.
     """
     found: list[Tensor] = []
     seen: set[int] = set()

@@ -54,7 +54,7 @@ class Judgment:
 
     @property
     def drawn_otherwise(self) -> str | None:
-        """The first operator that draws random numbers if the passes draw other shapes; None if their numbers are the same."""
+        """The first operator that draws random numbers, if the two passes draw numbers of different shapes; else None."""
         return self.expected.draw or self.found.draw if self.expected.draws != self.found.draws else None
 
     def reason(self) -> tuple[str | None, bool]:

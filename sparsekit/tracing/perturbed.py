@@ -50,7 +50,7 @@ class PerturbedState:
         self._buffers, self._before = buffers, [buffer.clone() for buffer in buffers]
 
     def redraw(self, generator: torch.Generator, *, positive: bool) -> None:
-        """Draw other scales and biases, since units that an activation silences for some values prove nothing.
+        """Draw other scales and biases, since a unit with zero activations cannot reveal an error.
 
         `positive` draws biases between 0.5 and 1.5, so that few units are silent after a ReLU.
         """

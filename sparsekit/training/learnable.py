@@ -372,7 +372,7 @@ class LearnableMask(MovingMask):
         state |= {prefix + name: value for name, value in own.items() if isinstance(value, Tensor)}
 
     def _apply_checkpoint(self, found: Loaded) -> None:
-        # State that was just loaded into an optimizer belongs to these units already.
+        # Leave out optimizers whose state was just loaded: it belongs to these units already.
         following = [optimizer for optimizer in self.optimizers if optimizer not in self.optimizers.just_loaded]
         self.narrow_model.set_mask(found.mask, following)
         self.narrow_model.load(found.dense, found.mask)

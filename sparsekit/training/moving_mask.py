@@ -72,7 +72,7 @@ class MovingMask(nn.Module):
         return self.narrow_model.mask
 
     def _check_shown(self) -> None:
-        """Refuse to run or save weights that something wrote for other units, through the state dict that was made last."""
+        """Refuse to run or save if the latest state dict was overwritten with the mask of other units."""
         if self._shown is not None and identity(self._shown[0]) != self._shown[1]:
             mask = self._shown[0]
             if not torch.equal(mask, torch.cat([*self.narrow_model.mask.values()])):
@@ -263,7 +263,7 @@ class MovingMask(nn.Module):
 
     @contextmanager
     def freeze_mask(self) -> Iterator[None]:
-        """Keep the mask within a block, during a step in two parts; it follows importance afterwards.
+        """Keep the mask fixed inside the block, such as between the two parts of a SAM step.
 
         ```python
         with masked.freeze_mask():

@@ -12,7 +12,7 @@ from sparsekit.transformers.widths import tensors_of
 
 
 class FolderWeights(Mapping[str, Tensor]):
-    """Name of a parameter or buffer → tensor, read from the folder when it is asked for, and not kept.
+    """Name of a parameter or buffer → tensor, read from the folder at each access, and not cached.
 
     transformers opens the folder as for a model that is offloaded to disk. It converts names and shapes: weights that a class
     merges, such as those of experts, go to `scratch`, the others stay where they are.

@@ -39,10 +39,10 @@ _log = logging.getLogger("flwr")  # what Flower shows of an app
 
 @dataclass(eq=False)
 class Node:
-    """A node, and its clients by id. Next to the folder of memories, the models of its clients stay after the last round.
+    """A node and its clients by id. After the last round, the models of its clients are kept next to the folder of memories.
 
-    Failures of a device are answers, and it keeps the global model too, for `load_model`. The failure of a process of the
-    simulation ends the run.
+    A device reports failures in its reply, and keeps the global model too, for `load_model`. In the simulation, a failed
+    process ends the run.
     """
 
     spec: RunSpec
@@ -51,7 +51,7 @@ class Node:
     device: bool = False
 
     def answer(self, request: Request) -> Reply:
-        """Answer a request; on a device, errors are answers too."""
+        """Answer a request. On a device, an error is returned as the reply."""
         try:
             client = self.clients[request.client_id]
             try:

@@ -39,8 +39,8 @@ class SubmodelStrategy(Strategy):
     model towards the average. HeteroFL is `SubmodelStrategy(FedAvg(...), Net(), inputs, ratio=capability_of)`, and FedLPS is
     `SubmodelStrategy(FedAvg(...), Net(), inputs, ratio=BanditRatios(...), learned=True)`. The clients use `train_submodel`.
 
-    A reply is checked before it counts: its mask, the names, shapes and finite values of its entries, and `num-examples`. A bad
-    one, and a second one of the same node, is left out and logged.
+    A reply is checked before it counts: its mask, the names, shapes and finite values of its entries, and `num-examples`.
+    Invalid replies, and second replies of a node, are left out and logged.
 
     Args:
         strategy: Samples and averages; one of `flwr.serverapp.strategy` whose messages have one ArrayRecord.
@@ -137,7 +137,7 @@ class SubmodelStrategy(Strategy):
         cost = Cost(simulated_seconds=float(record["seconds"]))  # type: ignore[arg-type]
         update = Update(round=request.round, client_id=request.client_id, examples=1, delta=state, mask=mask, cost=cost)
         check(update, request, self._graph, self._state, Task(mask=request.mask, own_mask=True), examples=1)
-        # Shapes and values are checked for states as for changes; changes are summed.
+        # `check` above has validated shapes and values of the state; aggregation needs the change.
         sent = kept.gather_all(self._state)
         change = {name: tensor.double() - sent[name].double() for name, tensor in state.items()}
         return replace(update, delta=change), metrics
@@ -172,7 +172,7 @@ def _left_out(node: int, round: int) -> Iterator[None]:
 
 
 def _alike(found: Mapping[int, MetricRecord], round: int) -> set[int]:
-    """Return the nodes whose metrics have the names and lengths that most have; Flower's strategies stop at any others."""
+    """Return the nodes whose metrics have the most common names and lengths; Flower's strategies fail on mixed ones."""
     kinds = {
         node: tuple(sorted((name, len(value) if isinstance(value, list) else -1) for name, value in found[node].items()))
         for node in sorted(found)
@@ -205,7 +205,7 @@ class BanditRatios:
         self._memory: dict[int, Memory] = {}
 
     def __call__(self, node: int) -> float:
-        """Return the ratio of a node for this round. A draw without an answer is proposed again."""
+        """Return the ratio of a node for this round. A ratio without a reply is proposed again."""
         return self._bandit(node).ask()
 
     def _bandit(self, node: int) -> ClientBandit:

@@ -15,7 +15,7 @@ _DISCOUNT = 0.98  # of E-UCB; ours, as we know the paper in outline
 class ClientBandit:
     """The bandit of one client, whose state is in the server's `memory` of that client.
 
-    A draw without an answer is proposed again, unless it is dropped: `memory["pull"] = None`.
+    A proposal without a reply is proposed again, unless it is dropped with `memory["pull"] = None`.
     """
 
     def __init__(self, bandit: Bandit, memory: Memory) -> None:
@@ -30,7 +30,7 @@ class ClientBandit:
         return float(self.memory["pull"][1])
 
     def tell(self, reward: float, *, ran: float | None = None, eliminate: Literal["below"] | None = None) -> None:
-        """Credit the ratio that ran, or else the proposed one. Without a draw, nothing is learned."""
+        """Credit the ratio that was trained, or else the proposed one. Without an open proposal, do nothing."""
         if (pull := self.memory.get("pull")) is not None:
             self.bandit.tell(Pull(pull[0], pull[1] if ran is None else ran), reward, eliminate=eliminate)
             self.memory.update(pull=None, bandit=self.bandit.state_dict())

@@ -139,7 +139,7 @@ class ServerContext:
 
 @dataclass(frozen=True)
 class Variant:
-    """A method with other `defaults` than its class, name → value; `about` is a sentence, for `note` see `Method.note`."""
+    """A named method: a class with other defaults. `defaults`: option → value; `about`: one sentence; `note`: see `Method`."""
 
     name: str
     about: str
@@ -210,7 +210,8 @@ class Method(Checked):
     # Before the first round
 
     def check(self, setup: Setup) -> Setup:
-        """Return how this method runs, or raise if it cannot work with this model, problem or configuration.
+        """Return the setup with which this method runs, or raise if the model, the problem or the configuration does not fit
+        it.
 
         Use `dataclasses.replace` to change the model, to keep entries of the state private to each client, or to set an option
         of the run. The default changes nothing.

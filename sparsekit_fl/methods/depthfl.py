@@ -33,7 +33,7 @@ _GRID = 4  # positions per axis that an exit sees of the features of a convoluti
 
 
 def exit_head(features: torch.Size, outputs: int, *, convolution: bool) -> nn.Module:
-    """Return one linear layer; of the features of a convolution, (N, C, H, W), it reads averages on a grid of at most 4 × 4."""
+    """Return one linear layer. Convolutional features, (N, C, H, W), are first averaged on a grid of at most 4 × 4."""
     layers, width = OrderedDict[str, nn.Module](), features[-1]
     if convolution:
         rows, columns = min(_GRID, features[2]), min(_GRID, features[3])

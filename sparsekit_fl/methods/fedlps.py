@@ -37,7 +37,7 @@ class FedLPS(Method):
     If the labels of clients differ, each client keeps a head of its own. All of them are averaged into the head of the server,
     from which new devices start. A client deploys the newest entries of the server, under its units, with its head.
 
-    A client that fails by an exception of its own code is offered less, and rarely more again; see `offered`.
+    If a client's code raises an exception, it is offered a smaller ratio, and now and then a larger one; see `offered`.
 
     Source: the order is HeteroFL's (Diao, Ding, Tarokh, ICLR 2021), a narrower level in each step is like the sandwich rule of
         Yu, Huang, Universally Slimmable Networks, ICCV 2019. From the paper are personal heads, and submodels by capability.

@@ -38,19 +38,19 @@ def utility(accuracy: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class FedLPSPaper(Method):
-    """FedLPS as the paper words it: a bandit chooses each client's ratio, units are learned while it trains.
+    """FedLPS as written in the paper: a bandit chooses each client's ratio, and the units are learned during training.
 
     The bandit is P-UCBV, one per client. The reward of a participation is (U(a) − U(a⁻)) / T: training accuracy a, the accuracy
     a⁻ of the participation before (at first: of the global state of round 0), and the simulated seconds T. The ratio that ran
     gets it. The loss is the task loss + μ‖θ − ω‖² + λ‖Q − σ(|θ|_J)‖². Importance Q stays in the client's memory and starts at
     its target; the mask follows it after every step. The server takes the mean over all clients; an entry that a client did
-    not train counts as unchanged. A client deploys what it trained last.
+    not train counts as unchanged. A client deploys the model that it trained last.
 
     With `literal=False`, regularizers are means: ‖θ − ω‖² over the entries of the whole model. The target is the sigmoid of
     the absolute sums after each group's mean and deviation are removed; it, and the gradient from the regularizer, are
     recomputed at every fourth step. A bandit is asked for a ratio within the capability.
 
-    A client that fails by an exception of its own code is offered less, and rarely more again; see `offered`.
+    If a client's code raises an exception, it is offered a smaller ratio, and now and then a larger one; see `offered`.
 
     Source: Algorithms 1 and 2 of the paper; ξ = R / (K · ε), and I₀, ρ, Δ are not in it.
     """

@@ -35,7 +35,7 @@ class OwnMasks(Method):
     over: ClassVar[Over] = "holders"  # see `mean`
 
     def remember(self, memory: Memory, layers: Sequence[Layer], trained: Result | Update) -> None:
-        """Remember the mask of the client's next participation, on the server and on the client; here the trained mask."""
+        """Store the mask for the client's next participation, on the server and on the client; by default, the trained mask."""
         remember_mask(memory, trained.mask)
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
@@ -43,7 +43,7 @@ class OwnMasks(Method):
         return Task(mask=mask, ratio=self.offer(server, client_id).ratio, own_mask=True)
 
     def offer(self, server: ServerContext, client_id: int) -> Task:
-        """Return the ratio that a client's units had last, whose statistics it gets; masks of entries have no width."""
+        """Return a task with the ratio of the client's last unit mask, by which statistics are chosen; 1 for weight masks."""
         memory = server.client[client_id]
         return Task(ratio=memory["ratio"] if isinstance(recall_mask(memory), UnitMask) else 1.0)
 

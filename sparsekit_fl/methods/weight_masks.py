@@ -125,7 +125,7 @@ class CS(SparseWeights):
 
 @dataclass(frozen=True, kw_only=True)
 class PruneFL(SparseWeights):
-    """One sparse model for all, whose mask is searched for what lowers the loss most per second of a round.
+    """One sparse model for all clients. Its mask is chosen to lower the loss most per second of a round.
 
     As in the reference code: one client prunes the model first, by itself; from then on all train it, and every few rounds they
     also send the squares of their summed dense gradients, from which the server reconfigures the mask (`search_weights`). The

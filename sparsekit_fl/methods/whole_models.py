@@ -219,11 +219,11 @@ def _halves(client: ClientContext) -> tuple[Batches, Batches]:
 class FedP3(Method):
     """Each client owns a few layers, receives the others pruned, trains a submodel, and sends its own layers back.
 
-    The layers are assigned as by "OPU2" in the reference code: two that follow each other, cyclically (by group of clients
-    there, by client here, since its groups are for a five-layer network). The others come pruned by magnitude, and their
-    weights that arrive as zero train like the others. The head stays with the client. The reference code has no local pruning;
-    of the paper's strategies we take ordered dropout at the client's capability, which is the same first units at every step,
-    so the client trains one narrow model. Each entry is averaged over the clients that send it.
+    The layers are assigned as by "OPU2" in the reference code: two consecutive layers per client, in turn. The reference code
+    assigns them by group of clients, which fits its five-layer network only. The other layers are received pruned by magnitude,
+    and weights that arrive as zero train like all others. The head stays with the client. The reference code has no local
+    pruning; of the paper's strategies we take ordered dropout at the client's capability, which is the same first units at
+    every step, so the client trains one narrow model. Each entry is averaged over the clients that send it.
     """
 
     uses_capability = True

@@ -50,7 +50,7 @@ def published_source() -> str:
 
 
 def published_numbers(run: str, dataset: str) -> list[tuple[str, str, float, float, float]]:
-    """Return table, published name, accuracy and deviation in per cent, and FLOPs in 10¹² of the rows of one of our methods."""
+    """Return the published rows of a method: table, name, accuracy and deviation in per cent, and FLOPs in 10¹²."""
     data = _data("published.json")
     keys = {_key(run), *(_key(theirs) for ours, theirs in data["also"].items() if _key(ours) == _key(run))}
     return [

@@ -91,7 +91,7 @@ class TensorData:
         return replace(self, index=rows)
 
     def materialise(self, device: torch.device | str = "cpu") -> Self:
-        """Return the same examples, read once to a device, without index and transform: a batch is then one `index_select`."""
+        """Return the examples as tensors on a device, with index and transform applied: a batch is one `index_select`."""
         inputs, targets = self.batch()
         moved = tuple(tensor.to(device) for tensor in inputs)
         return replace(self, inputs=moved, targets=targets.to(device), index=None, transform=None)

@@ -67,7 +67,7 @@ cross_entropy.weight = _counted  # type: ignore[attr-defined]
 
 
 def loss_weight(loss: Any, targets: Tensor) -> Any:
-    """Return how much the loss of a batch counts next to other batches: the number of examples, or what its `weight` says.
+    """Return the weight of a batch in a mean of losses: the number of examples, or the result of the loss's `weight`.
 
     `cross_entropy.weight`, a function of targets, counts tokens, padding excluded.
     """
@@ -76,6 +76,6 @@ def loss_weight(loss: Any, targets: Tensor) -> Any:
 
 
 def lower_is_better(name: str, metric: Metric | None = None) -> bool:
-    """Return what the metric's attribute `lower_is_better` says, or whether its name ends as the name of a loss does."""
+    """Return the metric's attribute `lower_is_better`; without it, whether its name ends like the name of a loss."""
     told = getattr(metric, "lower_is_better", None)
     return name.endswith(("loss", "error", "perplexity")) if told is None else bool(told)

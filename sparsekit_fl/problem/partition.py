@@ -130,7 +130,7 @@ def pathological(
 
 
 def _draw_classes(left: list[int], count: int, rng: np.random.Generator, *, distinct: bool) -> list[int]:
-    """Return which classes a client draws its shards from; with `distinct` a class twice only if too few classes are left."""
+    """Draw the classes of a client's shards. With `distinct`, a class is repeated only if too few classes are left."""
     remaining = np.asarray(left, dtype=np.float64)
     different = min(count, int((remaining > 0).sum())) if distinct else 1
     drawn = [int(c) for c in rng.choice(len(left), size=different, replace=False, p=remaining / remaining.sum())]

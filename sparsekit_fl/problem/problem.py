@@ -70,7 +70,7 @@ class Problem:
         return frozenset(name for name in (*self.metrics, "loss") if lower_is_better(name, self.metrics.get(name)))
 
     def require_accuracy(self, who: str) -> None:
-        """Raise InvalidValueError unless there is the metric "accuracy"; `who` says who needs it, and for what."""
+        """Raise InvalidValueError unless there is the metric "accuracy". `who` names what needs it, for the message."""
         if "accuracy" not in self.metrics:
             raise InvalidValueError(
                 f"{who}, and the problem has the metrics {sorted(self.metrics)};"

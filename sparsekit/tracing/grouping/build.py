@@ -49,7 +49,7 @@ class Built:
 
 
 class _Nodes:
-    """Arrays over the nodes of a trace. Every axis of every entry has a number, and so has every `Make`."""
+    """Arrays over the nodes of a trace. Axes of entries, and `Make` facts, are numbered."""
 
     def __init__(self, entries: Sequence[Entry], size: int, facts: Sequence[Fact], root: IntArray) -> None:
         self.root = root
@@ -75,7 +75,7 @@ class _Nodes:
 
 
 class _Causes:
-    """Why units stay whole: of several causes of a unit the one of the highest rank, and of these the first."""
+    """Why units are unprunable. Of several causes of a unit, the first of the highest rank counts."""
 
     def __init__(self, root: IntArray, facts: Iterable[Fact]) -> None:
         self._root = root

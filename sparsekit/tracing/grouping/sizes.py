@@ -139,7 +139,7 @@ def find_sizes(
 
 
 def _totals(count: Count, numbers: frozenset[Held]) -> list[Held]:
-    """Return integers that must follow a number of heads, because code divides them by it: width // heads is a head size."""
+    """Return integers that must change with the number of heads, because code divides by it: width // heads is a head size."""
     found = []
     for factors, length in zip(count.numbers, count.nodes.shape, strict=True):
         if len(numbers) == 1 and numbers < factors and len(factors) == 2:

@@ -92,7 +92,7 @@ class Call:
         return self.tracer.cause(reason, "outside")
 
     def fix_inputs(self, reason: str) -> None:
-        """Keep whole every unit that enters the call."""
+        """Make every unit that enters the call unprunable."""
         self.tracer.fix(map(self.tracer.labels, self.tensors), reason)
 
 

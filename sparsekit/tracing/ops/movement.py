@@ -210,7 +210,7 @@ def _take_apart(call: Call) -> Outputs:
 
 
 def _take_parts(call: Call, axis: Labels, parts: Sequence[IntArray]) -> bool:
-    """Record which positions of an axis go together if these parts of it are taken; False if their places are fixed."""
+    """Record which positions of an axis form a unit when these parts of it are taken; False if their places are fixed."""
     tracer, size, length = call.tracer, axis.size, parts[0].size
     given, start, stop = tracer.given.numbers, int(parts[0][0]), int(parts[0][-1]) + 1
     ends = {start, stop} - {0, size}

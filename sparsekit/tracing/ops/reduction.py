@@ -81,7 +81,7 @@ def _resample(call: Call) -> Outputs:
     labels, tensor, out = call.labels("self input"), call.tensors[0], call.outputs[0]
     spatial = int("".join(c for c in call.name if c in "123")[:1] or 2)
     lead = tensor.dim() - spatial
-    # Adaptive pooling to the size that an axis has leaves it as it is.
+    # Adaptive pooling does nothing along axes that already have the output size.
     same = [d for d in range(lead, tensor.dim()) if "adaptive" in call.name and out.shape[d] == tensor.shape[d]]
     left = {*range(lead), *same}
     changed = [axis for d, axis in enumerate(labels.axes) if d not in left]
