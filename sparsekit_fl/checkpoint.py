@@ -96,7 +96,7 @@ class Memories:
         write_atomically(self.path(client_id, round), dumps(memory), durable=self.durable and not _ONE_SYNC, sync=False)
 
     def sync(self) -> None:
-        """Wait until the files and their names are on the disk; before a checkpoint names them."""
+        """Wait until the files and their names are on the disk. Call this before a checkpoint lists them."""
         if self.durable:
             sync_folder(self.folder, files=_ONE_SYNC)
 

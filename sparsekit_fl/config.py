@@ -378,7 +378,7 @@ class RunConfig(Checked):
             raise InvalidValueError(f"min_replies must be at most cohort ({self.cohort}), got {self.min_replies}")
 
     def training_in(self, round: int) -> TrainingConfig:
-        """Return how clients train in a round: with its learning rate. Round 0 is as round 1."""
+        """Return the training options of a round, with its decayed learning rate. Round 0 has the options of round 1."""
         return replace(self.training, lr=self.training.lr * self.lr_decay ** max(round - 1, 0))
 
     def needed_replies(self, cohort: int) -> int:

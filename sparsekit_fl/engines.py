@@ -44,7 +44,7 @@ All requests of a call hold the same state. A call may begin when all replies of
 
 
 class Engine(Protocol):
-    """Runs clients. An engine handles processes and messages; learning is left to the client.
+    """Runs clients. An engine handles processes and messages; it takes no part in the training itself.
 
     An engine whose clients keep their personal models, as devices do, has an attribute `keeps_models` that is true.
     """

@@ -246,10 +246,10 @@ class Callback:
     """
 
     def on_run_start(self, run: RunView) -> None:
-        """Before the first round; worker processes already run."""
+        """Called before the first round; worker processes are already running."""
 
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:
-        """A round ended and is saved."""
+        """Called after each round, once it is saved."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -221,7 +221,7 @@ def _checked(method: Method, clients: Sequence[Client], callbacks: Sequence[Call
 
 @contextmanager
 def _explained(view: RunView) -> Iterator[None]:
-    """Say in errors which round was the last to be saved, and how to continue."""
+    """Add to errors the last saved round and how to continue."""
     try:
         yield
     except (KeyboardInterrupt, TooFewRepliesError, WorkerDiedError, OSError) as error:
@@ -277,7 +277,7 @@ def _run_round(server: Server, view: RunView, run_clients: RunClients) -> tuple[
 def _collect(
     server: Server, ctx: ServerContext, requests: Sequence[Request], run_clients: RunClients
 ) -> tuple[list[Reply], list[Update], dict[int, Exception]]:
-    """Return the replies, the updates that count, and by client why others do not; or raise TooFewRepliesError."""
+    """Return the replies, the valid updates, and client id → why an update is missing; or raise TooFewRepliesError."""
     replies, good, dropped = list[Reply](), list[Update](), dict[int, Exception]()
     for request, reply in zip(requests, run_clients(requests), strict=True):
         replies.append(server.priced(request, reply))

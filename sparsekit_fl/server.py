@@ -110,7 +110,7 @@ class Server:
         return {name: self.state.model[name] for name in self._names}
 
     def roster(self, round: int) -> Roster:
-        """Return what is known of the clients that are there, in a round."""
+        """Return examples and capabilities of the present clients in a round."""
         if self._drawn is None or self._drawn.clients is not self.clients or self.spec.config.redraw_capability:
             self._drawn = Roster(self.clients, self.spec.config, round)
         return self._drawn
@@ -163,7 +163,7 @@ class Server:
         return requests
 
     def _too_small(self, ctx: ServerContext, cohort: Sequence[int]) -> list[int]:
-        """Return the clients that cannot train the least submodel; note them, or that no device is limited."""
+        """Return clients that cannot train the smallest submodel; add a note about them, or that no device is limited."""
         if self._equal[0] is not self.clients:
             equal = self.spec.config.capability_levels is None and all(
                 one.capability == Capability() for one in self.clients.values()

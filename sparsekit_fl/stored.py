@@ -36,7 +36,7 @@ def read_result(path: Path | str) -> dict[str, Any]:
 
 
 def client_ids(text: str) -> list[int]:
-    """Return ids from "3", "0-3" or "0-3,7,9"; raises InvalidValueError if it names none, one twice, or is malformed."""
+    """Return ids from "3", "0-3" or "0-3,7,9"; raises InvalidValueError if `text` is malformed, empty or repeats an id."""
     ids: list[int] = []
     try:
         for part in str(text).split(","):

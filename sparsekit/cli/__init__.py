@@ -70,7 +70,7 @@ def command_line() -> str:
 
 
 def print_json(value: object) -> None:
-    """Print JSON, which has no NaN."""
+    """Print a value as JSON; raises ValueError for NaN and infinity, which JSON does not have."""
     typer.echo(json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False, default=str))
 
 

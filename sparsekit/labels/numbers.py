@@ -129,7 +129,7 @@ class Number(int):
 
 
 def note_use(*numbers: Any) -> None:
-    """Note the sources of numbers that lose them."""
+    """Report the sources of numbers whose result will not carry them."""
     used = USED.get()
     if used is not None:
         used({source for n in numbers if isinstance(n, Number) for factors in n.parts for source in factors})
@@ -139,7 +139,7 @@ def _noting(name: str, *, is_order: bool = False) -> Any:
     method = getattr(int, name)
 
     def noted(*numbers: Any) -> Any:
-        # Whether one width is above a constant shows at the least width.
+        # A comparison with a constant needs no note: if its outcome changes with the width, the trial at the least width fails.
         if not is_order or len(numbers[0].parts) > 1 or isinstance(numbers[-1], Number):
             note_use(*numbers)
         made = method(*numbers)

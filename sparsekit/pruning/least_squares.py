@@ -20,7 +20,7 @@ _RIDGES = (1.0, 10.0, 100.0, 1000.0)
 
 @dataclass(frozen=True, eq=False)
 class LossyLayer:
-    """A layer that loses inputs."""
+    """A layer that loses inputs when units are dropped."""
 
     name: str
     layer: nn.Linear | ConvNd

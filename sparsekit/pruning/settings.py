@@ -163,7 +163,7 @@ def refuse_contradictions(budget: Budget | None, ratio: Ratios | None, allocatio
 
 
 def refuse_unreachable(graph: UnitGraph, costs: CostModel, budget: Budget | None, limits: Limits, multiples: Multiples) -> None:
-    """Refuse a budget below the minimum of the model; milliseconds are met by measuring, or not."""
+    """Refuse a budget below the minimum of the model. Limits of milliseconds are not checked: they need measurements."""
     # Preferred multiples give way where a budget asks for less.
     free = free_counts(graph, limits, 1 if isinstance(multiples, PreferredMultiple) else multiples)
     if budget is not None:

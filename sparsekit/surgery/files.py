@@ -39,7 +39,7 @@ _HASHED = 2**16
 
 
 def write_file(path: Path, entries: StateDict, spec: Mapping[str, Any]) -> None:
-    """Write tensors, tied ones once, and JSON values, to which format and version are added; or leave an old file as it is."""
+    """Write tensors, tied ones once, and JSON values with format and version added. If this fails, an old file is unchanged."""
     description = {"format": _FORMAT, "sparsekit": __version__, **spec}
     header = {_KEY: json.dumps(description, separators=(",", ":"))}
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

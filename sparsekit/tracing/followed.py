@@ -83,7 +83,7 @@ def _caller() -> FrameType:
 
 
 class FollowNumbers(TorchFunctionMode):
-    """Dispatch mode that passes the integers of every call to the tracer, and returns lengths of axes as `Number`."""
+    """Passes the integers of every call to the tracer, and returns lengths of axes as `Number`."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()

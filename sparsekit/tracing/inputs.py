@@ -203,7 +203,7 @@ class ModelInputs:
     def doubled(self) -> ModelInputs:
         """Return the same as a batch of two: every tensor with one row gets a second row; for floats, the first one reversed.
 
-        A batch norm in train mode refuses a single row, and two equal rows would hide its reads.
+        A batch norm in train mode refuses a single row. With two equal rows, its outputs would not depend on its inputs.
         """
 
         def one(tensor: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class Session:
         self.by_module, self.wide, self._gradients = False, False, True
         self.generator = torch.Generator().manual_seed(20130)
         own = [t.dtype for t in named_entries(self.model).values() if t.is_floating_point()]
-        # A model may fix its dtype, or its device may lack float64; it may refuse disturbed inputs.
+        # A model may fix its dtype, its device may lack float64, and it may fail on perturbed inputs.
         lesser: list[tuple[torch.dtype | None, bool]] = [(torch.float32, False)] if self.lean else []
         for dtype, lean in [(torch.float64, self.lean), *lesser, (None, False)]:
             self.precision = dtype or (own or [torch.float32])[0]

@@ -116,7 +116,7 @@ def fingerprint(graph: UnitGraph) -> Tensor:
 
 
 def _mismatch(name: str, value: object, wanted: Tensor) -> str | None:
-    """Return what was expected in place of an entry of our own; None if it fits."""
+    """Return a description of the entry that was expected for one of our keys; None if it fits."""
     if not isinstance(value, Tensor):
         return f"a tensor, got {type(value).__name__}"
     varies = name == f"{OWN}budget" or name.startswith(f"{OWN}dropped.")

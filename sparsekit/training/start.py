@@ -115,7 +115,7 @@ def dense_state(dense: nn.Module, pruned: PrunePlan | None = None) -> dict[str, 
 def importance_of(pruned: PrunePlan, scale: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the scores of the chosen criterion, float (J,), on the given scale.
 
-    Kept units that dropped ones exceed, as after several steps, are raised above them.
+    If a dropped unit scores at least as much as a kept one, as after several steps, all kept units of the group are raised.
     """
     scores = pruned.scores[pruned.report.criterion].values
     flat = scale(torch.cat([scores[name].float() for name in pruned.graph.groups]))

@@ -48,8 +48,8 @@ class SubmodelStrategy(Strategy):
         example_inputs: A tensor, or a tuple of positional inputs. The model is called with them once, to find its units.
         ratio: Share of units that a client trains, in (0, 1]: a number, a function of the node's id, or `BanditRatios`.
         learned: False: each client trains the first units of each group, and an entry becomes the mean over the clients that
-            trained it, weighted by examples; an entry that nobody trained stays. True: each client learns its own mask, and the
-            mean is over all clients; those without an entry count as if they had left it unchanged.
+            trained it, weighted by examples; an entry that no client trained stays unchanged. True: each client learns its own
+            mask, and the mean is over all clients; those without an entry count as if they had left it unchanged.
 
     Raises:
         NoUnitsError: the model has no units that can be removed exactly.

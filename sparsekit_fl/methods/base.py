@@ -344,7 +344,7 @@ def mean(
         updates: The valid updates of the round.
         weights: By the number of examples, or equal, or a number for each update.
         over: "all": all clients; an entry that a client did not train counts as unchanged there. "holders": the clients that
-            trained the entry; what nobody trained stays.
+            trained the entry; entries that no client trained stay unchanged.
 
     Source: McMahan et al., AISTATS 2017; masked, over all: Xue et al., ICDE 2025 (arXiv 2412.07216), equation 13, and FedMP's
         R2SP (Jiang et al., ICDE 2022); over the holders: Diao, Ding, Tarokh, HeteroFL, ICLR 2021.
@@ -360,7 +360,7 @@ def mean_change(
     weights: Weights | Sequence[float] = "examples",
     over: Over = "all",
 ) -> dict[str, Tensor]:
-    """Return the weighted mean of the changes, as for `mean`: state-dict key → float64, dense, zero where nobody trained."""
+    """Return the weighted mean of the changes, as for `mean`: state-dict key → float64, dense, zero if no client trained it."""
     if isinstance(weights, str):
         weights = [float(update.examples) if weights == "examples" else 1.0 for update in updates]
     # Divided by the first one, so that equal weights are exactly 1.

@@ -164,8 +164,8 @@ class DepthFL(Method):
     A client runs the first layers and exits, as deep as its capability affords, and descends
     Σ_i CE_i + w_r · distillation among the exits − ⟨h, θ⟩ + (α/2) ‖θ − ω‖². After training, h ← h − α (θ − ω). The server
     takes the mean over the clients that hold an entry, minus h / α, h ← h − α · (holders / clients) · (mean − ω) of its own.
-    Both concern parameters alone; statistics become the mean. Entries that nobody holds stay. α is 0.1, and
-    w_r = exp(−5 (1 − min(r, 0.3·R) / (0.3·R))²), which is 1 after three tenths of the R rounds.
+    Both terms apply to parameters only; statistics are averaged. Entries that no client holds stay unchanged. α is 0.1, and w_r
+    = exp(−5 (1 − min(r, 0.3·R) / (0.3·R))²), which is 1 after three tenths of the R rounds.
 
     The attribute `exits_before` of a model names the modules before which it has exits, in forward order; the mean of all
     outputs is the prediction. FedDyn is by Acar et al., Federated Learning Based on Dynamic Regularization, ICLR 2021.

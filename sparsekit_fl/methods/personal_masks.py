@@ -27,7 +27,7 @@ _NEXT = "next_mask"
 
 @dataclass(frozen=True, kw_only=True)
 class OwnMasks(Method):
-    """Each client has a mask of its own, from its last update; the server sends only the entries that the mask keeps.
+    """Each client has its own mask, from its last update. The server sends only the entries that this mask keeps.
 
     A client deploys the global model under its mask; a client that never trained deploys all of it.
     """
@@ -187,7 +187,7 @@ def _group_lasso(client: ClientContext, leaves: Leaves, strength: float) -> Adju
 
 @dataclass(frozen=True, kw_only=True)
 class FedSpa(OwnMasks, SparseWeights):
-    """Every client always trains a sparse model of its own; its mask changes a little after each participation.
+    """Every client always trains its own sparse model. Its mask changes a little after each participation.
 
     No code was released. What the paper leaves open is as in the reference code of DisPFL (Dai et al., ICML 2022), which trains
     the same sparse models without a server: densities per layer by Erdős–Rényi–Kernel, one random initial mask for all clients,

@@ -206,9 +206,9 @@ class REFL(Method):
         return sorted(cohort)
 
     def _presence(self, server: ServerContext, ids: Ids) -> tuple[Flags, Flags]:
-        """Continue the chains of all clients so far by one round.
+        """Advance the availability chains of all known clients by one round.
 
-        Of `ids`, in ascending order, return who is there now, and who is expected to be there in the next round.
+        For each of `ids`, which ascend, return whether it is available now, and whether that is expected in the next round.
         """
         memory, rng = server.memory, server.rngs["sampling"]
         none = {"known": torch.zeros(0, dtype=torch.int64), "stay": torch.zeros(0).double(), "next": torch.zeros(0).bool()}

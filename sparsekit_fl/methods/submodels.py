@@ -202,7 +202,7 @@ class FjORD(Submodels):
 
 @dataclass(frozen=True, kw_only=True)
 class FedMP(Submodels):
-    """Magnitude pruning by the server at the ratio of each client's E-UCB; the residual stays as it was.
+    """The server prunes by magnitude, at a ratio that an E-UCB bandit chooses for each client; pruned entries stay unchanged.
 
     The paper's synchronization, R2SP, adds to each submodel the residual that was pruned and takes the mean, which is the mean
     over all clients with equal weights. FedMP prunes shares of filters by their L1 norm; a ratio here is the share that stays.

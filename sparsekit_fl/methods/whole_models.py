@@ -178,9 +178,9 @@ def own_head(layers: Sequence[Layer], count: int) -> tuple[str, ...]:
 class FedRep(FedPer):
     """FedPer, trained in turns: SGD on the head with the rest frozen, then on the rest with the head frozen.
 
-    Two fifths of the local epochs train the head, rounded to the nearest number, at least one epoch each: 2 of the 5 whose cost
-    the published comparison of Xue et al., ICDE 2025, has. The paper's experiments take 10 of the head and 1 of the body. One
-    local epoch is split by batches.
+    Two fifths of the local epochs train the head (rounded), the others the rest of the model, at least one epoch each. With 5
+    epochs, the cost then equals that in the comparison of Xue et al., ICDE 2025. The paper's experiments take 10 epochs for the
+    head and 1 for the body. A single local epoch is split by batches.
     """
 
     source = "Collins et al., Exploiting Shared Representations for Personalized FL, ICML 2021, arXiv 2102.07078"

@@ -124,7 +124,7 @@ def read(split: Any, positions: list[int]) -> Batch:
 
 
 def arranged(tensor: Tensor) -> Tensor:
-    """Return the same numbers with the channels of a batch of feature maps last in memory; other tensors as they are."""
+    """Return a batch of feature maps in channels-last memory format, and other tensors unchanged."""
     # Not contiguous(): it treats images of one channel as contiguous already, and convolutions depend on the strides.
     return tensor.to(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
 
@@ -175,7 +175,7 @@ class Capability(Checked):
             object.__setattr__(self, "flops_per_second", _FULL_FLOPS_PER_SECOND * self.ratio)
 
     def at(self, ratio: float) -> Self:
-        """Return the same device at another ratio: the speed changes in proportion, the links stay."""
+        """Return this device at another ratio: its speed changes in proportion, its bandwidths stay."""
         return replace(self, ratio=ratio, flops_per_second=self.flops_per_second / self.ratio * ratio)
 
 

@@ -86,7 +86,7 @@ def combine(
                     call.tracer.fix(axis, f"{reason} values that belong to no unit", quiet=True)
                 else:
                     call.tracer.fix(axis, call.outside(reason, d, rank))
-            # Fixed units keep their labels: what follows is fixed with them, and an output layer is known as such.
+            # Fixed units keep their labels, so that later operators fix the same units, and output layers are recognized.
             axes.append(held[0][0].without_zero() if held else None)
         elif not pieces or (not held and size == 1 and len(pieces) < len(owners)):
             axes.append(None)
