@@ -212,7 +212,7 @@ class Field(Tree):
         self.begin(scale, float(means.mean()))
 
     def _face_the_best(self) -> None:
-        """Replace each failed cell, as a neighbor of others, by the best of its own neighbors on each side."""
+        """Set the neighbor of each failed cell, on each side, to the best of its neighbors there."""
         size = self.size
         order = np.argsort(self._shown[:size], kind="stable")
         for side in range(self.facing.shape[1]):

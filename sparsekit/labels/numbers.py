@@ -139,7 +139,8 @@ def _noting(name: str, *, is_order: bool = False) -> Any:
     method = getattr(int, name)
 
     def noted(*numbers: Any) -> Any:
-        # A comparison with a constant needs no note: if its outcome changes with the width, the trial at the least width fails.
+        # A comparison with a constant needs no note: if its outcome changes with the width, the trial at the least width shows
+        # it.
         if not is_order or len(numbers[0].parts) > 1 or isinstance(numbers[-1], Number):
             note_use(*numbers)
         made = method(*numbers)
