@@ -155,7 +155,7 @@ class Tree:
             count = counts[depth]
             variation = (prior * variation + squares[depth]) / (_SHRINK_WEIGHT + count)
             freedom = _TAIL + count + _TAIL_KEPT * freedom
-            # In place of log t, to which it tends as ν grows: half the squared Student t quantile of the same tail probability.
+            # In place of log t, to which it tends as ν grows: x²/2, where a Student t density at x is 1/t of its peak.
             quantile = 0.5 * freedom * math.expm1(2.0 * log_told / (freedom + 1.0))
             variations.append(variation)
             rooms.append(variation * (_BASE + _GROWTH * quantile + _DEEPER * max(best - depth + 1, 0)))
