@@ -9,7 +9,7 @@ help:
 	@echo "make demo    install, and run federated learning on handwritten digits, offline (about two minutes)"
 	@echo "make test    install, and run the fast tests (about eight minutes on two cores)"
 	@echo "make site    install, and build the documentation in site/"
-	@echo "make check   everything that CI runs (15 minutes)"
+	@echo "make check   everything that CI runs (twenty minutes on two cores)"
 
 demo: torch
 	$(INSTALL) ".[fl,data,tune,export]"
