@@ -231,6 +231,7 @@ ARMS: dict[str, fl.Method] = {
     "shrunk units": arm(Scored),
     "dice": arm(Chosen),
     "dice, more rounds": arm(Chosen),
+    "fedlps, fewer rounds": arm(methods.fedlps),
     "p-ucbv": arm(Chosen, bandit=True),
     "fedavg, half of the rounds": arm(methods.fedavg),
     "fedper, half of the rounds": arm(methods.fedper),
@@ -238,3 +239,4 @@ ARMS: dict[str, fl.Method] = {
 
 ROUNDS = {"fedavg, half of the rounds": 0.5, "fedper, half of the rounds": 0.5, "dice, more rounds": 1.7}
 """Share of the rounds of a setting, for arms with about the FLOPs of `fedlps`."""
+ROUNDS["fedlps, fewer rounds"] = 0.8  # about the FLOPs of `heterofl`

@@ -126,7 +126,8 @@ def tried() -> Lines:
 
 
 WHOLE = {
-    "fedlps": "`fedlps`", "heterofl": "`heterofl`", "fedrolex": "`fedrolex`", "fjord": "`fjord`", "fedp3": "`fedp3`",
+    "fedlps": "`fedlps`", "fedlps, fewer rounds": "`fedlps`, 0.8 of the rounds",
+    "heterofl": "`heterofl`", "fedrolex": "`fedrolex`", "fjord": "`fjord`", "fedp3": "`fedp3`",
     "strong alone": "whole networks on the strong devices alone, cut for the others", "alone": "the same submodels alone",
     "fedavg": "`fedavg`", "fedavg, half of the rounds": "`fedavg`, half of the rounds", "fedper": "`fedper`",
     "fedper, half of the rounds": "`fedper`, half of the rounds", "local": "`local`, whole networks",
