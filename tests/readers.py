@@ -66,17 +66,17 @@ def _remembered(block: Any, layer: Any) -> float:
     return float(_width(layer)) if block.calls == 2 else 1.0
 
 
-class Narrowing(torch.autograd.Function):
-    """Multiplies gradients alone with a width."""
+class ScaledGradient(torch.autograd.Function):
+    """Multiplies gradients by a factor, and leaves values as they are."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, width: int) -> Tensor:
-        ctx.width = width
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.width, None
+        return gradient * ctx.factor, None
 
 
 def _width(layer: Any) -> int:
@@ -109,7 +109,7 @@ READERS: dict[str, Callable[[Any, Any, Any], float | Tensor]] = {
     "second call": lambda a, _b, k: _remembered(k, a),
     "bound": lambda a, _b, k: torch.rand(4, device=a.weight.device).mul(9.0).clamp(max=float(_width(a))).sum(),
     "with gradients": lambda a, _b, _k: float(_width(a)) if torch.is_grad_enabled() else 1.0,
-    "gradient": lambda a, _b, _k: Narrowing.apply(torch.ones((), device=a.weight.device), _width(a)),
+    "gradient": lambda a, _b, _k: ScaledGradient.apply(torch.ones((), device=a.weight.device), _width(a)),
 }
 """How a factor is read off two layers, and the block of the first."""
 WITH_GRADIENTS = frozenset({"with gradients", "gradient"})

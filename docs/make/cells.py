@@ -81,7 +81,7 @@ def drawn() -> dict[str, dict[str, str]]:
 
 
 def placed(page: str, text: str, tables: dict[str, str]) -> str:
-    """The text of a page with its tables and sentences drawn anew."""
+    """The text of a page with its tables and sentences drawn again."""
     for pages, begin, rest in SENTENCES:
         if page in pages:
             text, count = re.subn(rf"{re.escape(begin)}[^.]*\.", lambda _, rest=rest, begin=begin: f"{begin} {rest()}.", text)

@@ -126,7 +126,7 @@ def _options(found: Any) -> list[str]:
 
 
 def _is_described(found: Any) -> bool:
-    """Tell whether an object has documentation of its own: a class, a function, or a variant of a method."""
+    """Return whether an object has documentation of its own: a class, a function, or a variant of a method."""
     return inspect.isclass(found) or inspect.isroutine(found) or isinstance(found, Method)
 
 

@@ -51,7 +51,7 @@ SHARES = (0.75, 0.5, 0.35)
     "README.md", "score in %, FLOPs kept", "EfficientNet-Lite0, not trained: 75 %", "50 %", "ResNet-20, trained: 50 %", "25 %",
     "VGG-11, trained: 50 %", "25 %",
 )  # fmt: skip
-def beside() -> Lines:
+def torch_pruning() -> Lines:
     def cells(label: str, lite0: tuple[str, str], arm: str) -> list[str]:
         found = [
             one("real.csv", "accuracy", times=100, share=share, arm=lite0[0], how=lite0[1], **LITE0) for share in SHARES[:2]

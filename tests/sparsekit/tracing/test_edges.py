@@ -9,24 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from laws import trace
+from readers import ScaledGradient
 from torch import Tensor, nn
 
 from sparsekit.errors import NoUnitsError
 from sparsekit.tracing import blocks
 from sparsekit.tracing.trace import TrainModeWarning
-
-
-class Halved(torch.autograd.Function):
-    """Multiplies gradients alone."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.factor, None
 
 
 def _dropped_paths(m: Any, h: Tensor, n: float) -> Any:
@@ -100,7 +88,7 @@ EDGES: dict[str, Callable[[Any, Tensor, float], Any]] = {
     "softplus": lambda m, h, n: m.b(F.softplus(h, threshold=40 * n)),
     "a branch on gradients": _under_gradients,
     "a branch on requires_grad": lambda m, h, n: m.b(h * n) if h.requires_grad else m.b(h),
-    "a backward pass": lambda m, h, n: m.b(Halved.apply(h, n)),
+    "a backward pass": lambda m, h, n: m.b(ScaledGradient.apply(h, n)),
     "a hook on gradients": _hooked,
 }
 
