@@ -114,8 +114,8 @@ def finetune(
         steps: Number of all steps of the optimizer, in place of `epochs`. The batches are read again as often as needed, and
             the last epoch ends early.
         optimizer: A function that makes an optimizer from the trainable parameters, or an optimizer with only parameters of the
-        model (and of the loss, if that is a module). None is SGD with Nesterov momentum 0.9, learning rate 0.01 and weight
-        decay 5e-4.
+            model (and of the loss, if that is a module). None is SGD with Nesterov momentum 0.9, learning rate 0.01 and weight
+            decay 5e-4.
         scheduler: A function that makes a learning-rate scheduler from the optimizer.
         scheduler_step: When it steps: after each "epoch", or after each step of the optimizer, "batch". A scheduler that
             follows a metric (`ReduceLROnPlateau`) gets minus the score, or the training loss without validation, and steps by
