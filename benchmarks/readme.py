@@ -1,7 +1,8 @@
 """The table and the chart of the README that compare accuracy with measured milliseconds.
 
     python benchmarks/readme.py measure     cells that results/readme.jsonl lacks; half an hour of one core
-    python benchmarks/readme.py write       the table in README.md, and docs/pictures/accuracy.svg
+    python benchmarks/readme.py train       the same networks after 100 steps of training; an hour
+    python benchmarks/readme.py write       docs/pictures/accuracy.svg
 
 Three draws of 40 batches of 32 calibration images: `prune` scores and refits on the first 32 of them, and so does
 Torch-Pruning, which ranks by its Taylor importance over all layers, and rounds widths to multiples of 8. The networks of the
@@ -9,7 +10,7 @@ first draw are timed in turns with the dense one, on one thread, for one image o
 the median ratio of a turn.
 """
 
-import re
+import copy
 import statistics
 import sys
 from collections.abc import Sequence
@@ -18,10 +19,14 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from common import ROOT, add, in_turns, over, read, spread
+from common import ROOT, add, in_turns, over, read
+
+import sparsekit as sk
 
 sys.path.insert(1, str(ROOT / "docs" / "make"))
-OUT, SHARES, TRAINED = ROOT / "results" / "readme.jsonl", (0.75, 0.5, 0.35), 0.5
+OUT, SHARES, TRAINED = ROOT / "results" / "readme.jsonl", (0.75, 0.5, 0.35), (0.5, 0.75)
+RATES = (0.004, 0.02)
+"""Learning rates that are tried, for each arm."""
 RUNTIMES = {"eager": "PyTorch", "onnx": "ONNX Runtime"}
 ARMS = {
     "sparsekit": ("sparsekit", "reconstructed"),
@@ -44,7 +49,7 @@ def measure() -> None:
         wanted = [
             (share, tool)
             for share, tool in product(SHARES, ("sparsekit", "torch-pruning"))
-            if not any((row["tool"], row["share"], row["draw"]) == (tool, share, draw) for row in read(OUT))
+            if not any((row.get("tool"), row["share"], row["draw"]) == (tool, share, draw) for row in read(OUT))
         ]
         if wanted:
             _measure(draw, wanted)
@@ -56,13 +61,11 @@ def _measure(draw: int, wanted: Sequence[tuple[float, str]]) -> None:
     from real import torch_pruning
     from real_nets import efficientnet_lite0
 
-    import sparsekit as sk
     from sparsekit.measure.timing import prepare
-    from sparsekit.pruning.reconstruction import statistics_prior
 
     network = efficientnet_lite0(draw=draw)
     model, example, fit = network.model, network.example, network.calibration[:32]
-    graph, dense, prior = sk.trace_units(model, example), sk.count_cost(model, example[0]).flops, statistics_prior(model, fit)
+    graph, dense = sk.trace_units(model, example), sk.count_cost(model, example[0]).flops
     criterion: Any = "fisher"
     for share, tool in wanted:
         row: dict[str, Any] = {"tool": tool, "share": share, "draw": draw}
@@ -83,22 +86,69 @@ def _measure(draw: int, wanted: Sequence[tuple[float, str]]) -> None:
             row[f"{runtime}_speedup"] = [round(each, 3) for each in over(times, "dense", "small")]
         if tool == "sparsekit":
             row["reconstructed"] = network.judge(pruned.model.eval(), network.test)["accuracy"]
-            if share == TRAINED:
-                steps = [network.training[place] for place in np.random.default_rng(draw).permutation(100)]
-                sgd, teacher = partial(torch.optim.SGD, lr=0.004), sk.Distillation(model)
-                sk.finetune(pruned.model, steps, F.cross_entropy, epochs=1, optimizer=sgd, distillation=teacher)
-                sk.recalibrate_batchnorm(pruned.model, network.training)
-                row["finetuned"] = network.judge(pruned.model.eval(), network.test)["accuracy"]
         else:
             sk.recalibrate_batchnorm(small, fit)
             row["recalibrated"] = network.judge(small.eval(), network.test)["accuracy"]
-            small = sk.compact(model, graph, mask)
-            sk.reconstruct(model, small, graph, mask, fit)
-            indices = graph.kept_indices(mask)
-            kept = {name: value[indices[name][0]] if name in indices else value for name, value in prior.items()}
-            sk.recalibrate_batchnorm(small, fit, prior=kept)
-            row["reconstructed"] = network.judge(small.eval(), network.test)["accuracy"]
+            row["reconstructed"] = network.judge(_reconstructed(network, graph, mask), network.test)["accuracy"]
         add(OUT, row)
+
+
+def train() -> None:
+    """Add the accuracy of networks after 100 steps with the dense one as teacher; Torch-Pruning's widths are free, its best.
+
+    The learning rate of an arm is that of the highest validation accuracy in its first draw.
+    """
+    import torch
+    from real_nets import efficientnet_lite0
+
+    torch.set_num_threads(1)
+    for share, draw in product(TRAINED, range(3)):
+        network, starts = efficientnet_lite0(draw=draw), dict[str, Any]()
+        for arm in map(", ".join, ARMS.values()):
+            known = {row["draw"]: row for row in read(OUT) if (row.get("trained"), row["share"]) == (arm, share)}
+            if draw in known:
+                continue
+            starts = starts or _starts(network, share)
+            tried: dict[float, tuple[float, Any]] = {}
+            for rate in [known[0]["rate"]] if draw else RATES:
+                small, dense = copy.deepcopy(starts[arm]), sk.Distillation(network.model)
+                steps = [network.training[place] for place in np.random.default_rng(draw).permutation(100)]
+                sgd = partial(torch.optim.SGD, lr=rate)
+                sk.finetune(small, steps, network.loss, epochs=1, optimizer=sgd, distillation=dense, seed=draw)
+                sk.recalibrate_batchnorm(small, network.training)
+                tried[rate] = network.judge(small.eval(), network.validation)["accuracy"], small
+            rate = max(tried, key=lambda each: tried[each][0])
+            found = network.judge(tried[rate][1], network.test)["accuracy"]
+            validation = {str(each): score for each, (score, _) in tried.items()}
+            add(OUT, {"trained": arm, "share": share, "draw": draw, "rate": rate, "validation": validation, "accuracy": found})
+
+
+def _starts(network: Any, share: float) -> dict[str, Any]:
+    """The networks of a draw that are trained, by tool and by what was done after units were removed."""
+    from real import torch_pruning
+
+    model, example, fit = network.model, network.example, network.calibration[:32]
+    given: Any = {"criterion": "fisher", "allocation": "by_cost", "batches": network.calibration, "loss": network.loss}
+    ours = sk.prune(model, example, budget=f"flops={100 * share:.0f}%", depth=0, **given)
+    mask = torch_pruning(network, ours.graph, share, "taylor", fit)
+    plain = sk.compact(model, ours.graph, mask)
+    sk.recalibrate_batchnorm(plain, fit)
+    return {
+        "sparsekit, reconstructed": ours.model,
+        "torch-pruning, reconstructed": _reconstructed(network, ours.graph, mask),
+        "torch-pruning, recalibrated": plain,
+    }
+
+
+def _reconstructed(network: Any, graph: Any, mask: Any) -> Any:
+    from sparsekit.pruning.reconstruction import statistics_prior
+
+    fit, small = network.calibration[:32], sk.compact(network.model, graph, mask)
+    sk.reconstruct(network.model, small, graph, mask, fit)
+    indices, prior = graph.kept_indices(mask), statistics_prior(network.model, fit)
+    kept = {name: value[indices[name][0]] if name in indices else value for name, value in prior.items()}
+    sk.recalibrate_batchnorm(small, fit, prior=kept)
+    return small.eval()
 
 
 def accuracies() -> dict[str, list[list[float]]]:
@@ -107,26 +157,13 @@ def accuracies() -> dict[str, list[list[float]]]:
 
 
 def _found(tool: str, share: float, field: str) -> list[float]:
-    return [100 * row[field] for row in read(OUT) if (row["tool"], row["share"]) == (tool, share) and field in row]
+    return [100 * row[field] for row in read(OUT) if (row.get("tool"), row["share"]) == (tool, share) and field in row]
 
 
 def speedups(tool: str, runtime: str) -> list[float]:
     """Of the dense network, which is 1, and at each share."""
     rows = {(row["tool"], row["share"]): row for row in read(OUT) if f"{runtime}_speedup" in row}
     return [1.0, *(rows[tool, share][f"{runtime}_speedup"][1] for share in SHARES)]
-
-
-def table() -> str:
-    """Accuracies and speed-ups, as in README.md."""
-    lines = ["| EfficientNet-Lite0, accuracy in % | all FLOPs | 75 % | 50 % | 35 % |", "|---|---|---|---|---|"]
-    for label, values in accuracies().items():
-        lines.append(f"| {label} | {' | '.join(map(spread, values))} |")
-        if label == "sparsekit":
-            after = spread(_found("sparsekit", TRAINED, "finetuned"))
-            lines.append(f"| the same, after 100 steps of fine-tuning | | | {after} | |")
-    pairs = zip(*(speedups("sparsekit", runtime) for runtime in RUNTIMES), strict=True)
-    cells = " | ".join(" / ".join(f"{value:.2f}" for value in pair) for pair in pairs)
-    return "\n".join([*lines, f"| speed-up of sparsekit's networks in {' / '.join(RUNTIMES.values())} | {cells} |"])
 
 
 def chart() -> None:
@@ -173,17 +210,8 @@ def chart() -> None:
     sheet.save("accuracy.svg")
 
 
-def write() -> None:
-    path = ROOT / "README.md"
-    text = re.sub(
-        r"^\| EfficientNet-Lite0, accuracy.*?\n\n", lambda _: f"{table()}\n\n", path.read_text("utf-8"), flags=re.M | re.S
-    )
-    path.write_text(text, encoding="utf-8")
-    chart()
-
-
 def main() -> None:
-    jobs = {"measure": measure, "write": write}
+    jobs = {"measure": measure, "train": train, "write": chart}
     if len(sys.argv) != 2 or sys.argv[1] not in jobs:
         raise SystemExit(__doc__)
     jobs[sys.argv[1]]()
