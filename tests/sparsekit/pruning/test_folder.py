@@ -22,7 +22,7 @@ def _imported() -> None:
     pytest.importorskip("accelerate", reason="pip install accelerate")
 
 
-_SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+_SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 _SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"tie_word_embeddings": True},
@@ -55,7 +55,7 @@ def _digests(folder: Path) -> dict[str, str]:
 def test_a_folder_is_pruned_as_its_model_in_memory(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pruning, "_SHARD_BYTES", 15_000)
     model = _folder(family, tmp_path / "dense", torch.bfloat16)
-    for number, way in enumerate(WAYS):
+    for number, way in enumerate(WAYS[: 2 if family == "Llama" else 1]):
         plan = sk.prune_folder(tmp_path / "dense", tmp_path / f"{number}", **way)
         expected = sk.prune(model, IDS, **way)
         assert plan.widths == expected.widths
