@@ -25,14 +25,14 @@ _EXTRAS: Mapping[str, tuple[str, ...]] = {
     "torch-pruning": ("torch_pruning",),
     "tune": ("optuna",),
 }
-"""Extras of this project, and the packages of each that are imported only where they are needed."""
+"""Extra of this project → those of its packages that are imported only where they are needed."""
 
 
 class SparsekitError(Exception):
     """Root of all errors raised by sparsekit and sparsekit_fl."""
 
     exit_code: ClassVar[int] = 2
-    """With which the command line ends: 2 for bad input, 1 for a run that failed, 130 for a run that the user stopped."""
+    """Exit code of the command line: 2 for bad input, 1 for a run that failed, 130 for a run that the user stopped."""
 
 
 class InvalidValueError(SparsekitError, ValueError):
@@ -105,7 +105,7 @@ def require(module: str) -> Any:
 
 
 def nearest(name: str, known: Iterable[str], *, most: int | None = None) -> str:
-    """Return the nearest name and at most `most` known names: `did you mean 'vgg11'? known: cnn, lstm, vgg11`."""
+    """Return a hint on an unknown name, with at most `most` known names: `did you mean 'vgg11'? known: cnn, lstm, vgg11`."""
     names = sorted(known)
     turned = [known for known in names if sorted(known) == sorted(name)]  # letters in another order
     close = turned or difflib.get_close_matches(name, names, n=1)

@@ -8,13 +8,14 @@ from typing import Any, TypeVar
 
 _Item = TypeVar("_Item")
 _drawing: list[str] = []
-"""What is drawn now: a bar inside another one is not drawn."""
+"""Description of the bar that is drawn now. A bar inside another one is not drawn."""
 
 
 def track(items: Iterable[_Item], description: str, *, show: bool | None, total: int | None = None) -> Iterator[_Item]:
-    """Yield the items, and draw a bar on stderr meanwhile, with a description in front.
+    """Yield the items, and meanwhile draw a progress bar on stderr, labeled with `description`.
 
-    `show` None draws if stderr is a terminal; a bar inside another one is never drawn. `total`: for items without a length.
+    `show`: None draws if stderr is a terminal and this is the main process. A bar inside another one is never drawn. `total`:
+    number of items, if they have no length.
     """
     with _drawn(description, show, items, total) as advance:
         for item in items:

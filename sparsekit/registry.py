@@ -1,4 +1,4 @@
-"""Registry: a name finds an object, from a table or from an installed entry point, imported when asked for."""
+"""Registry: finds objects by name, in a table or among installed entry points, and imports them on demand."""
 
 import contextlib
 import importlib
@@ -14,7 +14,7 @@ from typing import Any
 from sparsekit.errors import InvalidValueError, SparsekitError, UnknownNameError, install_hint, nearest
 
 CALLED = "raised while sparsekit called "
-"""Beginning of a note on an exception of a user's code."""
+"""Prefix of the note that `calling` adds to exceptions of the user's code."""
 
 
 def load_object(path: str) -> Any:
@@ -46,7 +46,7 @@ def _import(name: str) -> ModuleType:
             hint = (
                 "is it installed, or on PYTHONPATH?" if place is None else f"another package named {top!r} was found: {place}"
             )
-        else:  # the module is there, and needs a package
+        else:  # the module exists, but imports a package that is missing
             hint = install_hint(missing.partition(".")[0])
         raise InvalidValueError(f"cannot import module {name!r}: {error}; {hint}") from error
 
@@ -64,7 +64,7 @@ def _run_file(place: str) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException:
         if first:
-            del sys.modules[path.stem]  # or else half a module would be imported by that name
+            del sys.modules[path.stem]  # later imports must not find the unfinished module
         raise
     return module
 
@@ -76,7 +76,7 @@ def ran(name: str, code: Callable[[], Any], *, how: str = "", advice: str = "fix
     """
     try:
         return code()
-    except SparsekitError:  # which says what to do
+    except SparsekitError:  # its message already says what to do
         raise
     except Exception as error:  # the user's code may raise anything
         frames = traceback.extract_tb(error.__traceback__)
@@ -94,7 +94,7 @@ def calling(what: str | Callable[[], str]) -> Iterator[None]:
     """Add a note to exceptions of a user's code: `what` names the call, a text such as "the loss", or a function for it."""
     try:
         yield
-    except SparsekitError:  # which says what to do
+    except SparsekitError:  # its message already says what to do
         raise
     except Exception as error:
         if not any(note.startswith(CALLED) for note in getattr(error, "__notes__", ())):
@@ -106,7 +106,7 @@ class Registry(Mapping[str, Any]):
     """Names of one kind of plug-in. Looking a name up imports it; listing names imports nothing."""
 
     def __init__(self, kind: str, table: Mapping[str, str], *, group: str) -> None:
-        """`kind` is for messages, such as "criterion"; `table`: name → `"module:object"`; `group`: entry points of others."""
+        """`kind` is for messages, such as "criterion"; `table`: name → `"module:object"`; `group`: that of entry points."""
         self.kind = kind
         self.group = group
         self._table = dict(table)

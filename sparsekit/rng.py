@@ -1,4 +1,4 @@
-"""Global random state: seeded for a while, or put back as it was."""
+"""Seed or restore the global random state inside a block."""
 
 import random
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ def torch_generator(rng: np.random.Generator) -> torch.Generator:
 
 @contextmanager
 def same_random_state() -> Iterator[None]:
-    """Restore the global generators afterwards: of Python, numpy, torch and, once CUDA is in use, GPUs."""
+    """Restore the global generators after the block: of Python, numpy, torch and, once CUDA is in use, GPUs."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.random.get_rng_state()  # noqa: NPY002
     generators = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     on_gpus = [generator.get_state() for generator in generators]
@@ -35,7 +35,7 @@ def same_random_state() -> Iterator[None]:
 def seeded(seed: int) -> Iterator[None]:
     """Seed torch's global generators inside the block, also of GPUs once CUDA is in use, and restore them afterwards.
 
-    It is for initializers and dropout, which take no generator, and the only place that seeds global random state.
+    Use it for initializers and dropout, which take no generator. No other function seeds the global random state.
     """
     with same_random_state():
         # Not torch.manual_seed: its first call imports the compiler, which takes seconds, and each takes a millisecond.

@@ -1,7 +1,7 @@
-"""The command line of the core, and common parts of all commands: declaration, tables without cut-off cells, and the log.
+"""Helpers for all commands: declare a command, print tables without truncated cells, and log.
 
-Wrong input of a user is an `InvalidValueError` or another `SparsekitError`: `main` prints it in one line and ends with exit
-code 2.
+For wrong input, raise `InvalidValueError` or another `SparsekitError`. `main` prints it in one line and exits with its
+`exit_code`, which is 2 by default.
 """
 
 import functools
@@ -22,9 +22,9 @@ from rich.markup import escape
 from rich.table import Table
 
 INTERRUPTED = 130
-"""What a shell expects of a program that Ctrl-C ended."""
+"""Exit code of a program that was ended with Ctrl-C, as shells expect it."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")]
-"""The flag of a command with a result for machines."""
+"""The option `--json`, for commands that can print their result as JSON."""
 
 
 def command_app(command: Callable[..., None], *, examples: Sequence[str]) -> typer.Typer:
@@ -34,13 +34,13 @@ def command_app(command: Callable[..., None], *, examples: Sequence[str]) -> typ
     def told(**typed: Any) -> None:
         try:
             command(**typed)
-        except KeyboardInterrupt as stop:  # of which typer says nothing
+        except KeyboardInterrupt as stop:  # typer would print no message
             typer.echo(f"interrupted{': ' if stop.args else ''}{stop}", err=True)
             raise typer.Exit(INTERRUPTED) from None
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
     epilog = "\n\n".join(["Examples:", *(f"$ {escape(example)}" for example in examples)])
-    # The lines of a paragraph are joined, so that a terminal breaks them where it ends.
+    # Join the lines of each paragraph, so that they wrap at the width of the terminal.
     text = "\n\n".join(" ".join(part.split()) for part in (inspect.getdoc(command) or "").split("\n\n"))
     app.command(help=text, epilog=epilog, context_settings={"help_option_names": ["-h", "--help"]})(told)
     return app
@@ -49,7 +49,7 @@ def command_app(command: Callable[..., None], *, examples: Sequence[str]) -> typ
 def with_options(
     command: Callable[..., None], parameters: Sequence[inspect.Parameter], collect: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> Callable[..., None]:
-    """Return a command with these parameters in its signature, which Typer reads; `collect` makes its keywords from them."""
+    """Return `command` with a signature of `parameters`, for Typer. `collect` turns their values into its keyword arguments."""
 
     def spread(**typed: Any) -> None:
         command(**collect(typed))
@@ -61,7 +61,7 @@ def with_options(
 
 
 TYPED: list[str] = []
-"""The arguments of the command that runs, as they were typed."""
+"""The arguments of the running command, as typed."""
 
 
 def command_line() -> str:
@@ -75,9 +75,9 @@ def print_json(value: object) -> None:
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, texts: Collection[str] = ()) -> None:
-    """Print a table of the columns that fit the terminal, and name the others, which are in the JSON.
+    """Print a table of the columns that fit the terminal, then the titles of the others, which `--json` includes.
 
-    The first column and the ones with a title in `texts`, whose cells may wrap, are aligned to the left.
+    The first column is aligned to the left. So are columns with a title in `texts`, whose cells may wrap.
     """
     console, left_out = Console(), list[str]()
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
@@ -101,7 +101,7 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, texts: Co
 
 
 def print_lines(rows: Sequence[Sequence[str]]) -> None:
-    """Print rows in columns; the last column wraps at words where the terminal ends."""
+    """Print rows in columns. The last column wraps between words at the width of the terminal."""
     widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
     for *cells, last in rows:
         text = "".join(f"{cell.ljust(width)}  " for cell, width in zip(cells, widths, strict=True))
@@ -111,7 +111,7 @@ def print_lines(rows: Sequence[Sequence[str]]) -> None:
 
 
 def print_wrapped(text: str, *, indent: str = "") -> None:
-    """Print a text, broken at words where the terminal ends."""
+    """Print a text, wrapped between words at the width of the terminal."""
     for line in textwrap.wrap(text, Console().width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False):
         typer.echo(line)
 
@@ -123,7 +123,7 @@ _ARGUMENTS = {"batches": "--dataset"} | {
 
 
 def in_flags(text: str) -> str:
-    """Name arguments as the command line does: `batches=` is `--dataset`, `prune_hidden_size=True` is `--prune-hidden-size`."""
+    """Replace names of arguments in a message by options: `batches=` by `--dataset`, `exclude=` by `--exclude`."""
     return re.sub(rf"\b({'|'.join(_ARGUMENTS)})=(?:True\b|(?!\w))", lambda found: _ARGUMENTS[found[1]], text)
 
 

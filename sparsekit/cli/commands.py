@@ -1,4 +1,4 @@
-"""Command lines with marks for values: filling them in, running several at a time, reading a number from their output."""
+"""Fill placeholders in command lines, run several commands at a time, and read scores from their output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sparsekit.errors import InvalidValueError
 
-# {{name}} is the text {name}; ${name} belongs to the shell.
+# {{name}} stands for the literal text {name}; ${name} is left to the shell.
 _MARK = re.compile(r"\{\{(\w+)\}\}|(?<!\$)\{([A-Za-z_]\w*)\}")
 # The largest reward that a bandit takes.
 _LARGEST = 1e100
@@ -63,7 +63,7 @@ def metric_pattern(text: str) -> re.Pattern[str]:
 def read_metric(pattern: re.Pattern[str], *outputs: str) -> float:
     """Return the number of the last match in the first of `outputs` that matches; its magnitude is at most 1e100."""
     for output in outputs:
-        # Colours would separate a word from its number, and a progress bar writes many lines over each other.
+        # Color codes may separate a word from its number. A progress bar overwrites its line by carriage returns.
         matches = pattern.findall(_COLOURS.sub("", output).replace("\r", "\n"))
         if not matches:
             continue
@@ -78,12 +78,12 @@ def read_metric(pattern: re.Pattern[str], *outputs: str) -> float:
 
 
 class Commands(contextlib.AbstractContextManager["Commands"]):
-    """Runs command lines, each in a process group of its own; closing it ends the running ones.
+    """Runs command lines, each in a separate process group. When the context exits, running commands are stopped.
 
     Args:
         metric: Finds the score in the output.
         logs: Folder for standard output and standard error, `NUMBER.out` and `NUMBER.err`.
-        timeout_seconds: Time after which a command is ended with its children, and has failed; None: no limit.
+        timeout_seconds: Time after which a command and its children are stopped and count as failed; None: no limit.
     """
 
     def __init__(self, metric: re.Pattern[str], logs: Path, *, timeout_seconds: float | None = None) -> None:
@@ -100,14 +100,14 @@ class Commands(contextlib.AbstractContextManager["Commands"]):
 
     def start(self, number: int, line: str) -> None:
         with self._log(number, "out").open("wb") as output, self._log(number, "err").open("wb") as errors:
-            # In a group of its own, so that Ctrl-C reaches us alone, and ending a trial ends everything that it started.
+            # In a separate process group, Ctrl-C does not reach the command, and its children can be stopped with it.
             process = subprocess.Popen(
                 line, shell=True, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
             )
         self.running[number] = process, time.monotonic()
 
     def poll(self) -> Iterator[tuple[int, float | None, str]]:
-        """Wait a moment, and yield number, score and reason of the commands that have ended; a failed one has no score."""
+        """Wait 50 ms, then yield (number, score, reason of failure) of ended commands: score None, or an empty reason."""
         time.sleep(_POLL_SECONDS)
         for number, (process, began) in list(self.running.items()):
             code = process.poll()

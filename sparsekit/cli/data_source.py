@@ -1,4 +1,4 @@
-"""Data and losses that a command line names, and the score on validation data."""
+"""Load data and losses that the command line names, and score models on validation data."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 data_sets = Registry("data set", DATA, group="sparsekit.data")
-"""Data by name. An entry point names a function that returns batches to train on, or a pair (training, validation); of
-`data_dir`, `batch_size` and `seed` it gets the ones in its signature."""
+"""Data sets by name. An entry point names a function that returns training batches, or a pair (training, validation). It is
+called with those of `data_dir`, `batch_size` and `seed` that are in its signature."""
 
 
 class _Moved:
@@ -32,10 +32,11 @@ class _Moved:
 
 
 def load_data(text: str | None, device: str, **offered: Any) -> tuple[Iterable[Any], Iterable[Any] | None, str]:
-    """Load the data of `--dataset`: batches to train on, which can be read again, batches for validation, and a note on them.
+    """Load the data of `--dataset`. Returns training batches, validation batches or None, and a note for the report.
 
-    A loader gets those of the `offered` arguments that it takes. If it returns a list without validation data, the last fifth
-    of the list validates. The note is empty if the loader returns both.
+    Batches can be iterated repeatedly. A loader is called with those of the `offered` arguments that it takes. If it returns a
+    sequence of at least five batches, without validation data, the last fifth is used for validation. The note is empty if the
+    loader returns both.
     """
     if text is None:
         return (), None, ""
@@ -68,7 +69,7 @@ def load_data(text: str | None, device: str, **offered: Any) -> tuple[Iterable[A
 
 
 def find_loss(text: str) -> Callable[..., Any] | None:
-    """Return a loss of `torch.nn.functional` by name, or `package.module:loss`; "outputs" takes the loss of the model."""
+    """Return a loss of `torch.nn.functional` by name, or `package.module:loss`. "outputs" gives None: the model's own loss."""
     if text == "outputs":
         return None
     from torch.nn import functional
@@ -84,19 +85,19 @@ def find_loss(text: str) -> Callable[..., Any] | None:
 
 
 def metric_of(batches: Iterable[Any] | None, loss: Callable[..., Any] | None) -> Callable[[nn.Module], float] | None:
-    """Return the score on validation data, larger is better: accuracy for cross_entropy, else minus the loss."""
+    """Return a function that scores a model on `batches`: accuracy for cross_entropy, else the negative loss."""
     if batches is None:
         return None
 
     from sparsekit.criteria.batches import Batch, read_batches
 
     def right(model: nn.Module, batch: Batch) -> tuple[float, int]:
-        """Return the number of targets that are the largest output along axis 1, and the number of targets."""
+        """Return the number of correct predictions (argmax along axis 1) and the number of targets."""
         outputs, target = batch.run(model), batch.target
         if target is None:
             raise DataError("accuracy needs targets: batches (input, …, target), or mappings with 'labels'")
         found = getattr(outputs, "logits", outputs).argmax(1)
-        if found.shape != target.shape:  # which would broadcast
+        if found.shape != target.shape:  # these would broadcast
             raise DataError(
                 f"accuracy needs the index of a class for each of {tuple(found.shape)} outputs, got targets"
                 f" {tuple(target.shape)}; pass another --loss"

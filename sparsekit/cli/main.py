@@ -1,7 +1,7 @@
-"""The `sparsekit` command: the commands of the table and of other packages.
+"""The `sparsekit` command, with the commands of `sparsekit.cli.table` and of other installed packages.
 
-Another package adds a command by an entry point in the group `sparsekit.commands`, which names a `typer.Typer` with one
-command; it is imported only when it is asked for or listed, so it should import little itself. One in the group
+To add a command, another package declares an entry point in the group `sparsekit.commands` that names a `typer.Typer` with
+one command. It is imported only to run or list that command, so its module should import little. An entry point in the group
 `sparsekit.models` names a function without arguments that returns a module, or a module and its example inputs.
 """
 
@@ -28,11 +28,11 @@ from sparsekit.registry import CALLED, Registry, load_object
 from sparsekit.version import __version__
 
 commands = Registry("command", {name: listed.path for name, listed in COMMANDS.items()}, group="sparsekit.commands")
-"""Commands of this project and of other packages: a `typer.Typer` each."""
+"""Name → `typer.Typer` with one command, of this project and of other packages."""
 
 
 class _Commands(TyperGroup):
-    """Commands of this project and of installed packages. A command that cannot be imported does not affect the others."""
+    """The group of all commands. A command that cannot be imported does not affect the others."""
 
     _summarized = False
 
@@ -67,7 +67,7 @@ class _Commands(TyperGroup):
 
 
 def _meant(name: str, commands: Sequence[str]) -> str:
-    """Advice for an unknown command: the command for the method of this name, or else the nearest one."""
+    """Return advice on an unknown command: how to run the federated method of this name, or else the nearest command."""
     with contextlib.suppress(ImportError, InvalidValueError):  # without the extra `fl` there are no methods to run
         hint = load_object("sparsekit_fl.cli.listing:method_hint")(name)
         if hint:
@@ -140,7 +140,7 @@ def execute(arguments: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         typer.echo("interrupted", err=True)
         return INTERRUPTED
-    except Exception as error:  # of the user's code, or a mistake of ours
+    except Exception as error:  # raised by the user's code, or a bug of ours
         if os.environ.get("SPARSEKIT_DEBUG"):
             raise
         told, code = _blamed(error)
@@ -165,7 +165,7 @@ def _blamed(error: Exception) -> tuple[str, int]:
 
 
 def _in_words(error: OSError) -> str:
-    """Return an error of the operating system as a sentence with advice, without its number."""
+    """Describe an error of the operating system in a sentence with advice, without the error number."""
     if error.filename is None or error.strerror is None:
         return str(error)
     return (
@@ -175,7 +175,7 @@ def _in_words(error: OSError) -> str:
 
 
 def main() -> None:
-    """The console script `sparsekit`."""
+    """Run the console script `sparsekit`."""
     # As with `python -m`, models and data sets in the current folder are found first.
     if os.getcwd() not in sys.path[:1] and not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd())

@@ -1,4 +1,4 @@
-"""Models, checkpoints and example inputs that a command line names, and the options that name them."""
+"""Load models, checkpoints and example inputs that the command line names; declares the options for them."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ ExampleShape: TypeAlias = Annotated[
 Device: TypeAlias = Annotated[str, typer.Option(help="Device of the model: cpu, cuda, cuda:1, …")]
 
 _MOST_PARAMETERS = 10**9
-"""Of a model that is built for its name alone."""
+"""Largest model of transformers that is built from its name alone."""
 _NESTED = ("state_dict", "model_state_dict", "model", "net", "module")
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
 def load_with_inputs(name: str, *, init: Path | None, shapes: Sequence[str], device: str) -> tuple[nn.Module, ModelInputs]:
-    """Return a model with its weights, and its example inputs, on a device; the arguments are the options above."""
+    """Return a model with loaded weights, and its example inputs, on a device. The arguments are the options above."""
     from sparsekit.tracing.inputs import ModelInputs, map_tensors
 
     home = pick_device(device)
@@ -62,7 +62,7 @@ def load_with_inputs(name: str, *, init: Path | None, shapes: Sequence[str], dev
 
 
 def load_model(name: str) -> tuple[nn.Module, tuple[Any, ...] | Mapping[str, Any] | None]:
-    """Build a model, and the example inputs that its factory brings along, if any."""
+    """Build a model by name. Also returns the example inputs that its factory returns, or None."""
     from torch import nn
 
     try:
@@ -116,7 +116,7 @@ def _installed(module: str) -> Any:
 def example_inputs(
     name: str, module: nn.Module, own: tuple[Any, ...] | Mapping[str, Any] | None, shapes: Sequence[str]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and keyword inputs: of the options, drawn alike each time, or else of the factory (`own`)."""
+    """Return positional and keyword inputs: random ones of the given shapes, from a fixed seed, or those of the factory."""
     if not shapes:
         if own is None:
             raise InvalidValueError(
@@ -129,7 +129,7 @@ def example_inputs(
 
     from sparsekit.rng import torch_generator
 
-    # Tokens that are in every vocabulary, and not all 0, which may be padding.
+    # Random token ids below the smallest vocabulary size. Zeros alone could be padding.
     sizes = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
     tokens, generator = min(sizes, default=2), torch_generator(np.random.default_rng(0))
     read = [read_example(text, tokens=min(tokens, 100), generator=generator) for text in shapes]
@@ -137,7 +137,7 @@ def example_inputs(
 
 
 def read_example(text: str, *, tokens: int, generator: torch.Generator) -> tuple[str, Tensor]:
-    """Read `1,3,32,32`, `1,20:int64` or `tokens=1,20:int64`: keyword or "", and a tensor that is drawn, of True for a mask."""
+    """Parse `1,3,32,32` or `tokens=1,20:int64`. Returns the keyword or "", and a random tensor; a bool tensor is all True."""
     import torch
 
     keyword, equals, rest = text.partition("=")
@@ -175,8 +175,8 @@ def pick_device(text: str) -> torch.device:
 def load_checkpoint(model: nn.Module, path: Path) -> None:
     """Load trained weights: a state dict as safetensors, or as torch writes it, read without running code.
 
-    A state dict inside a training checkpoint, under `state_dict`, `model` and the like, is found; prefixes of data-parallel
-    training and of the compiler are taken off.
+    The state dict may be nested in a training checkpoint, under `state_dict`, `model` or a similar key. Prefixes that
+    data-parallel training and the compiler add to keys are removed.
     """
     state, own = _unwrapped(_read_file(path), path), model.state_dict()
     for prefix in _PREFIXES:
@@ -195,7 +195,7 @@ def _read_file(path: Path) -> Any:
     import torch
     from safetensors.torch import load_file
 
-    # Torch's reader of plain weights runs no code; anything but tensors in plain containers is refused.
+    # With weights_only, torch runs no code from the file: it accepts only tensors in plain containers.
     read = functools.partial(torch.load, map_location="cpu", weights_only=True)
     if path.is_dir():
         inside = sorted(each.name for each in path.iterdir() if each.suffix in (".safetensors", ".pt", ".pth", ".bin"))
@@ -210,7 +210,7 @@ def _read_file(path: Path) -> Any:
     except OSError:
         raise
     except Exception as error:  # readers raise errors of many kinds for a damaged file
-        # Torch's own words advise to run whatever code the file holds.
+        # Torch's message is left out: it advises to load with weights_only=False, which runs code from the file.
         pickled = type(error).__name__ == "UnpicklingError" and path.read_bytes()[:2] in (b"PK", b"\x80\x02")
         told = (
             "it holds more than tensors, and to load that could run code"

@@ -1,4 +1,4 @@
-"""`sparsekit prune`: load, decide, cut, reconstruct, fine-tune, measure and write, from the command line."""
+"""`sparsekit prune`: prune a model to a budget from the command line, and save it with a report."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def _prune(
         if metric is not None and data_note:
             try:
                 metric(dense)
-            except DataError as error:  # nobody asked for this score
+            except DataError as error:  # the score was not requested, so it is optional
                 train, metric, data_note = [*train, *(validation or ())], None, f"No scores: {error}."
         options: dict[str, Any] = {
             "budget": Budget.of(budget),
@@ -322,7 +322,7 @@ def _print(report: PruneReport, how: str) -> None:
 
 
 def _write(pruned: Pruned, folder: Path, exported: ModelInputs | None, model: str) -> dict[str, str]:
-    """Write all files of the run, and an ONNX file for example inputs if there are any; what → path."""
+    """Write all files of the run, also ONNX if `exported` has example inputs. Returns kind of file → path."""
     from sparsekit.pruning.report import PAGE, prune_page
     from sparsekit.surgery.onnx import export_onnx
 
@@ -335,13 +335,13 @@ def _write(pruned: Pruned, folder: Path, exported: ModelInputs | None, model: st
     sizes = {path.name: path.stat().st_size for path in files.values()}
     files["page"] = folder / PAGE
     place, _, maker = model.rpartition(":")
-    found = os.path.relpath(place, folder) if place.endswith(".py") else place  # as seen from the folder of the page
+    found = os.path.relpath(place, folder) if place.endswith(".py") else place  # relative to the folder of the page
     factory = f'"{found}:{maker}"' if place else ""
     text = prune_page(pruned.report, file=_SMALL, sizes=sizes, factory=factory, command=command_line())
     files["page"].write_text(text, encoding="utf-8")
     paths = {what: str(path) for what, path in (files | {"report": folder / _REPORT}).items()}
     text = json.dumps({**pruned.report.to_dict(), "files": paths}, indent=1)
-    (folder / _REPORT).write_text(text, encoding="utf-8")  # last: where it is, the run is finished
+    (folder / _REPORT).write_text(text, encoding="utf-8")  # written last, so that it marks a finished run
     return paths
 
 
@@ -352,7 +352,7 @@ def _log_epoch(record: EpochRecord) -> None:
 
 @contextlib.contextmanager
 def _stoppable(folder: Path | None) -> Iterator[None]:
-    """If the run ends early, remove the folder that it made, if that is empty; after Ctrl-C, say what is left."""
+    """If the run fails, remove the empty folders that it created. After Ctrl-C, the error lists the files that are left."""
     places = [] if folder is None else [place for place in (folder, *folder.parents) if not place.exists()]
     before = set(os.listdir(folder)) if folder is not None and folder.is_dir() else set[str]()
     try:
@@ -360,7 +360,7 @@ def _stoppable(folder: Path | None) -> Iterator[None]:
     except BaseException as error:
         left = sorted({*os.listdir(folder)} - before) if folder is not None and folder.is_dir() else []
         for place in places:
-            with contextlib.suppress(OSError):  # it is not there, or has files
+            with contextlib.suppress(OSError):  # the folder does not exist, or has files
                 place.rmdir()
         if isinstance(error, KeyboardInterrupt):
             kept = f"{folder} has {', '.join(left)}, and no report.json" if left else "nothing was written"
@@ -369,7 +369,7 @@ def _stoppable(folder: Path | None) -> Iterator[None]:
 
 
 def _open_folder(folder: Path | None, *, onnx: bool) -> None:
-    """Make the folder of the run, if there is one, before anything that takes long."""
+    """Create and check the output folder, if there is one, before the slow steps."""
     if folder is None:
         if onnx:
             raise InvalidValueError("--onnx needs --out, the folder of the run")

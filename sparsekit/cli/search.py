@@ -1,4 +1,4 @@
-"""Search: the trials of `sparsekit tune` in a study of Optuna, and their results."""
+"""Search: runs the trials of `sparsekit tune` in an Optuna study, and reports their results."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.registry import calling
 
 _REPEATED = 16
-"""Known values that a sampler may propose in a row before one is drawn at random."""
+"""Number of successive proposals with values already tried, after which values are drawn at random."""
 _SAME = "same values as trial"
 
 
 def _size(axis: Axis) -> float:
-    """Return the number of values of an axis."""
+    """Return the number of values of an axis; infinity if it is continuous."""
     if isinstance(axis, CategoricalDistribution):
         return len(axis.choices)
     return (axis.high - axis.low) // axis.step + 1 if isinstance(axis, IntDistribution) else math.inf
 
 
 class Search:
-    """A study of Optuna, the placeholders of the command and the sampler that fills them.
+    """Searches for the best values of the placeholders in a command, with an Optuna study and a sampler.
 
-    Proposals follow from the seed and the scores alone: a search that was stopped in any way resumes with the same trials. With
-    several jobs, the order of their ends counts too. `settings` must be equal to resume; `trials` include earlier calls.
+    Proposals depend on the seed and the scores only, so an interrupted search resumes with the same trials. With several jobs,
+    they also depend on the order in which trials end. To resume, `settings` must be equal. `trials` includes earlier calls.
     """
 
     study: optuna.Study
@@ -49,7 +49,7 @@ class Search:
         self.command, self.axes, self.settings = command, dict(axes), settings
         self.trials, self.jobs, self.horizon = trials, jobs, trials
         self.maximize: bool = settings["maximize"]
-        self._repeated = 0  # proposals in a row whose values were known
+        self._repeated = 0  # successive proposals with values already tried
 
     def open(self, storage: JournalStorage | None) -> None:
         """Create the study in a storage, or resume it; refuse a storage with other settings."""
@@ -72,9 +72,9 @@ class Search:
         self.study.sampler = self.sampler(0)
 
     def sampler(self, started: int) -> BaseSampler:
-        """Make the sampler; `started` is the number of trials so far."""
+        """Create the sampler; `started` is the number of trials in the study."""
         name, seed = self.settings["sampler"], self.settings["seed"]
-        # With the first seed again, a resumed search would propose its first values again.
+        # With an unchanged seed, a resumed search would propose its first values again.
         if name == "tpe":
             return TPESampler(seed=seed + started, constant_liar=self.jobs > 1)
         if name == "random":
@@ -88,9 +88,9 @@ class Search:
         )
 
     def run(self, commands: Commands, stopped: threading.Event) -> Iterator[FrozenTrial]:
-        """Run trials until enough have ended; yield each that has ended.
+        """Run trials until `trials` have ended, or `stopped` is set. Yields each trial when it ends.
 
-        A trial whose process died runs first, with the same values.
+        Trials that an earlier process left unfinished run first, with the same values.
         """
         running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         waiting = [(trial.number, trial.params) for trial in running if set(trial.params) == set(self.axes)]
@@ -106,7 +106,7 @@ class Search:
                         waiting.pop(0)
                         continue
                     if self.texts(params) in [self.texts(self.study.trials[each].params) for each in commands.running]:
-                        break  # its score will be known
+                        break  # wait for the running trial with the same values
                 waiting.pop(0)
                 commands.start(number, self.line(number, params))
             if not commands.running:
@@ -128,7 +128,7 @@ class Search:
         return trial.number, trial.params
 
     def _takes_known_score(self, number: int, params: Mapping[str, Any]) -> bool:
-        """Give a trial the score of an earlier one with the same values, if there is one. It then does not count as a trial."""
+        """If an ended trial has the same values, copy its score, exclude this trial from the count, and return True."""
         texts = self.texts(params)
         known = next((trial for trial in self.ended if self.texts(trial.params) == texts), None)
         self._repeated = 0 if known is None else self._repeated + 1
@@ -140,7 +140,7 @@ class Search:
 
     @property
     def used_up(self) -> bool:
-        """Whether a deterministic command has been run with all combinations of values that there are."""
+        """Whether the command is deterministic and was run with every combination of values."""
         size = math.prod(_size(axis) for axis in self.axes.values())
         return self.settings["deterministic"] and len({str(self.texts(trial.params)) for trial in self.ended}) >= size
 
@@ -167,13 +167,13 @@ class Search:
         return max(scored, key=lambda trial: (trial.value or 0.0) * (1 if self.maximize else -1), default=None)
 
     def recommended(self) -> FrozenTrial | None:
-        """Return the trial that the bandit recommends, since a mean is worth more than one lucky score; else the best trial."""
+        """Return the trial that the bandit recommends by mean scores, which depend less on luck; else the best trial."""
         found = getattr(self.study.sampler, "recommended", lambda _: None)(self.study)
         lucky = self.settings["deterministic"] or found is None or found.value is None
         return self.best() if lucky else found
 
     def report(self) -> dict[str, Any]:
-        """Return settings and trials as JSON. The best and the recommended one have the mean score of equal trials."""
+        """Return settings and trials for JSON. The best and the recommended trial include the mean score of equal trials."""
         best, recommended = (None if trial is None else self._with_mean(trial) for trial in (self.best(), self.recommended()))
         rows = [self._row(trial) for trial in self.ended]
         failed = sum(row["score"] is None for row in rows)
@@ -195,7 +195,7 @@ class Search:
 def opened(
     command: str, axes: Mapping[str, Axis], settings: Mapping[str, Any], *, trials: int, jobs: int, out: Path | None
 ) -> Iterator[Search]:
-    """Open a search whose journal is in a folder; None keeps nothing. The arguments are as in `Search`."""
+    """Open a search with a journal in the folder `out`; None writes nothing. The other arguments are as in `Search`."""
     search = Search(command, axes, settings, trials=trials, jobs=jobs)
     search.sampler(0)  # a wrong sampler is refused before anything is written
     with contextlib.ExitStack() as stack:
@@ -215,7 +215,7 @@ def _journal(out: Path, stack: contextlib.ExitStack) -> JournalStorage:
     stack.callback(lock.release)
     path = out / "study.journal"
     if path.exists() and not (written := path.read_bytes()).endswith(b"\n"):
-        # The process died while it wrote this line, or the disk was full: without it, the work is done again.
+        # The last line is incomplete, because the process died or the disk was full. Drop it; its work is repeated.
         with path.open("r+b") as file:
             file.truncate(written.rfind(b"\n") + 1)
     return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))

@@ -1,11 +1,11 @@
-"""The commands, models and data that ship with sparsekit: names and places alone, so that listing them imports nothing."""
+"""Names and import paths of the commands, models and data in sparsekit. Listing them imports nothing."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
 
 class Listed(NamedTuple):
-    """A command: `package.module:name` of its `typer.Typer`, imported when it is asked for, and the first line of its help."""
+    """A command: the path `package.module:name` of its `typer.Typer`, imported on demand, and the first line of its help."""
 
     path: str
     summary: str

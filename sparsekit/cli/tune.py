@@ -30,7 +30,7 @@ _MAX_ROWS = 15
 
 @contextlib.contextmanager
 def _signals() -> Iterator[threading.Event]:
-    """Give an event that Ctrl-C and SIGTERM set, so that no entry of the journal is half written; the second one raises."""
+    """Yield an event that Ctrl-C and SIGTERM set, so that no journal entry is half written. A second signal interrupts."""
     stopped = threading.Event()
 
     def stop(*_: Any) -> None:
@@ -156,7 +156,7 @@ def _print(report: Mapping[str, Any]) -> None:
     better = "larger" if report["maximize"] else "smaller"
     typer.echo(f"{len(rows)} trials{failed}; {report['sampler']}, {better} is better")
     chosen = {kind: report[kind]["trial"] for kind in ("recommended", "best") if report[kind]}
-    notes = {number: kind for kind, number in chosen.items()}  # the best one is called best alone
+    notes = {number: kind for kind, number in chosen.items()}  # "best" replaces "recommended"
     rows = sorted(rows, key=lambda row: (row["score"] is None, (row["score"] or 0.0) * (-1 if report["maximize"] else 1)))
     shown = [
         (
@@ -174,7 +174,7 @@ def _print(report: Mapping[str, Any]) -> None:
 
 
 def curve(scores: Sequence[float | None], *, width: int = 50) -> str:
-    """Draw scores as a line of at most `width` bars, with the smallest and the largest; a failed trial is a dot.
+    """Draw scores as at most `width` bars, followed by the smallest and the largest score. A failed trial is a dot.
 
     With more trials than bars, each bar is a mean of neighbors.
     """

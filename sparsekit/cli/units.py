@@ -40,7 +40,7 @@ def _units(
 
     module, inputs = load_with_inputs(model, init=init, shapes=example_shape or (), device=device)
     with warnings.catch_warnings():
-        # The same facts are in the table.
+        # The table shows the same facts.
         warnings.simplefilter("ignore", UnprunableWarning)
         graph = with_blocks(module, inputs, trace_units(module, inputs, prune_hidden_size=prune_hidden_size))
     report = _describe(model, graph, cost_model(module, inputs, graph))

@@ -1,4 +1,4 @@
-"""without_blocks(): the units of a model without some of its blocks."""
+"""without_blocks(): the unit graph of a model without some of its blocks."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -13,7 +13,7 @@ def is_inside(name: str, roots: Collection[str]) -> bool:
 
 
 def without_blocks(graph: UnitGraph, names: Collection[str]) -> UnitGraph:
-    """Return the graph of the model without some blocks: without the units and entries inside of them."""
+    """Return the graph of the model without some blocks, and so without the units and entries inside of them."""
     for name in names:
         if name not in graph.blocks:
             raise UnknownNameError(f"no block {name!r} in this graph; {nearest(name, graph.blocks)}")

@@ -53,7 +53,7 @@ def only(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
 
 
 def inside(graph: UnitGraph, home: str) -> UnitGraph:
-    """Return the graph with the integers, free lengths and leftovers of one module, under the names that they have there."""
+    """Return the graph with only the integers, free lengths and leftovers inside one module, named relative to it."""
 
     def is_inside(module: str) -> bool:
         return f"{module}.".startswith(f"{home}.")
@@ -74,7 +74,7 @@ def _derived(graph: UnitGraph, **changes: Any) -> UnitGraph:
 
 
 def compact_graph(graph: UnitGraph, mask: UnitMask) -> UnitGraph:
-    """Return the graph of the compacted model, with the same groups and the units that are kept, in their order.
+    """Return the graph of the compacted model: the same groups with the kept units, in the same order.
 
     Raises:
         ForeignMaskError: the mask belongs to another graph.
@@ -118,7 +118,7 @@ def compact_graph(graph: UnitGraph, mask: UnitMask) -> UnitGraph:
 
 
 def within(mask: UnitMask, later: UnitMask) -> UnitMask:
-    """Return the units that two pruning steps keep: `later` is a mask of the model that `mask` leaves."""
+    """Combine the masks of two successive pruning steps. `later` is a mask of the model that was compacted with `mask`."""
     found = {name: keep.masked_scatter(keep, later[name]) if name in later else keep for name, keep in mask.items()}
     return UnitMask(found, removed=mask.removed | later.removed)
 
@@ -141,8 +141,8 @@ def _checked(graph: UnitGraph, groups: Collection[str]) -> frozenset[str]:
 def tie_layers(graph: UnitGraph) -> UnitGraph:
     """Return the graph with like groups of all layers tied, so that every allocation keeps equally many units of each.
 
-    Groups are alike if only numbers in their names differ (`layers.0.mlp`, `layers.7.mlp`) and their sizes and kinds are equal.
-    A model whose layers all have one shape can be described by a configuration again.
+    Use it if a configuration must describe the pruned model, which needs layers of equal shapes. Groups are alike if only
+    numbers in their names differ (`layers.0.mlp`, `layers.7.mlp`) and their sizes and kinds are equal.
     """
     alike: dict[tuple[str, int, str], list[str]] = {}
     for name, group in graph.groups.items():

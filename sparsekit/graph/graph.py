@@ -45,12 +45,12 @@ class UnitGraph:
         shapes: State-dict key → shape, for all entries of the state.
         ties: Sets of groups that must keep equally many units, such as the layers of a stacked LSTM.
         unprunable: Units that cannot be removed exactly, with the reasons.
-        sizes: Integers of the model's own modules that follow the number of units.
+        sizes: Integers in modules that depend on the number of kept units.
         norms: Normalization calls that average over the kept units only; empty unless `prune_hidden_size=True`.
         aliases: State-dict keys that share one tensor, such as tied weights.
         constants: Name → tensor outside the state that holds units, and is cut with them.
-        free: Lengths in calls of `reshape` that a narrow model leaves to torch.
-        leftovers: Attributes that a pass fills, and that are empty in a narrow model.
+        free: Lengths in calls of `reshape` that are -1 in a narrow model.
+        leftovers: Attributes in which a pass stores tensors, and that are cleared in a narrow model.
         blocks: Name of a module → the residual branch that can be removed whole with it. Found by `prune` if it may remove
             blocks, and by `sparsekit units`.
     """
@@ -129,7 +129,7 @@ class UnitGraph:
         return {key: place for key, place in keys.items() if key in self.shapes}
 
     def check_counts(self, counts: Mapping[str, int]) -> None:
-        """Raise InvalidValueError unless tied groups keep equally many units, and numbers that their kernels take.
+        """Raise InvalidValueError unless tied groups keep equally many units, and every count fits `UnitGroup.multiple`.
 
         `counts`: group name → units kept.
         """
@@ -195,7 +195,7 @@ class UnitGraph:
         return {name: dict(axes) for name, axes in self._kept(keep).items() if name not in self.constants}
 
     def kept_constants(self, keep: Mapping[str, Tensor]) -> dict[str, dict[int, Tensor]]:
-        """Return the same for `constants`, under their names."""
+        """Return the same for `constants`: name → axis → int64 (kept,)."""
         return {name: dict(axes) for name, axes in self._kept(keep).items() if name in self.constants}
 
     def _kept(self, keep: Mapping[str, Tensor]) -> dict[str, dict[int, Tensor]]:
@@ -213,8 +213,8 @@ class UnitGraph:
     def rotated_indices(self, keep: Mapping[str, Tensor], groups: Collection[str]) -> dict[str, dict[int, Tensor]]:
         """Return kept positions of entries and constants, with the kept units of some groups rotated by one.
 
-        A model that is cut with them computes the same if each unit has the positions that the graph says. Masks alone do not
-        show whether two kept units have swapped positions.
+        They are for verification. A model that is cut with them has unchanged outputs if the graph assigns every position to
+        the right unit. A mask alone cannot show whether the positions of two kept units are swapped.
         """
         moved: list[npt.NDArray[np.int64]] = []
         for name, group in self.groups.items():
@@ -230,19 +230,19 @@ class UnitGraph:
 
     @cached_property
     def _recent(self) -> dict[bytes, dict[str, dict[int, Tensor]]]:
-        """Positions kept by the last few masks: loading, cutting, sending and checking all ask about the same mask."""
+        """Positions kept by the last few masks, since loading, cutting, sending and checking all use the same mask."""
         return {}
 
     @cached_property
     def checks(self) -> list[Callable[[nn.Module, nn.Module | None], None]]:
-        """Functions that refuse a narrow model, given with the dense one; a trace adds one that runs it. They are not saved."""
+        """Functions of a narrow and its dense model that raise if the narrow one fails. A trace adds one; they are not saved."""
         return []
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in vars(self).items() if name != "checks"}
 
     def fingerprint(self) -> tuple[tuple[str, int], ...]:
-        """Names and sizes of the groups, which a mask must match."""
+        """Return names and sizes of the groups, which a mask must match."""
         return tuple((group.name, group.size) for group in self.groups.values())
 
 
@@ -251,10 +251,10 @@ class _Table:
     """All slices of a graph as arrays. The axes that units touch are concatenated, so that a position is one number."""
 
     axes: list[tuple[str, int]]  # (state-dict key, axis)
-    bounds: npt.NDArray[np.int64]  # (axes + 1,): where each begins, and the last ends
+    bounds: npt.NDArray[np.int64]  # (axes + 1,): offset of each axis, and the total length
     positions: npt.NDArray[np.int64]  # every position that belongs to a unit, slice by slice and unit by unit
     units: npt.NDArray[np.int64]  # the unit of each position, numbered through all groups
-    spans: npt.NDArray[np.int64]  # positions of that unit in the slice
+    spans: npt.NDArray[np.int64]  # number of positions of that unit in the slice
 
     @classmethod
     def of(cls, graph: UnitGraph) -> _Table:
@@ -276,7 +276,7 @@ class _Table:
         return cls(axes, bounds, positions, units, span)
 
     def kept(self, keep: npt.NDArray[np.bool_], moved: npt.NDArray[np.int64] | None = None) -> dict[str, dict[int, Tensor]]:
-        """Return state-dict key → axis → positions kept, ascending; with `moved`, of the unit that many units later instead."""
+        """Return state-dict key → axis → kept positions, ascending. `moved`: offset of the unit to use in place of each unit."""
         stays = np.ones(self.bounds[-1], dtype=bool)
         own = keep[self.units]
         stays[self.positions[~own]] = False

@@ -1,4 +1,4 @@
-"""UnitSlice, UnitGroup: positions of units in tensors; Constant, SizeAttribute, NormSite, Unprunable: other findings."""
+"""UnitSlice, UnitGroup: positions of units in tensors; Constant, SizeAttribute, NormSite, Unprunable: other trace results."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,12 +23,12 @@ class UnitSlice:
         dim: Axis of that tensor.
         index: int64 (units, span); row j holds the positions along `dim` that belong to unit j. A flattened channel
             spans H·W columns, an LSTM cell spans four gate rows.
-        side: "out" where the entries make the unit's value (filter rows, bias, norm scale and statistics), "in" where
-            they read it (the columns of its consumers).
-        gated: True where a gate multiplies the entries, so that a gate of 0 silences the unit exactly and one of 1 changes
-            nothing. On side "in" any gate multiplies what the unit contributes. On side "out", gated entries make the
-            unit's value, and a gate between 0 and 1 passes through what follows. It is exact before linear operators and ReLU,
-            not before tanh. False where the entries are only cut when compacting.
+        side: "out" if the entries produce the unit's value (filter rows, bias, norm scale and statistics), "in" if they
+            consume it (the columns of the next layer).
+        gated: Whether a gate multiplies the entries. Then a gate of 0 silences the unit exactly, and a gate of 1 changes
+            nothing. On side "in", a gate between 0 and 1 scales the contribution of the unit. On side "out", it scales the
+            inputs of the operators that follow, which is the same for linear operators and ReLU, but not for tanh. Entries
+            that are not gated are only removed in the compact model.
     """
 
     name: str
@@ -58,11 +58,11 @@ class UnitGroup:
     Args:
         name: Unique; the name of the first module that makes the units.
         size: Number of units.
-        kind: The kind of a unit.
+        kind: Kind of unit, such as "channel" or "head".
         slices: Every tensor axis that holds the units.
         least: Smallest number of units that must stay, such as the number of experts that each token uses.
         constants: Axes of tensors outside the state that hold the units: cut with them, never gated.
-        multiple: A number that a kernel divides widths by: a multiple of it stays, or all units.
+        multiple: A divisor that a kernel demands of the number of kept units, unless all are kept.
     """
 
     name: str
@@ -74,7 +74,7 @@ class UnitGroup:
     multiple: int = 1
 
     def rounded(self, count: int) -> int:
-        """Return the smallest number of units of at least `count` that may stay."""
+        """Return the smallest allowed number of kept units that is at least `count`, up to `size`."""
         return min(self.size, -(-max(count, self.least) // self.multiple) * self.multiple)
 
     @property
@@ -95,11 +95,11 @@ class Unprunable:
         size: Number of units.
         reason: One phrase, with the line of the user's code.
         kind: "output" for units that the model returns; "expected" for others that need no warning, such as a vocabulary;
-            "average" for a norm or a mean over the units, which `prune_hidden_size=True` takes over the kept ones; "outside"
-            for values that belong to no unit; "number" for a number in the code; "inexact" if the comparison of the masked
-            with the compact model failed; "choice" if the user left them out; else "operator".
-        inside: Qualified name of the module where it happens, if it is another module.
-        remedy: What to write instead, if that is known.
+            "average" for a norm or a mean over the units, which `prune_hidden_size=True` computes over the kept ones;
+            "outside" for values that belong to no unit; "number" for a number in the code; "inexact" if the comparison of the
+            masked with the compact model failed; "choice" if the user left them out; else "operator".
+        inside: Qualified name of the module in which the reason was found, if it is another module; else empty.
+        remedy: What to write in the model instead, if that is known.
     """
 
     module: str
@@ -111,22 +111,22 @@ class Unprunable:
 
     @property
     def is_expected(self) -> bool:
-        """Whether it needs no warning."""
+        """Whether to give no warning about it."""
         return self.kind in ("output", "expected", "choice")
 
     @property
     def text(self) -> str:
-        """Reason, place and remedy in one sentence."""
+        """Reason, module and remedy in one sentence."""
         return self.told(self.inside)
 
     def told(self, inside: str) -> str:
-        """Return the sentence with other names of modules in place of `inside`."""
+        """Return the sentence of `text` with other names of modules in place of `inside`."""
         return f"{self.reason}{f' in {inside!r}' if inside else ''}{f'; {self.remedy}' if self.remedy else ''}"
 
 
 @dataclass(frozen=True)
 class SizeAttribute:
-    """An integer of a module that follows the number of units kept: `num_heads` of hand-written attention.
+    """An integer in a module that depends on the number of kept units, such as `num_heads` of hand-written attention.
 
     An integer that counts units of several groups, such as the width of a concatenation, has an entry for each of them.
     """
@@ -139,20 +139,20 @@ class SizeAttribute:
 
     @property
     def name(self) -> str:
-        """The path as in code, after the module: `num_heads`, `config.hidden_size`, `shape[0]`."""
+        """The path as written in code, without the module: `num_heads`, `config.hidden_size`, `shape[0]`."""
         return shown(self.path)
 
 
 @dataclass(frozen=True)
 class FreeLength:
-    """A length in a call of `reshape` or `view` that a narrow model leaves to torch: the code reads it off another tensor.
+    """A length in a call of `reshape` or `view` that must be -1 in a narrow model, since the code takes it from another tensor.
 
     Args:
         module: Qualified name of the module.
-        function: Its method.
+        function: Name of its method with the call.
         call: The call, as `ast.unparse` writes it.
-        at: Number of the length among those that the call writes out; ~number if the call takes the shape as a whole.
-        group: A group that needs it.
+        at: Index of the length among the arguments of the call, or ~axis if the call takes the shape as one value.
+        group: Name of a group whose pruning needs the change.
     """
 
     module: str
@@ -172,13 +172,13 @@ class Constant:
 
     @property
     def name(self) -> str:
-        """The place as it is written in code: `encoder.tables[0]`."""
+        """The module and path as written in code: `encoder.tables[0]`."""
         return f"{self.module}.{shown(self.path)}".lstrip(".")
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """An attribute in which a pass leaves tensors, such as a cache. A narrow model starts without them."""
+    """An attribute in which a forward pass stores tensors, such as a cache. They are cleared in a narrow model."""
 
     module: str
     name: str
@@ -187,7 +187,7 @@ class Leftover:
 
 @dataclass(frozen=True, eq=False)
 class NormSite:
-    """A call that averages over an axis of units and, under a mask, over the kept ones only."""
+    """A call that averages over an axis of units. Under a mask, it must average over the kept units only."""
 
     module: str  # the innermost module that makes the call
     call: int  # number among the averaging calls in one forward pass of that module, from 0
@@ -218,8 +218,8 @@ class Block:
             for each element, the argument that it equals without the branch, or None where it is None.
         is_tuple: Whether the module returns a tuple.
         keys: State-dict keys of the entries that are removed with it.
-        is_branch: Whether the module is the branch itself, such as the attention of a layer, and zeros stand in its place.
-        beside: Modules next to such a branch that serve it alone, such as a norm before it, each with the argument that it
+        is_branch: Whether the module is the branch itself, such as the attention of a layer. Zeros then replace its output.
+        beside: Name of a module that is used only with such a branch, such as the norm before it → the argument that it
             transforms.
     """
 
@@ -238,6 +238,6 @@ class Block:
 
 
 def group_order(groups: Iterable[UnitGroup]) -> dict[str, int]:
-    """Group name → offset of its first unit in a fused vector of all units."""
+    """Return group name → offset of its first unit in a fused vector of all units."""
     sizes = {group.name: group.size for group in groups}
     return dict(zip(sizes, accumulate(sizes.values(), initial=0)))

@@ -1,7 +1,7 @@
 """Integers and tensors that a module holds outside its state, in attributes, buffers and containers: find and replace them.
 
-Containers are lists, dicts, tuples, dataclasses, configurations, partial functions and closures. Modules and users often share
-them, so a change copies them first.
+Containers are lists, dicts, tuples, dataclasses, configurations, partial functions and closures. They are copied before a
+change, because several modules and the user may share them.
 """
 
 import copy
@@ -20,8 +20,8 @@ from sparsekit._torch import buffers_of
 Path: TypeAlias = tuple[str | int, ...]
 """Name of an attribute, then the keys, indices and names that lead to a number or tensor inside of it."""
 
-_DEPTH = 3  # of containers in each other
-_LONGEST = 64  # a longer list holds data
+_DEPTH = 3  # of nested containers
+_LONGEST = 64  # longer containers are assumed to hold data
 OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
 _SEALED = (nn.Module, type, types.ModuleType, torch.Generator, np.ndarray, str, bytes)
 
@@ -29,8 +29,8 @@ _SEALED = (nn.Module, type, types.ModuleType, torch.Generator, np.ndarray, str, 
 def map_numbers(module: nn.Module, change: Callable[[Path, int], int]) -> dict[str, Any]:
     """Return name → new value of the attributes that change if `change(path, integer)` replaces each integer in them.
 
-    Integers of the class count as attributes of the module, and so do integer buffers of one number. `change` returns the same
-    object to leave an integer.
+    Attributes of the class and integer buffers with one element are included. `change` returns the same object to leave an
+    integer unchanged.
     """
     changed = {}
     for name, value in _attributes(module).items():
@@ -41,7 +41,7 @@ def map_numbers(module: nn.Module, change: Callable[[Path, int], int]) -> dict[s
 
 
 def held_numbers(module: nn.Module) -> dict[Path, int]:
-    """Return path → integer, of all that a module holds."""
+    """Return path → integer, of all integers that a module holds."""
     return {path: leaf for path, leaf in _leaves(module).items() if type(leaf) is int}
 
 
@@ -52,7 +52,7 @@ def held_tensors(module: nn.Module) -> dict[Path, Tensor]:
 
 
 def set_held(module: nn.Module, path: Path, new: int | Tensor) -> bool:
-    """Replace an integer or tensor that a module holds, in copies of its containers; False if nothing is there."""
+    """Replace an integer or tensor that a module holds, in copies of its containers. Returns False if the path is absent."""
     found = []
 
     def one(at: Path, old: Any) -> Any:
@@ -72,7 +72,7 @@ def set_held(module: nn.Module, path: Path, new: int | Tensor) -> bool:
 
 
 def empty(module: nn.Module, name: str, before: str) -> None:
-    """Clear the tensors that a pass has stored in an attribute; `before`: "absent", "None" or "container"."""
+    """Clear the tensors that a pass has stored in an attribute. `before` is its earlier state, as in `Leftover`."""
     value = vars(module).get(name, buffers_of(module).get(name))
     if value is None:
         return

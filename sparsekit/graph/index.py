@@ -1,4 +1,4 @@
-"""The arithmetic of index tables: gather a narrow tensor, put it back, gate units, tell narrow shapes.
+"""Operations on index tables: gather a narrow tensor, scatter it back, gate units, compute narrow shapes.
 
 All functions take a tensor and `axes`: axis → int64 (kept,), positions along it without repeats, in any order. Axes left out
 are whole. The selection is the cross product: of a 3×4 tensor, `{0: [2], 1: [1, 3]}` selects the entries (2, 1) and (2, 3)
@@ -24,12 +24,12 @@ def narrow_shape(shape: Sequence[int], axes: Axes) -> torch.Size:
 
 
 def cut_axes(shape: Sequence[int], axes: Axes) -> dict[int, Tensor]:
-    """Return the axes that lose positions. If positions ascend, the others need no index."""
+    """Return the axes on which positions are left out. If positions ascend, the other axes need no index."""
     return {dim: index for dim, index in axes.items() if index.numel() < shape[dim]}
 
 
 def moved_axes(shape: Sequence[int], axes: Axes) -> dict[int, Tensor]:
-    """Return the axes that lose positions, or have them in another order."""
+    """Return the axes on which positions are left out or reordered."""
     return {
         dim: index
         for dim, index in axes.items()
@@ -47,7 +47,7 @@ def inverse_index(index: Tensor, size: int) -> Tensor:
 def gather(dense: Tensor, axes: Axes) -> Tensor:
     """Select the entries at `axes`: a new tensor, or `dense` itself where `axes` is empty. Differentiable."""
     narrow = dense
-    # The axis that loses most is indexed first, so that later ones copy less.
+    # Index the axis with the smallest kept share first, so that later selections copy less.
     for dim in sorted(axes, key=lambda dim: (axes[dim].numel() / max(1, dense.shape[dim]), dim)):
         narrow = narrow.index_select(dim, axes[dim].to(dense.device))
     return narrow
@@ -90,7 +90,7 @@ def along(vector: Tensor, dim: int, rank: int) -> Tensor:
 
 
 def _mesh(dense: Tensor, axes: Axes) -> tuple[Any, ...]:
-    # Advanced indices with a slice between them would move their axes to the front, so whole axes between are spelt out: axes 0
+    # A slice between advanced indices would move their axes to the front, so whole axes between them are indexed too: axes 0
     # and 2 of three give indices of the shapes (k, 1, 1), (1, n, 1) and (1, 1, m).
     first, last = min(axes, default=0), max(axes, default=-1)
     block = [axes[dim] if dim in axes else torch.arange(dense.shape[dim]) for dim in range(first, last + 1)]

@@ -48,7 +48,7 @@ class _Mask(Mapping[str, Tensor]):
         return f"{type(self).__name__}({kept})"
 
     def counts(self) -> dict[str, int]:
-        """Name → number of kept units or entries."""
+        """Return name → number of kept units or entries."""
         return {name: int(keep.sum()) for name, keep in self.items()}
 
 
@@ -58,7 +58,7 @@ class UnitMask(_Mask):
     _what = "the unit mask"
 
     def __init__(self, entries: Mapping[str, Tensor], *, removed: Collection[str] = ()) -> None:
-        """Take the entries to the CPU, from whichever device they were made on: the tables of a graph are there.
+        """Copy the entries to the CPU, where the index tables of a graph are.
 
         `removed` names blocks of the graph. Entries of groups inside of them are ignored.
         """
@@ -82,7 +82,7 @@ class UnitMask(_Mask):
         return f"{super().__repr__()[:-1]}{blocks})"
 
     def shortened(self, graph: UnitGraph) -> tuple[UnitGraph, UnitMask]:
-        """Return the graph without the removed blocks, and the mask of its units; both as they are if none is removed."""
+        """Return the graph without the removed blocks, and the mask of its units; both unchanged if none is removed."""
         if not self.removed:
             return graph, self
         short = without_blocks(graph, self.removed)

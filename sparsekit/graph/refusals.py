@@ -1,4 +1,4 @@
-"""Units that cannot be pruned, in one line for each cause."""
+"""Summarize unprunable units: one line for each cause."""
 
 import math
 import re
@@ -11,7 +11,7 @@ def by_cause(items: Iterable[Unprunable]) -> list[tuple[str, str, str]]:
     """Return modules, numbers of units and the reason, for each cause: `("layers.{0–11}.mlp", "12 × 64", "…")`."""
     alike: dict[tuple[str, ...], list[Unprunable]] = {}
     for item in items:
-        # Errors of the comparison name widths and amounts, which differ from block to block.
+        # Reasons from the comparison of outputs contain widths and differences, which vary between blocks.
         reason = re.sub(r"\d[\d.]*(e[+-]\d+)?", "#", item.reason) if item.kind == "inexact" else item.reason
         alike.setdefault((item.kind, reason, item.remedy, pattern_of(item.inside)), []).append(item)
     lines = []

@@ -35,11 +35,11 @@ class Budget:
         bytes: Bytes of all parameters and buffers, as a saved file holds them.
         latency_ms: Milliseconds of a forward pass of the example inputs on this device.
         runtime: The runtime of these passes: "eager", "compile" (torch.compile), "export" (a program of torch.export) or "onnx"
-            (ONNX Runtime on the CPU). Take the one for deployment.
+            (ONNX Runtime on the CPU). Choose the one used in deployment.
 
     Raises:
-        InvalidValueError: no metric is given, a share outside (0, 100] %, a number that cannot be meant as one, or a runtime
-            without a limit of milliseconds.
+        InvalidValueError: no metric is given, a share outside (0, 100] %, a number that is not above 0 (for other metrics than
+            latency_ms, below 1), or a runtime without a limit of milliseconds.
     """
 
     flops: str | float | None = None
@@ -91,18 +91,18 @@ class Budget:
         return found
 
     def told(self, metric: str, limit: float) -> str:
-        """Return a limit as it was given; a share with its absolute number."""
+        """Return a limit as text, as the user gave it; a share is followed by the absolute limit."""
         given, absolute = getattr(self, metric), format_cost(metric, limit)
         return f"{given} ({absolute})" if isinstance(given, str) else absolute
 
     def question(self, *metrics: str) -> str:
-        """Return a question to add to a message if a limit, of one of these metrics, looks like a share without its sign."""
+        """Return "Did you mean 50 % …?" for a message if a limit of these metrics may lack its percent sign, else ""."""
         given = ((name, getattr(self, name)) for name in metrics)
         found = [(name, value) for name, value in given if not isinstance(value, str) and 1 <= value <= 100]
         return "".join(f' Did you mean {value:g} % of the dense model? Then pass {name}="{value:g}%".' for name, value in found)
 
     def part(self, progress: float, dense: Mapping[str, float]) -> Budget:
-        """Return absolute limits on the way from the dense model, at `progress` 0, to this budget, at 1.
+        """Return absolute limits between the costs of the dense model, at `progress` 0, and this budget, at 1; linear.
 
         `dense` is metric → cost of the dense model.
         """
@@ -116,10 +116,10 @@ class Budget:
 
     @staticmethod
     def of(budget: Budget | Mapping[str, str | float] | str | Sequence[str]) -> Budget:
-        """Return a budget as it is, or read one: `"flops=50%,params=2e6"`, several such texts, or metric → share or number.
+        """Return a budget unchanged, or parse one: `"flops=50%,params=2e6"`, several such texts, or metric → share or number.
 
         Raises:
-            InvalidValueError: none of them, no metric, one given twice, or a value that is neither a share nor a number.
+            InvalidValueError: another type, no metric, one given twice, or a value that is neither a share nor a number.
             UnknownNameError: a metric that does not exist.
         """
         if isinstance(budget, Budget):
@@ -191,7 +191,7 @@ def _check(name: str, value: object) -> None:
 
 
 def format_cost(metric: str, value: float) -> str:
-    """Return a cost in words, such as `3.20 GFLOPs`, `1.21 M` for parameters, `4.70 MB` or `2.31 ms`."""
+    """Return a cost as text, such as `3.20 GFLOPs`, `1.21 M` for parameters, `4.70 MB` or `2.31 ms`."""
     if metric == "latency_ms":
         return f"{value:.3g} ms"
     unit = {"flops": "FLOPs", "params": ""}.get(metric, "B")

@@ -46,11 +46,14 @@ class Cost:
 
 @dataclass(frozen=True)
 class CostTerm:
-    """Multiply-adds of one use of a weight, by its state-dict key: each of its entries is used once per position.
+    """One use of a weight in a pass: each of its elements takes part in one multiply-add per position.
 
-    `positions` per pass are examples times spatial or time positions; a part of them if only a part of the weight is used.
-    `moves` has them if they shrink with groups, as for a layer over tokens with the channels behind them. `bias` is the key of
-    a bias.
+    Args:
+        weight: State-dict key of the weight.
+        positions: Examples × spatial or time positions; a fraction of them if the call uses only a part of the weight.
+        bias: State-dict key of the bias; None without one.
+        moves: The positions as a function of widths, if they shrink with groups. Token mixing, for example, is applied to
+            each channel.
     """
 
     weight: str
@@ -61,17 +64,17 @@ class CostTerm:
 
 @dataclass(frozen=True, eq=False)
 class CostModel:
-    """FLOPs of a model as terms over its weights, so that the cost of any mask is arithmetic and no pass.
+    """Computes the costs of a model at any widths from terms over its weights, without running it. Made by `cost_model`.
 
     Args:
-        graph: The units.
-        terms: One for each use of a weight.
+        graph: The unit graph of the model.
+        terms: One term for each use of a weight.
         other_flops: FLOPs of products between activations in the dense model.
-        examples: Examples in the traced pass.
-        parameters: Keys that are parameters, tied ones once.
-        widths: State-dict key → bytes per entry, tied ones once.
+        examples: Number of examples in the traced pass.
+        parameters: State-dict keys of parameters, tied ones once.
+        widths: State-dict key → bytes per element, tied ones once.
         products: The part of `other_flops` that shrinks with groups, such as attention maps with their heads.
-        uncounted: Operator of unknown FLOPs → keys of the weights that it reads and that can be pruned.
+        uncounted: Operator of unknown FLOPs → keys of the prunable weights that it uses.
     """
 
     graph: UnitGraph
@@ -101,7 +104,7 @@ class CostModel:
         return frozenset(read - {term.weight for term in self.terms})
 
     def sizes(self, mask: UnitMask | None = None, *, sides: Collection[str] = ("out", "in")) -> dict[str, int]:
-        """Return state-dict key → entries that stay if the axes of these sides (`UnitSlice.side`) are cut."""
+        """Return state-dict key → number of elements left under a mask, if axes of these sides (`UnitSlice.side`) are cut."""
         counts, sizes = self._counts(mask), {}
         for name, shape in self.graph.shapes.items():
             kept = list(shape)
@@ -136,7 +139,7 @@ class CostModel:
         return self.tracker(counts).totals()
 
     def entry_costs(self, counts: Mapping[str, int]) -> dict[str, dict[str, float]]:
-        """Return state-dict key → "flops" of one example that are spent on it, "params" and "bytes"; tied ones once."""
+        """Return state-dict key → its part of "flops" of one example, "params" and "bytes". Tied keys occur once."""
         volumes, prices = self._sums
         found = {name: dict.fromkeys(prices, 0.0) for name in self.widths}
         entries = volumes.at(counts)
@@ -147,17 +150,17 @@ class CostModel:
         return found
 
     def dense_costs(self) -> dict[str, float]:
-        """Return the same with every unit kept."""
+        """Return all metrics of the dense model, as `costs` does."""
         return self.costs(self._counts(None))
 
     def tracker(self, counts: Mapping[str, int], metrics: Collection[str] | None = None) -> CostTracker:
-        """Return costs at widths that start at `counts` and change step by step; `metrics` to track, or all."""
+        """Return a tracker of costs at widths that start at `counts`. `metrics`: those to track; None: all."""
         volumes, prices = self._sums
         return CostTracker(volumes, {name: prices[name] for name in (prices if metrics is None else metrics)}, counts)
 
     @cached_property
     def _parts(self) -> list[tuple[str | None, Extents, Fraction]]:
-        """Return the terms of costs: the weight, axes and FLOPs of an entry in a pass. Every entry of `widths` comes first."""
+        """Return the terms of costs: weight or None, axes, and FLOPs per element in a pass. The keys of `widths` come first."""
         flops = dict.fromkeys(self.widths, Fraction(0))
         moving: list[tuple[str | None, Extents, Fraction]] = []
         for term in self.terms:
@@ -172,7 +175,7 @@ class CostModel:
 
     @cached_property
     def _sums(self) -> tuple[Volumes, Prices]:
-        """Return numbers of entries, and the price of each; costs below 2 to the power of 53 are exact."""
+        """Return the numbers of elements of all terms, and prices per element. Costs below 2 to the power of 53 are exact."""
         parts = self._parts
         volumes = Volumes([axes for _, axes, _ in parts], list(self.graph.groups))
         whole = math.lcm(*(each.denominator for *_, each in parts))
@@ -191,7 +194,7 @@ class CostModel:
         return tuple(axes)
 
     def cost(self, mask: UnitMask | WeightMask | None = None) -> Cost:
-        """Return all numbers for the traced pass."""
+        """Return the cost of the traced pass under a mask; None keeps everything."""
         entries = self.sizes(mask if isinstance(mask, UnitMask) else None)
         if isinstance(mask, WeightMask):
             entries |= {name: int(keep.sum()) for name, keep in mask.items()}
@@ -241,7 +244,7 @@ def count_cost(
     Args:
         model: The dense model; not changed.
         example_inputs: Inputs of one call, as in `prune`: a tuple, a mapping of keyword inputs, or one tensor.
-        graph: Its units; needed with a mask.
+        graph: The unit graph of the model; needed with a mask.
         mask: Units or entries to keep; None keeps all.
 
     Returns:
@@ -267,10 +270,10 @@ def cost_model(model: nn.Module, example_inputs: Any, graph: UnitGraph | None = 
     Args:
         model: The dense model; not changed.
         example_inputs: Inputs of one call, as in `prune`; the first axis of the first tensor counts the examples.
-        graph: Its units; None for costs of the whole model alone.
+        graph: The unit graph of the model; None if only the costs of the dense model are needed.
 
     Returns:
-        The costs: `costs(counts)` for given numbers, `tracker(counts)` for numbers that change step by step.
+        The cost model: `costs(counts)` for given widths, `tracker(counts)` for widths that change step by step.
 
     Raises:
         TraceError: the model fails on the inputs.
@@ -285,7 +288,7 @@ def cost_model(model: nn.Module, example_inputs: Any, graph: UnitGraph | None = 
 
 
 def _measured(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], graph: UnitGraph) -> CostModel:
-    if not is_large(model):  # unlike a deep copy, this one takes computed weights, as of weight norm
+    if not is_large(model):  # a deep copy would fail on computed weights, as in weight norm
         return _trace(set_mode(copy_with(model, {}), False), args, kwargs, graph)
     # On the meta device a pass costs no arithmetic, and the copy no memory. Tied entries stay tied.
     bare = {id(entry): entry.detach().to("meta") for entry in named_entries(model).values()}
@@ -298,6 +301,6 @@ def _measured(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         except Exception:
             if is_meta(model):
                 raise
-        # Control flow of the model depends on values, so it runs on the real ones, which the copy shares.
+        # The control flow of the model depends on values: run it on the real ones, which this copy shares.
         shared = set_mode(copy_with(model, dict(model.named_parameters(remove_duplicate=False))), False)
         return _trace(shared, args, kwargs, graph)

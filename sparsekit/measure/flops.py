@@ -1,4 +1,4 @@
-"""The multiplications of a pass: which weight is used at how many positions, and products between activations."""
+"""Record the multiplications of a pass: at how many positions each weight is used, and products between activations."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,19 +24,23 @@ _RIGHT_FACTOR = {
     **dict.fromkeys(["mm", "bmm", "mv", "dot", "vdot", "_int_mm", "_grouped_mm"], 1),
     **dict.fromkeys(["addmm", "baddbmm", "addmv", "addbmm", "_sparse_addmm"], 2),
 }
-"""Operator that multiplies two arguments, one right after the other → the place of the second."""
+"""Operator that multiplies two successive arguments → index of the second one."""
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 _CONVOLUTIONS = ("convolution", "_convolution")
 _DISTANCES = ("_cdist_forward", "_euclidean_dist")
-_CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"  # a kernel that torch's own table of FLOPs lacks
+_CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"  # is not in torch's flop_registry
 _COUNTED = frozenset((*_RIGHT_FACTOR, *_CONVOLUTIONS, *_DISTANCES, "conv_tbc", "_trilinear", _CPU_ATTENTION))
 
 
 @dataclass(frozen=True)
 class Product:
-    """A convolution or a product: the key of the weight that it reads, None between activations, and FLOPs.
+    """A call of a convolution or a matrix product.
 
-    The FLOPs go with the product of `lengths`: positions of the other factor for a weight, else the lengths of both factors.
+    Args:
+        key: State-dict key of its weight; None for a product between activations.
+        flops: FLOPs of the call; a multiply-add is 2.
+        lengths: Lengths whose product the FLOPs are proportional to: of the axes of positions at which the weight is used,
+            or of all axes in a product between activations. Empty if they are unknown.
     """
 
     key: str | None
@@ -49,16 +53,16 @@ class Recorder(DispatchMode):
 
     def __init__(self, keys: Mapping[int, str], numbers: Mapping[str, int]) -> None:
         super().__init__()
-        self.keys = dict(keys)  # what tells the memory of an entry → its key
-        self._casts: list[Tensor] = []  # kept, so that no other tensor gets their memory
-        self.numbers = numbers  # key → numbers in the entry
+        self.keys = dict(keys)  # `storage_id` of an entry → its key
+        self._casts: list[Tensor] = []  # kept alive, so that no other tensor gets their memory
+        self.numbers = numbers  # key → number of elements
         self.calls: list[Product] = []
-        self.unknown: dict[tuple[str, str], None] = {}  # operators that read an entry and are in no table, with its key
+        self.unknown: dict[tuple[str, str], None] = {}  # operators of unknown FLOPs, each with an entry
         self.inside = 0
 
     def amount(self, call: Product) -> Fraction:
-        """Return the FLOPs of a product, or the number of positions at which all of a weight is used."""
-        # If a call uses one of the three projections in the weight, a third of the positions.
+        """Return the number of positions at which a weight is used, or the FLOPs of a product between activations."""
+        # A fraction: a call that uses one of three stacked projections counts as a third of its positions.
         return Fraction(call.flops) if call.key is None else Fraction(call.flops, 2 * self.numbers[call.key])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,13 +72,13 @@ class Recorder(DispatchMode):
         packet = operator_packet(func)
         name = str(packet).removeprefix("aten.")
         if name not in _COUNTED and packet not in flop_registry:
-            with self:  # in inference mode, composite operators arrive whole
+            with self:  # in inference mode, composite operators arrive undecomposed
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts
         result = func(*args, **kwargs)
         if func is _aten._to_copy.default and storage_id(args[0]) in self.keys and result.numel() == args[0].numel():
-            self.keys[storage_id(result)] = self.keys[storage_id(args[0])]  # autocast reads a weight in another type
+            self.keys[storage_id(result)] = self.keys[storage_id(args[0])]  # autocast multiplies by a copy of the weight
             self._casts.append(result)
         found = _factors(name, args, result)
         if found is not None:
@@ -90,24 +94,24 @@ class Recorder(DispatchMode):
         return result
 
     def _read(self, *arguments: Any) -> list[str]:
-        """Return the keys of entries of two axes or more among the arguments of an operator."""
+        """Return the keys of state entries with two axes or more among the arguments of an operator."""
         tensors = (x for x in tree_leaves(arguments) if isinstance(x, Tensor) and x.dim() > 1)
         return [key for x in tensors if (key := self.keys.get(storage_id(x))) is not None]
 
     def _note(self, lengths: Sequence[int], factors: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
-        """Note a call of so many multiply-adds, with each factor that may be a weight and the positions of the others."""
+        """Record a call of Π lengths multiply-adds; `factors` are tensors that may be a weight, each with its positions."""
         uses = ((self.keys.get(storage_id(factor)), positions) for factor, positions in factors)
         key, own = next(((key, positions) for key, positions in uses if key is not None), (None, lengths))
         self.calls.append(Product(key, 2 * math.prod(lengths), tuple(own)))
 
 
 _Factors: TypeAlias = tuple[Sequence[int], Sequence[tuple[Tensor, Sequence[int]]]]
-"""Lengths whose product is the number of multiply-adds; each factor, and the positions at which all of it is used."""
+"""Lengths whose product is the number of multiply-adds; each factor, with the lengths of the positions at which it is used."""
 
 
 def _factors(name: str, args: Any, result: Any) -> _Factors | None:
     if name in _CONVOLUTIONS:
-        places = args[0] if args[6] else result  # a transposed one uses its weight at each position of its input
+        places = args[0] if args[6] else result  # a transposed convolution uses its weight at each input position
         positions = (places.shape[0], *places.shape[2:])
         return (*positions, *args[1].shape), [(args[1], positions)]
     if name == "conv_tbc":
@@ -129,7 +133,7 @@ def _factors(name: str, args: Any, result: Any) -> _Factors | None:
 
 
 def _product(left: Tensor, right: Tensor) -> _Factors:
-    """Return the factors of (…, m, k) times (…, k, n), where each may be a vector; sparse factors count stored numbers."""
+    """Return the factors of (…, m, k) times (…, k, n), or of vectors. Of sparse factors, only stored values count."""
     columns = right.shape[-1:] if right.dim() > 1 else ()
     factors = [(right, left.shape[:-1]), (left, (*left.shape[:-2], *columns))]
     if left.layout is not torch.strided:
@@ -149,21 +153,21 @@ def _recurrent_calls(module: nn.Module, x: Any, keys: Mapping[int, str]) -> Iter
 
 
 def _expert_calls(module: nn.Module, index: Tensor) -> Iterator[Product]:
-    """Yield the products of a mixture of experts, of one expert for each entry of `index`, however many experts there are."""
+    """Yield the products of a mixture of experts. Each element of `index` selects one expert."""
     for weight in (parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 3):
         lengths = (index.numel(), *weight.shape[1:])
         yield Product(None, 2 * math.prod(lengths), lengths)
 
 
 class UncountedFlopsWarning(UserWarning):
-    """An operator reads weights that can be pruned, and its FLOPs are not known."""
+    """An operator of unknown FLOPs uses prunable weights, so FLOPs are counted too low."""
 
 
 @contextmanager
 def _calls_of_modules(model: nn.Module, recorder: Recorder, keys: Mapping[int, str]) -> Iterator[None]:
-    """Count recurrent layers and experts as a whole: their kernels hide their products, or values decide what runs.
+    """Count recurrent layers and experts per module: fused kernels hide their products, or values decide which experts run.
 
-    Only the work of the module itself is skipped, not the work of hooks on it.
+    Operators in the forward pass of such a module are not recorded. Those of its hooks are.
     """
 
     def counting(module: nn.Module) -> Callable[..., Any]:
@@ -214,7 +218,7 @@ def record_pass(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 @contextmanager
 def told_failure() -> Iterator[None]:
-    """Turn an error in a pass into a TraceError: the model failed on the example inputs."""
+    """Raise TraceError if the model fails inside the block."""
     try:
         yield
     except TraceError:

@@ -1,10 +1,10 @@
-"""How numbers of entries follow the groups by arithmetic, and how calls do, measured from the shapes of narrow passes.
+"""Costs as a function of widths. Shapes of weights follow from the graph; sizes of calls are measured in narrow passes.
 
-No weight shows that attention maps shrink with their heads. A computed weight is multiplied as an activation is, and shrinks
-with two groups or more. A layer over tokens followed by channels is used at fewer positions.
+Narrow passes are needed because the graph describes weights only. Attention maps shrink with the number of heads, computed
+weights, which count as activations, shrink with several groups, and token mixing is applied to fewer channels.
 
-Shapes are assumed to be affine in the numbers of units. That holds for all exact cuts: an axis of units, several of them side
-by side, an axis flattened with others.
+Shapes are assumed to be affine in the numbers of units. This holds for all exact cuts: an axis of units, several groups
+concatenated on one axis, or an axis that is flattened with others.
 """
 
 import math
@@ -28,14 +28,14 @@ from sparsekit.surgery.rebuild import narrow_module
 Array: TypeAlias = npt.NDArray[np.float64]
 
 Extents: TypeAlias = tuple[tuple[float, Mapping[str, float]], ...]
-"""A shape that follows the widths: of each axis its constant part, and group name → positions per unit that is kept."""
+"""A shape as a function of widths. For each axis: its constant part, and group name → positions per kept unit."""
 
 Prices: TypeAlias = Mapping[str, tuple[Array, int]]
-"""Metric → float (tensors,), price of an entry of each tensor, and the divisor of the sum over all."""
+"""Metric → price per element of each tensor, float (tensors,), and the divisor of the total."""
 
 
 class Volumes:
-    """The numbers of entries of many tensors at given widths, by arithmetic on all of them at once."""
+    """Computes the numbers of elements of many tensors at given widths, for all of them at once."""
 
     def __init__(self, shapes: Sequence[Extents], groups: Sequence[str]) -> None:
         rank = max([1, *map(len, shapes)])
@@ -48,20 +48,20 @@ class Volumes:
                 self._fixed[row, dim] = fixed
                 for name, each in spans.items():
                     self._spans[row, dim, columns[name]] += each
-        self._least: Array = np.asarray(self._spans.any(2), dtype=np.float64)  # an axis of units keeps a position
+        self._least: Array = np.asarray(self._spans.any(2), dtype=np.float64)  # axes of units keep a position
         self._growth: dict[tuple[str, ...], Array] = {}
 
     def lengths(self, counts: Mapping[str, int]) -> Array:
-        """Return float (tensors, axes)."""
+        """Return float (tensors, axes): the lengths of all axes if the groups keep `counts` units."""
         return self._fixed + self._spans @ np.array([counts[name] for name in self._groups], dtype=np.float64)
 
     def entries(self, lengths: Array) -> Array:
-        """Return float (tensors,): the numbers of entries at such lengths."""
+        """Return float (tensors,): the numbers of elements, given the `lengths` of all axes."""
         found: Array = np.maximum(np.rint(lengths), self._least).prod(1)
         return found
 
     def at(self, counts: Mapping[str, int]) -> Array:
-        """Return float (tensors,): the numbers of entries if the groups keep `counts` units."""
+        """Return float (tensors,): the numbers of elements if the groups keep `counts` units."""
         return self.entries(self.lengths(counts))
 
     def growth(self, groups: tuple[str, ...]) -> Array:
@@ -73,7 +73,7 @@ class Volumes:
 
 
 class CostTracker:
-    """Costs at widths that change step by step."""
+    """Tracks the costs of a model while its widths change step by step. Made by `CostModel.tracker`."""
 
     def __init__(self, volumes: Volumes, prices: Prices, counts: Mapping[str, int]) -> None:
         """Start at `counts`: group name → units kept, for every group."""
@@ -95,12 +95,12 @@ class CostTracker:
         return dict(self._totals)
 
     def change(self, groups: Sequence[str], count: int) -> dict[str, float]:
-        """Return metric → change of the cost if each of `groups`, which keep equally many units, kept `count`."""
+        """Return metric → change of the cost if each of `groups`, which are tied, kept `count` units."""
         then = self._at(self._after(groups, count))
         return {name: cost - self._totals[name] for name, cost in then.items()}
 
     def gain(self, groups: Sequence[str], count: int, limits: Mapping[str, float]) -> float:
-        """Return the saving of the same step in the budgets that are exceeded, as shares of these budgets, added up."""
+        """Return the saving of the same step, in shares of each limit, summed over the limits that are still exceeded."""
         change = self.change(groups, count)
         exceeded = (name for name in change if name in limits and self._totals[name] > limits[name])
         return sum(-change[name] / max(limits[name], 1e-300) for name in exceeded)
@@ -111,14 +111,14 @@ class CostTracker:
 
 
 _Calls: TypeAlias = Sequence[tuple[Fraction, tuple[int, ...]]]
-"""Amount and lengths of each call."""
+"""Of each call: its amount, as in `Recorder.amount`, and lengths."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """An amount that depends on the widths: factor · Π (whole + Σ each · units kept).
+    """Positions or FLOPs of a call as a function of widths: factor · Π (whole + Σ each · units kept).
 
-    Tied groups are represented by the first of them.
+    Of tied groups, only the first occurs.
     """
 
     factor: Fraction
@@ -132,17 +132,16 @@ class Lengths:
 def measure_shrinkage(
     model: nn.Module, graph: UnitGraph, dense: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[int, Lengths]:
-    """Return number of a call → its positions, or the FLOPs of a product between activations; none for calls that do not
-    change.
+    """Return index of a call → its positions, or FLOPs of a product between activations, as a function of widths.
 
-    If the lengths in narrow passes do not explain a call, it counts as unchanged, so that costs are never too low. `dense` is a
-    pass of the model.
+    Calls that do not change are absent. So are calls that the lengths in narrow passes do not explain, so that costs are never
+    too low. `dense` is the recorded pass of the dense model.
     """
     lost = {tied[0]: _half(graph, tied) for tied in graph.tied_sets}
 
     @cache
     def record(halved: frozenset[str]) -> Recorder | None:
-        """Run the model with half of some widths; None if it fails, such as by a normalization that refuses so little."""
+        """Record a pass with some widths halved. None if the model fails, such as in a norm that needs more values."""
         keep = {name: torch.arange(graph.groups[name].size) < kept for name, kept in _counts(graph, lost, halved).items()}
         try:
             return record_pass(narrow_module(model, graph, keep), args, kwargs) if halved else dense
@@ -150,7 +149,7 @@ def measure_shrinkage(
             return None
 
     def calls(halved: Collection[str], *, of_weights: bool) -> _Calls | None:
-        """Return the calls that read a weight, or the products between activations; None if others are made."""
+        """Return the calls with a weight, or the products between activations; None if they differ from the dense pass."""
         recorder = record(frozenset(halved))
         if recorder is None:
             return None
@@ -169,7 +168,7 @@ def measure_shrinkage(
 def _changes(
     calls: Callable[[Collection[str]], _Calls | None], lost: Mapping[str, int], graph: UnitGraph
 ) -> dict[int, Lengths]:
-    """Return number of a call → how it follows the widths; `calls` lists all of one kind with half of some widths."""
+    """Return index of a changed call → its amount as a function of widths. `calls` measures with some widths halved."""
     whole, narrow = calls(()), calls(lost)
     if whole is None or narrow is None:
         return {}
@@ -192,7 +191,7 @@ def _changes(
 
 
 def _counts(graph: UnitGraph, lost: Mapping[str, int], halved: Collection[str]) -> dict[str, int]:
-    """Return group name → units kept if some widths, by the first name of their tied groups, are halved."""
+    """Return group name → units kept if some widths are halved. `halved` has the first name of each set of tied groups."""
     counts = {name: group.size for name, group in graph.groups.items()}
     for tied in graph.tied_sets:
         if tied[0] in halved:
@@ -201,13 +200,13 @@ def _counts(graph: UnitGraph, lost: Mapping[str, int], halved: Collection[str]) 
 
 
 def _half(graph: UnitGraph, tied: Sequence[str]) -> int:
-    """Return how many units to remove to halve a width. At least two of several stay: with one, a copy may become a view."""
+    """Return how many units to remove to halve a width. Two units stay if possible: with one, a copy may become a view."""
     size = min(graph.groups[name].size for name in tied)
     return size - max(graph.groups[name].rounded(max(min(2, size - 1), size // 2)) for name in tied)
 
 
 def _lengths(amount: Fraction, shape: Sequence[int], spans: Sequence[Mapping[str, float]], graph: UnitGraph) -> Lengths | None:
-    """Return the lengths of a shape, with whole positions for each unit; None if there are others."""
+    """Return `amount` as a function of widths; None if a unit does not span a whole number of positions."""
     axes, product = [], 1
     for size, own in zip(shape, spans, strict=True):
         fixed = size - sum(each * graph.groups[name].size for name, each in own.items())
@@ -220,9 +219,9 @@ def _lengths(amount: Fraction, shape: Sequence[int], spans: Sequence[Mapping[str
 
 
 def _spans(lengths: Callable[[Collection[str]], list[int] | None], lost: Mapping[str, int]) -> list[dict[str, float]]:
-    """Return, for each length, width → positions of each of its units. `lengths` lists them with half of some widths.
+    """Return, for each length, first of tied groups → positions per unit. `lengths` measures them with some widths halved.
 
-    Where it lists none, with other calls or ranks, the width that is halved is assumed to change no length.
+    If `lengths` returns None, since calls or ranks differ, the halved width is assumed to change no length.
     """
     dense = lengths(())
     assert dense is not None
@@ -241,10 +240,10 @@ def _spans(lengths: Callable[[Collection[str]], list[int] | None], lost: Mapping
 
 
 def _decoded(lost: Mapping[str, int], shrinks: Callable[[Collection[str]], list[int] | None]) -> list[dict[str, float]] | None:
-    """Return the same from few passes, if no axis follows more than one width; None if one does.
+    """Return the same from few passes; None if an axis depends on more than one width.
 
-    Each width is halved in half of the passes, in another half than every other width, so that the passes with a shorter axis
-    name its width. Two widths together would name more than half of them.
+    Each width is halved in a different half of the passes, so the set of passes with a shorter axis identifies its width. An
+    axis that depends on two widths is shorter in more than half of the passes.
     """
     number = next(n for n in count(2) if math.comb(n, n // 2) >= len(lost))
     if number >= len(lost):

@@ -1,4 +1,4 @@
-"""Time of forward passes: of one call, and of a model before and after a cut, in turns and by several runtimes."""
+"""Measure times of forward passes: of one call, or of two models in turns, in several runtimes."""
 
 import contextlib
 import os
@@ -19,11 +19,11 @@ from sparsekit.tracing.inputs import find_tensors, map_tensors
 from sparsekit.tracing.modes import evaluated
 
 _WARM, _LEAST, _TURNS = 2, 5, 100
-"""Turns that are not counted, and turns that are counted at least, and usually at most."""
+"""Number of warm-up turns, and the minimum and usual maximum of measured turns."""
 _TURN_SECONDS, _CALLS = 0.01, 200
-"""Seconds that a turn of short calls lasts, so that what else the machine does evens out, and its calls at most."""
+"""Seconds for which a short call is repeated in a turn, to average out other load, and the largest number of repetitions."""
 _SPREAD, _PATIENCE = 1.2, 4
-"""Factor between the quartiles of a speed-up that can be measured, and how many times as long turns are made to get there."""
+"""Largest ratio between the quartiles of a measurable speed-up, and by how much measuring may be prolonged to reach it."""
 
 
 def device_of(model: nn.Module, *inputs: Any) -> torch.device:
@@ -37,7 +37,7 @@ def stopwatch(device: torch.device) -> Callable[[Callable[[], object]], float]:
     On a CPU with one thread, these are seconds of processor time, which do not grow if other programs use the machine.
     """
     synchronize = torch.get_device_module(device).synchronize
-    alone = device.type == "cpu" and torch.get_num_threads() == 1 and os.name != "nt"  # there, it moves in steps of 16 ms
+    alone = device.type == "cpu" and torch.get_num_threads() == 1 and os.name != "nt"  # Windows counts in steps of 16 ms
     clock = time.process_time if alone else time.perf_counter
 
     def timed(call: Callable[[], object]) -> float:
@@ -62,11 +62,11 @@ def median_ms(call: Callable[[], object], device: torch.device, *, seconds: floa
 
 @dataclass(frozen=True)
 class TimePair:
-    """Median milliseconds of a forward pass without gradients, before and after a cut.
+    """Median milliseconds of a forward pass without gradients, before and after pruning.
 
-    In each of the `turns`, both models run equally often, in a fresh order. `faster` is the median over the turns of time
-    before ÷ time after, with its quartiles `low` and `high`; it is not `measurable` if they are more than 20 % apart. `batch`
-    counts the examples in a pass. `threads` is 0 on another device than the CPU.
+    In each of the `turns`, both models run equally often, in random order. `faster` is the median over the turns of time
+    before ÷ time after, with its quartiles `low` and `high`. It is not `measurable` if they are more than 20 % apart. `batch`
+    is the number of examples in a pass. `threads` is 0 on another device than the CPU.
     """
 
     batch: int
@@ -107,7 +107,7 @@ def measure_pair(
     inputs = {batch: everything}
     if batch > 1:
         one = map_tensors(lambda tensor: tensor[:1] if tensor.dim() and len(tensor) == batch else tensor, everything)
-        with contextlib.suppress(Exception), evaluated(before, after):  # a model may be made for one size of batch
+        with contextlib.suppress(Exception), evaluated(before, after):  # a model may take one batch size only
             before(*one[0], **one[1])
             inputs = {1: one, **inputs}
     threads = sorted({1, torch.get_num_threads()}) if device_of(before, *everything).type == "cpu" else [0]
@@ -129,7 +129,7 @@ def measure_turns(
     seconds: float = 0.5,
     runtime: str = "eager",
 ) -> TimePair:
-    """Time two models in turns, both in eval mode. `batch` is for the record; 0 threads leave the number as it is.
+    """Time two models in turns, both in eval mode. `batch` is only stored. With `threads` 0, torch's number is unchanged.
 
     Raises:
         MissingDependencyError: a package of the runtime is not installed.
@@ -182,7 +182,7 @@ def prepare(model: nn.Module, runtime: str, args: tuple[Any, ...], kwargs: Mappi
     """Return a call without arguments that runs a model, in eval mode, on its inputs.
 
     Raises:
-        InvalidValueError: another runtime.
+        InvalidValueError: the runtime is unknown.
         MissingDependencyError: ONNX Runtime or the exporter's packages are not installed.
     """
     if runtime == "onnx":
