@@ -1,7 +1,7 @@
 """sparsekit: structured pruning for PyTorch that verifies every removal, and training of narrow networks.
 
 The public names are listed in `__all__`; anything else may change. Names are imported when first used, so that
-`sparsekit.bandit` needs numpy alone.
+`sparsekit.bandit` needs only numpy.
 """
 
 # ruff: noqa: I001 - one line for each home
@@ -53,7 +53,7 @@ _HOMES = {
     "sparsekit.transformers.gguf": "export_gguf",
     "sparsekit.transformers.pretrained": "load_pretrained save_pretrained",
 }
-"""What a script can rely on."""
+"""Module → names that scripts can rely on."""
 _FURTHER = {
     "sparsekit": "finetuning graph layers measure surgery tracing training",
     "sparsekit.allocation": "Allocation mask_from_scores",
@@ -66,7 +66,7 @@ _FURTHER = {
     "sparsekit.training": "GradientImportance NarrowModel",
     "sparsekit.transformers.pretrained": "fit_config",
 }
-"""For authors of plug-ins, and for sparsekit itself; these names may change."""
+"""Module → names for plug-ins and for sparsekit itself, which may change."""
 __all__, __getattr__ = lazy_names(__name__, _HOMES, _FURTHER)
 
 

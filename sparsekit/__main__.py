@@ -1,4 +1,4 @@
-"""`python -m sparsekit`: the command, where the folder of console scripts is not on the path."""
+"""`python -m sparsekit` runs the command, also if the folder of console scripts is not on the path."""
 
 from sparsekit.cli.main import main
 

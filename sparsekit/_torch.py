@@ -44,7 +44,7 @@ class DispatchMode(TorchDispatchMode):
 
 @contextmanager
 def without_fast_path() -> Iterator[None]:
-    """Return a context without the fused attention kernels, which bypass submodules and hide their operators."""
+    """Disable fused attention kernels inside the block, since they bypass submodules and hide their operators."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -53,7 +53,7 @@ def without_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-# Tables of a module, by name; they may be changed.
+# Tables of a module by name, not copies.
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 # The list of weights that a recurrent layer passes to its kernel: rebuild it, or also store them in one block, as cuDNN needs.
@@ -105,7 +105,7 @@ def set_packed_projections(module: nn.MultiheadAttention, packed: bool) -> None:
 
 
 def channel_axis(module: InstanceNorm, rank: int) -> int:
-    """Return the axis of channels of an input of `rank` axes, which may come without an axis of examples."""
+    """Return the channel axis of an input of `rank` axes, which may lack the batch axis."""
     return 0 if rank == module._get_no_batch_dim() else 1
 
 
@@ -138,7 +138,7 @@ def without_compiler(model: nn.Module) -> nn.Module:
 
 
 def eager() -> AbstractContextManager[Any]:
-    """Return a context that runs compiled modules as they are written; it does not import the compiler."""
+    """Return a context that runs compiled modules eagerly; it does not import the compiler."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
@@ -146,7 +146,7 @@ _outside: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def outside_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function itself, which a compiler around its caller does not enter; it does not import the compiler."""
+    """Return a version of the function that torch.compile does not trace into; it does not import the compiler."""
     if "torch._dynamo" not in sys.modules:
         return function
     if function not in _outside:
@@ -155,7 +155,7 @@ def outside_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return a number for the memory of a tensor, unique as long as one of its tensors is alive."""
-    if tensor.layout is not torch.strided:  # a sparse tensor has several
+    """Return an identifier of the storage of a tensor, unique while a tensor on that storage is alive."""
+    if tensor.layout is not torch.strided:  # a sparse tensor has several storages
         return -id(tensor)
     return int(tensor.untyped_storage()._cdata)

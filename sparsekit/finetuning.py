@@ -1,4 +1,4 @@
-"""Steps after a cut: refit layers, recalibrate batch norms, fine-tune the model."""
+"""Steps after pruning: refit layers, recalibrate batch norms, fine-tune the model."""
 
 from sparsekit.pruning.distillation import Distillation
 from sparsekit.pruning.finetune import EpochRecord, FineTuned, finetune

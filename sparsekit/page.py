@@ -1,4 +1,4 @@
-"""Pages of results: tables, bars and charts as HTML and SVG that open from a disk, without a network or other packages."""
+"""HTML pages of results with tables, bars and SVG charts. They open from a disk, without a network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM, _LETTER = 400, 270, 52, 12, 44, 7
 
 
 def page(title: str, parts: Sequence[str]) -> str:
-    """Return a whole page, made of parts that the other functions return."""
+    """Return a complete HTML page of `parts`, which the other functions of this module return."""
     text = files("sparsekit").joinpath("page.html").read_text(encoding="utf-8")
     return Template(text).substitute(title=escape(title), body="\n".join(filter(None, parts)))
 
@@ -45,9 +45,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, texts: Sequence
 
 
 def bars(head: Sequence[str], rows: Sequence[tuple[Sequence[str], float, float]]) -> str:
-    """Return a table whose rows end with a bar of a number before, and in it a darker bar of the number after.
+    """Return a table with a bar at the end of each row for a value before and, inside it, a darker bar for the value after.
 
-    `head` includes a title of the bars; `rows`: cells, the number before, and the number after, which is at most as large.
+    `head` includes a title of the bars. `rows`: cells, the value before, and the value after, which is at most as large.
     """
     most = max((before for _, before, _ in rows), default=0.0) or 1.0
     drawn = []
@@ -80,10 +80,11 @@ def chart(
     y_text: Callable[[float], str] = "{:g}".format,
     legend: bool = True,
 ) -> str:
-    """Return lines over a common pair of axes.
+    """Return a chart with a line for each series.
 
-    `series`: name → points (x, y, deviation of y), in the order of x; `x` and `y`: titles of the horizontal axis and of the
-    chart; `x_text` and `y_text` write a number of an axis; `legend`: whether to name the series; without, lines are thin.
+    `series`: name → points (x, y, deviation of y), in the order of x. `x` and `y`: titles of the horizontal axis and of the
+    chart. `x_text` and `y_text` format the numbers on an axis. `legend`: whether to name the series; without it, lines are
+    thin.
     """
     points = [point for line in series.values() for point in line]
     if not points:
@@ -123,7 +124,7 @@ def strips(rows: Mapping[str, Sequence[float]], *, x: str, y: str, x_text: Calla
     for place, (color, (name, own)) in enumerate(zip(cycle(_COLORS), rows.items())):
         middle = _TOP + 30 * place + 15
         drawn += f'<text x="0" y="{middle + 4}">{escape(name)}</text>'
-        # Equal values would hide each other on one height.
+        # Dots have different heights, since equal values would hide each other.
         drawn += "".join(
             f'<circle cx="{across(value):.1f}" cy="{middle + (number * 7) % 17 - 8}" r="3" fill="{color}" opacity="0.45"/>'
             for number, value in enumerate(own)
@@ -134,7 +135,7 @@ def strips(rows: Mapping[str, Sequence[float]], *, x: str, y: str, x_text: Calla
 
 
 class _axis:
-    """A linear map from numbers to positions in a picture, whose range has room at both ends."""
+    """A linear map from numbers to positions in a picture, with a margin at both ends."""
 
     def __init__(self, low: float, high: float, start: float, end: float) -> None:
         room = 0.04 * (high - low) or 0.5 * abs(high) or 0.5
@@ -171,7 +172,7 @@ def _grid(
 
 
 def _fits(axis: _axis, most: int, text: Callable[[float], str]) -> bool:
-    """Whether so many labels stand next to each other without touching, and differ."""
+    """Return whether the labels of at most `most` ticks do not touch each other and are distinct."""
     labels = [(axis(value), text(value)) for value in axis.ticks(most)]
     gaps = [b - a - _LETTER * (len(before) + len(after)) / 2 for (a, before), (b, after) in pairwise(labels)]
     return min(gaps, default=9.0) >= 8.0 and len({label for _, label in labels}) == len(labels)

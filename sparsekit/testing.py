@@ -32,7 +32,7 @@ from sparsekit.tracing.trace import trace_units
 
 
 def example_graph() -> UnitGraph:
-    """Groups of 7, 1 and 16 units, each the rows of a matrix of three columns."""
+    """Return a graph with groups of 7, 1 and 16 units, which are the rows of three matrices with three columns."""
     sizes = {"first": 7, "second": 1, "third": 16}
     rows = {name: torch.arange(size).reshape(-1, 1) for name, size in sizes.items()}
     groups = {
@@ -43,7 +43,7 @@ def example_graph() -> UnitGraph:
 
 
 class ExampleModel(nn.Module):
-    """Three layers side by side, whose rows are the units of `example_graph()`; its outputs are their squares, summed up."""
+    """Three parallel linear layers, whose rows are the units of `example_graph()`. It returns the sum of squares of each."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -65,9 +65,9 @@ def example_context(seed: int = 0) -> ScoringContext:
 
 
 class CriterionContract:
-    """Laws of every `Criterion`; supply the fixture `criterion`.
+    """Tests that every `Criterion` must pass; supply the fixture `criterion`.
 
-    Override `graph` and `context` if the criterion needs other units than three layers side by side; equal seeds must give
+    Override `graph` and `context` if the criterion needs other units than those of three parallel layers. Equal seeds must give
     equal contexts.
     """
 
@@ -100,7 +100,7 @@ class CriterionContract:
 
 
 class AllocationContract:
-    """Laws of every `Allocation`; supply the fixture `allocation`."""
+    """Tests that every `Allocation` must pass; supply the fixture `allocation`."""
 
     @pytest.mark.parametrize("budget", ["flops=60%", "params=60%"])
     def test_its_counts_meet_the_budget_and_depend_on_nothing_else(self, allocation: Allocation, budget: str) -> None:
@@ -125,7 +125,7 @@ MakeBandit = Callable[[Interval, np.random.Generator], Bandit]
 
 
 def _play(bandit: Bandit, space: Interval, pulls: int) -> list[Pull]:
-    """Pull with rewards that are highest at 0.7 of the way."""
+    """Pull a number of times, with rewards that are highest at 0.7 of the interval."""
     asked = []
     for _ in range(pulls):
         asked.append(bandit.ask())
@@ -135,7 +135,7 @@ def _play(bandit: Bandit, space: Interval, pulls: int) -> list[Pull]:
 
 
 class BanditContract:
-    """Laws of every `Bandit`; supply the fixture `make`, a `MakeBandit`."""
+    """Tests that every `Bandit` must pass; supply the fixture `make`, a `MakeBandit`."""
 
     @pytest.fixture(params=[Interval(0.0625, 1.0), Interval(1e-4, 10.0, scale="log")], ids=["linear", "log"])
     def space(self, request: pytest.FixtureRequest) -> Interval:
@@ -223,7 +223,7 @@ class BanditContract:
     def test_a_region_with_huge_losses_changes_nothing_outside_of_it(
         self, make: MakeBandit, space: Interval, seed: int
     ) -> None:
-        """A loss that diverges above 0.75 of the way: its size changes no proposal, and the best value is near the top."""
+        """The size of a loss above 0.75 of the interval changes no proposal, and the best value is near the maximum at 0.5."""
         asked: list[list[float]] = []
         for large in (1e3, 1e6, 1e12):
             bandit, noise = make(space, np.random.default_rng(seed)), np.random.default_rng(seed)
@@ -268,10 +268,10 @@ def _mask(graph: UnitGraph, ratio: float, seed: int) -> UnitMask:
 
 
 class RuleContract:
-    """Laws of every `LayerRule`.
+    """Tests that every `LayerRule` must pass.
 
-    Supply the fixtures `rule`; `network`, with the layer between units that it reads and units that others read, such as
-    `nn.Sequential(nn.Linear(3, 8), MyLayer(8, 6), nn.Linear(6, 2))`; and `inputs`, such as `(torch.randn(4, 3),)`.
+    Supply the fixtures `rule`, `network` and `inputs`. In `network`, prunable layers precede and follow the layer, as in
+    `nn.Sequential(nn.Linear(3, 8), MyLayer(8, 6), nn.Linear(6, 2))`, with `inputs` `(torch.randn(4, 3),)`.
     """
 
     @pytest.fixture

@@ -1,4 +1,4 @@
-"""The version, written here and nowhere else; the build reads it too."""
+"""The version of the package. The build reads it from here."""
 
 __all__ = ["__version__"]
 

@@ -235,7 +235,7 @@ class UnitGraph:
 
     @cached_property
     def checks(self) -> list[Callable[[nn.Module, nn.Module | None], None]]:
-        """Functions of a narrow and its dense model that raise if the narrow one fails. A trace adds one; they are not saved."""
+        """Functions of a narrow and its dense model that raise if the narrow one fails. Traces add one; they are not saved."""
         return []
 
     def __getstate__(self) -> dict[str, object]:
@@ -276,7 +276,7 @@ class _Table:
         return cls(axes, bounds, positions, units, span)
 
     def kept(self, keep: npt.NDArray[np.bool_], moved: npt.NDArray[np.int64] | None = None) -> dict[str, dict[int, Tensor]]:
-        """Return state-dict key → axis → kept positions, ascending. `moved`: offset of the unit to use in place of each unit."""
+        """Return state-dict key → axis → kept positions, ascending. `moved`: offset to the unit whose positions are used."""
         stays = np.ones(self.bounds[-1], dtype=bool)
         own = keep[self.units]
         stays[self.positions[~own]] = False

@@ -1,7 +1,8 @@
-"""Layer rules: one file per family, found by the type of the module; and the names that a rule of a plug-in needs.
+"""Layer rules, one file per family of layers, and the names that the rule of a plug-in needs.
 
-A rule is a `LayerRule`. The `trace` of an opaque layer gets the `Tracer` and describes the outputs with `TensorLabels`, one
-`Labels` for each axis that carries units; its sources are `NOT_ZERO` or `ALWAYS_ZERO` where no gate matters.
+A rule is a `LayerRule`; it is found by the type of a module. The `trace` of an opaque layer gets the `Tracer`, and describes
+outputs by `TensorLabels`: one `Labels` for each axis that carries units. Their sources are `NOT_ZERO` or `ALWAYS_ZERO` if no
+gate matters.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,10 +31,10 @@ def of_type(module: nn.Module, table: Mapping[Any, Found]) -> Found | None:
 
 
 class LayerRule:
-    """Describes a family of layers where tracing its operators is not enough.
+    """Base of rules that say how to resize a family of layers and, if needed, how to trace it.
 
-    Most layers need only `resize`: their operators say which units go together. A layer whose inside is one fused
-    operator (an LSTM) also has a `trace`, which describes its units instead of its operators.
+    Most rules override `resize` only, since the operators of the layer show which units are tied. A layer that is one fused
+    operator, such as an LSTM, also needs a `trace`, which describes its units instead.
     """
 
     types: ClassVar[tuple[type[nn.Module], ...]] = ()
@@ -43,7 +44,7 @@ class LayerRule:
     """The same as "package.module.Class", for packages that may not be installed."""
 
     in_order_of_units: ClassVar[bool] = False
-    """Whether its operators work through the units in their order, so that the verification compares its outputs alone."""
+    """Whether its operators process units one by one, in their order. Verification then compares its outputs only."""
 
     sizes: ClassVar[frozenset[str]] = frozenset()
     """The attributes that `resize` sets."""
@@ -54,18 +55,18 @@ class LayerRule:
         return type(self).trace is not LayerRule.trace
 
     def resize(self, module: nn.Module) -> None:
-        """Set `out_features` and the like of a module of one of `types` from the shapes of its parameters, which have changed.
+        """Set size attributes of a module, such as `out_features`, from the present shapes of its parameters.
 
-        On a module with the shapes it was built with, nothing may change.
+        If a module has the shapes that it was built with, nothing may change.
         """
 
     def trace(self, tracer: Tracer, module: nn.Module, run: Run, args: Args, kwargs: Kwargs) -> Any:
-        """Run an opaque layer and say which units its outputs carry.
+        """Run an opaque layer, and label its outputs with the units that they carry.
 
         Args:
             tracer: Its methods `labels`, `set`, `unite`, `read`, `make` and `fix` describe units.
             module: The layer.
-            run: Its own forward; operators inside it are not traced. Return what it returns for `args` and `kwargs`.
+            run: The forward pass of the layer, without tracing its operators. Return its result for `args` and `kwargs`.
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
         """
@@ -74,7 +75,7 @@ class LayerRule:
 
 
 Rules: TypeAlias = Mapping[type[nn.Module], LayerRule]
-"""Type → rule."""
+"""Type of a module → its rule."""
 
 
 rules = Registry(
@@ -108,13 +109,13 @@ def _known() -> dict[type[nn.Module] | str, LayerRule]:
 
 
 def find_rule(module: nn.Module, extra: Rules | None = None) -> LayerRule | None:
-    """Return the rule of the nearest type of `module`, or None. `extra`: type → rule, asked before the table."""
+    """Return the rule for the nearest type of `module`, or None. `extra`: type → rule; it precedes the table."""
     table: dict[Any, LayerRule] = {**_known(), **(extra or {})}
     return of_type(module, table)
 
 
 def resize(model: nn.Module, extra: Rules | None = None) -> None:
-    """Set the sizes of every layer in `model` from the shapes of its parameters. `extra`: type → rule, asked first."""
+    """Set the sizes of every layer in `model` from the shapes of its parameters. `extra` is as in `find_rule`."""
     for module in model.modules():
         rule = find_rule(module, extra)
         if rule is not None:

@@ -1,6 +1,6 @@
-"""`nn.MultiheadAttention`: the unit is a whole head, its rows of the three projections and its columns of the output's.
+"""Rule for `nn.MultiheadAttention`. A unit is a head: rows of the three projections, and columns of the output projection.
 
-Its heads together need not be as wide as its input once some of them are gone: it is then a `NarrowMultiheadAttention`.
+If the remaining heads together are not as wide as the input, the layer becomes a `NarrowMultiheadAttention`.
 """
 
 import inspect
@@ -32,13 +32,13 @@ def _is_whole(module: nn.MultiheadAttention) -> bool:
 
 
 class MultiheadAttentionRule(LayerRule):
-    """Inputs, heads and output are three spaces of units; only the heads are the layer's own."""
+    """Rule for `nn.MultiheadAttention`. Its inputs, heads and outputs carry different units."""
 
     types: ClassVar[tuple[type[nn.Module], ...]] = (nn.MultiheadAttention,)
 
     def resize(self, module: nn.Module) -> None:
         if type(module) not in (nn.MultiheadAttention, NarrowMultiheadAttention):
-            return  # a subclass may read its sizes in its own way, and so its heads stay
+            return  # a subclass may use its sizes in other ways, so its heads are unprunable
         assert isinstance(module, nn.MultiheadAttention)
         weights = _projections(module)
         module.embed_dim, module.kdim, module.vdim = weights[0].shape[1], weights[-2:][0].shape[1], weights[-1].shape[1]
@@ -73,7 +73,7 @@ class MultiheadAttentionRule(LayerRule):
         return outputs
 
     def _heads(self, tracer: Tracer, module: nn.MultiheadAttention) -> IntArray:
-        """Unite the positions of each head; return a node of each."""
+        """Unite the positions of each head; return one node for each head."""
         heads: IntArray | None = None
         stacked = [module.in_proj_weight, module.in_proj_bias]
         separate = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
@@ -119,7 +119,7 @@ class MultiheadAttentionRule(LayerRule):
 
 
 class TransformerEncoderRule(LayerRule):
-    """`nn.TransformerEncoder`: once heads are removed, padded batches must not be packed into nested tensors."""
+    """Rule for `nn.TransformerEncoder`: without all heads, padded batches must not be packed into nested tensors."""
 
     types: ClassVar[tuple[type[nn.Module], ...]] = (nn.TransformerEncoder,)
 

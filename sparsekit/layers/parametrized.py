@@ -1,4 +1,4 @@
-"""Weights that are computed from other parameters: weight norm can be cut exactly, spectral norm and orthogonal ones cannot."""
+"""Rules for weights computed from other parameters: weight norm is prunable, spectral norm and orthogonal weights are not."""
 
 from typing import Any, ClassVar
 
@@ -17,10 +17,10 @@ _SPECTRAL = "spectral_norm divides by a norm of the whole weight"
 
 
 def normed_weight(tracer: Tracer, direction: Tensor, length: Tensor, dim: int) -> TensorLabels | None:
-    """Labels of length · direction / ‖direction‖, with one length for each position along `dim`; -1: one for the whole weight.
+    """Return labels of length · direction / ‖direction‖. There is one length per position along `dim`, or a single one for -1.
 
-    A gate of 0 on the length silences a unit along `dim`; a direction of 0 would be divided by zero. Units along other axes
-    change the norm of all others, so they stay, unless norms are taken over kept units: then a gate on the direction works.
+    Units along `dim` are gated by their length, since a direction of 0 would be divided by 0. Units along other axes change
+    every norm, so they are unprunable, unless norms are computed over kept units: then gates on the direction work.
     """
     v, g = tracer.labels(direction), tracer.labels(length)
     if v.entry is None or g.entry is None or dim == -1:
@@ -41,7 +41,7 @@ def normed_weight(tracer: Tracer, direction: Tensor, length: Tensor, dim: int) -
 
 
 class WeightNormRule(LayerRule):
-    """`torch.nn.utils.parametrizations.weight_norm`."""
+    """Rule for `torch.nn.utils.parametrizations.weight_norm`."""
 
     types: ClassVar[tuple[type[nn.Module], ...]] = (ParametrizedWeightNorm,)
 
@@ -53,7 +53,7 @@ class WeightNormRule(LayerRule):
 
 
 class WholeWeightRule(LayerRule):
-    """Spectral norm and orthogonal weights: every entry depends on all others, so all units stay."""
+    """Rule for spectral norm and orthogonal weights. Every entry depends on all others, so no unit is prunable."""
 
     types: ClassVar[tuple[type[nn.Module], ...]] = (ParametrizedSpectralNorm, ParametrizedOrthogonal)
 
@@ -72,7 +72,7 @@ class WholeWeightRule(LayerRule):
 
 
 def fix_hooked(tracer: Tracer, model: nn.Module) -> None:
-    """Keep the units of weights that the older `torch.nn.utils.spectral_norm` computes before each pass of a private copy."""
+    """Make units unprunable if the hook of the older `torch.nn.utils.spectral_norm` computes their weights before each pass."""
     for name, module in model.named_modules():
         for hook in pre_hooks(module):
             if isinstance(hook, SpectralNorm):

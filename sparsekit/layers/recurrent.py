@@ -1,4 +1,4 @@
-"""LSTM, GRU and Elman networks: hidden unit h owns row g·H + h of every gate g and column h of the recurrence."""
+"""Rule for LSTM, GRU and Elman networks. Unit h owns row g·H + h of every gate g, and column h of the recurrent weight."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -34,9 +34,9 @@ def _data(x: Any) -> Tensor:
 
 
 def _units(tracer: Tracer, weights: Mapping[str, Tensor], gates: int) -> Labels | None:
-    """Unite the gate rows of one layer and direction; None for a single unit.
+    """Unite the gate rows of each unit of one layer and direction, and return labels of its state; None for a single unit.
 
-    A unit with rows and biases of zero keeps a state of zero.
+    If all rows and biases of a unit are zero, its state stays zero.
     """
     first: IntArray | None = None
     gated: set[tuple[int, int]] = set()
@@ -61,7 +61,7 @@ def _units(tracer: Tracer, weights: Mapping[str, Tensor], gates: int) -> Labels 
 
 
 def _tied_directions(tracer: Tracer, directions: Sequence[Labels | None]) -> Labels | None:
-    """Tie both directions of a layer, whose states end up in one tensor."""
+    """Tie both directions of a layer, since their states are concatenated."""
     first, last = directions[0], directions[-1]
     if first is None or last is None:
         return None
@@ -71,7 +71,7 @@ def _tied_directions(tracer: Tracer, directions: Sequence[Labels | None]) -> Lab
 
 
 def _given(tracer: Tracer, layers: Sequence[Labels | None], given: Tensor) -> None:
-    """Unite the units of initial states with the layer's. Constant zeros are allowed; other values make units unprunable."""
+    """Unite the units of an initial state with those of the layers. Constants other than zero make the units unprunable."""
     units = [labels for labels in layers if labels is not None]
     axis = tracer.labels(given).axes[-1]
     if not units:
@@ -90,7 +90,7 @@ def _given(tracer: Tracer, layers: Sequence[Labels | None], given: Tensor) -> No
 
 
 class RecurrentRule(LayerRule):
-    """`nn.LSTM`, `nn.GRU`, `nn.RNN` and their cells. Layers keep equally many units: torch has one hidden size."""
+    """Rule for `nn.LSTM`, `nn.GRU`, `nn.RNN` and their cells. Layers keep equally many units: torch has one hidden size."""
 
     types: ClassVar[tuple[type[nn.Module], ...]] = (nn.RNNBase, nn.RNNCellBase)
 
@@ -105,7 +105,7 @@ class RecurrentRule(LayerRule):
         if any(flat is not parameters_of(module).get(name) for name, flat in flat_weights(module).items()):
             reset_flat_weights(module)
         else:
-            module.flatten_parameters()  # one block of memory again, for cuDNN
+            module.flatten_parameters()  # put the weights into one block of memory again, for cuDNN
 
     def trace(self, tracer: Tracer, module: nn.Module, run: Run, args: Args, kwargs: Kwargs) -> Any:
         assert isinstance(module, nn.RNNBase | nn.RNNCellBase)
@@ -113,7 +113,7 @@ class RecurrentRule(LayerRule):
         x, names = _data(args[0] if args else kwargs["input"]), _names(module)
         states = [t for t in tree_leaves(args[1] if len(args) > 1 else kwargs.get("hx")) if isinstance(t, Tensor)]
         own, known = list(module.parameters()), parameters_of(module)
-        computed = {*vars(module), *dir(type(module))} - set(known)  # as an older hook or a parametrization has them
+        computed = {*vars(module), *dir(type(module))} - set(known)  # by older hooks or parametrizations
         missing = [name for layer in names for way in layer for name in way if name in computed]
         projected = isinstance(module, nn.RNNBase) and module.proj_size > 0
         if projected or missing or any(tracer.entry(p) is None for p in own):

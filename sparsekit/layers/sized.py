@@ -1,4 +1,4 @@
-"""Layers that need a rule only to set sizes, since their operators show which units are tied; and instance norms."""
+"""Rules for layers that only need their sizes set, since their operators show which units are tied, and for instance norms."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
@@ -14,7 +14,7 @@ _Sizes: TypeAlias = Callable[[Any, Sequence[int]], Mapping[str, Any]]
 
 
 def _convolution(module: ConvNd, shape: Sequence[int]) -> Mapping[str, int]:
-    # Depthwise layers lose whole conv groups, other grouped layers the same position of each.
+    # A unit of a depthwise layer is a whole conv group. In other grouped layers, it is one position in every group.
     groups = module.groups
     if groups > 1 and module.in_channels == groups:
         multiplier = module.out_channels // groups
@@ -26,7 +26,7 @@ def _convolution(module: ConvNd, shape: Sequence[int]) -> Mapping[str, int]:
 
 
 def _group_norm(module: nn.GroupNorm, shape: Sequence[int]) -> Mapping[str, int]:
-    # The unit is a whole norm group, so their number shrinks. One group over all channels stays one.
+    # A unit is a whole norm group, so the number of groups shrinks. A single group over all channels remains.
     width = module.num_channels // module.num_groups
     return {"num_groups": 1 if module.num_groups == 1 else shape[0] // width, "num_channels": shape[0]}
 
@@ -47,7 +47,7 @@ _SIZES: Mapping[type[nn.Module] | str, _Sizes] = {
 
 
 class SizedRule(LayerRule):
-    """Linear layers, convolutions, embeddings, slopes per channel, and norms: a table says what their sizes are."""
+    """Rule for linear layers, convolutions, embeddings, `nn.PReLU` and norms. A table maps weight shapes to size attributes."""
 
     types: ClassVar[tuple[type[nn.Module], ...]] = tuple(kind for kind in _SIZES if isinstance(kind, type))
     type_names: ClassVar[tuple[str, ...]] = tuple(kind for kind in _SIZES if isinstance(kind, str))
@@ -66,7 +66,7 @@ class SizedRule(LayerRule):
 
 
 def _weight_shape(module: nn.Module) -> torch.Size | None:
-    """Return the shape of the weight, or of its source if it is computed, or of statistics without a weight."""
+    """Return the shape of the weight, of the parameter that it is computed from, or of statistics if there is no weight."""
     # Names of a plain weight, of torch.nn.utils.weight_norm, and of torch.nn.utils.spectral_norm and prune.
     found: list[Tensor | None] = [parameters_of(module).get(name) for name in ("weight", "weight_v", "weight_orig")]
     if parametrize.is_parametrized(module, "weight"):
@@ -78,13 +78,13 @@ def _weight_shape(module: nn.Module) -> torch.Size | None:
 
 
 class InstanceNormRule(SizedRule):
-    """Instance norms, whose channels are independent of each other."""
+    """Rule for instance norms, whose channels are independent of each other."""
 
     types: ClassVar[tuple[type[nn.Module], ...]] = (InstanceNorm,)
     type_names: ClassVar[tuple[str, ...]] = ()
 
     def trace(self, tracer: Tracer, module: nn.Module, run: Run, args: Args, kwargs: Kwargs) -> Any:
-        """Unite the channels with scale, shift and statistics; without any, the number of channels must be noted."""
+        """Unite the channels with scale, shift and statistics. Without any, record that `num_features` counts the channels."""
         assert isinstance(module, InstanceNorm)
         out = run(*args, **kwargs)
         x = args[0] if args else kwargs["input"]

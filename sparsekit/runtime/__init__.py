@@ -1,1 +1,1 @@
-"""Modules and contexts that a cut model runs with: narrow attention, safe convolutions, norms over kept units."""
+"""Modules and contexts that a pruned model needs to run: narrow attention, safe convolutions, norms over kept units."""

@@ -1,8 +1,8 @@
-"""Reshapes with a length that the code reads off another tensor: in a narrow model, torch works this length out.
+"""Replace a length in a `reshape` by -1 in narrow models, if the code takes it from another tensor.
 
-`x.transpose(1, 2).reshape(B, N, C)`, where C is the width of the input, is right as long as all heads are there. With -1 in
-place of C, it computes the same wherever the original runs, and it also runs with fewer heads. A narrow module gets a class of
-its own with -1 in that call. Torch refuses -1 for a batch without examples.
+`x.transpose(1, 2).reshape(B, N, C)`, where C is the width of the input, fails once heads are removed. With -1 in place of C, it
+computes the same wherever the original runs, and it also runs with fewer heads. A narrow module gets a generated subclass with
+-1 in that call. Torch refuses -1 for a batch without examples.
 """
 
 import ast
@@ -19,16 +19,17 @@ from torch import nn
 from sparsekit.errors import ForeignMaskError
 
 Place: TypeAlias = tuple[str, str, int]
-"""Name of a method, a call in it as `ast.unparse` writes it, and the length for torch to work out, as in `FreeLength.at`."""
+"""Name of a method, a call in it as `ast.unparse` writes it, and the length to replace by -1, as in `FreeLength.at`."""
 
 _ATTRIBUTE = "_sparsekit_free_lengths"
-"""Holds the places of a narrow module, so that a saved model brings them back."""
+"""Attribute of a narrow module that lists its places, so that they are saved with the model."""
 
 
 def place_of(module: nn.Module, frame: FrameType, dim: int, rank: int) -> Place | None:
-    """Return where a running method of a module calls `reshape` or `view` to `rank` axes, for the length of axis `dim`.
+    """Return the place of the length of axis `dim` in the call of `reshape` or `view`, to `rank` axes, that `frame` executes.
 
-    None if the method cannot be rewritten: its source is not at hand, it is not a method of the module, or a subclass hides it.
+    None if the code cannot be rewritten: its source is not available, it is not a method of the module, or a subclass overrides
+    it.
     """
     code = frame.f_code
     if not code.co_varnames or frame.f_locals.get(code.co_varnames[0]) is not module:
@@ -45,7 +46,7 @@ def place_of(module: nn.Module, frame: FrameType, dim: int, rank: int) -> Place 
 
 
 def free_lengths(module: nn.Module, places: Iterable[Sequence[Any]]) -> None:
-    """Replace some lengths in calls of `reshape` and `view` by -1, in addition to those of earlier calls.
+    """Replace some lengths in calls of `reshape` and `view` by -1, in addition to lengths that were replaced before.
 
     Raises:
         ForeignMaskError: The class of the module has no such call.
@@ -56,7 +57,7 @@ def free_lengths(module: nn.Module, places: Iterable[Sequence[Any]]) -> None:
 
 
 def restore_free_lengths(model: nn.Module) -> None:
-    """Replace lengths again in a model that was rebuilt with its plain attributes."""
+    """Replace the lengths again in a model that was rebuilt with its saved attributes."""
     for module in model.modules():
         if _ATTRIBUTE in vars(module):
             free_lengths(module, ())
@@ -84,7 +85,7 @@ def _bare(base: Any, places: tuple[Place, ...]) -> nn.Module:
 
 @lru_cache(maxsize=8)
 def _parsed(function: FunctionType) -> tuple[str, list[tuple[ast.Call, str]]]:
-    """Return the source of the file of a function, and its calls of `reshape` and `view`; none if that is not its source."""
+    """Return the text of a function's file, and its calls of `reshape` and `view`; empty if the file has other code."""
     try:
         source = "".join(inspect.findsource(function.__code__)[0])
         tree = ast.parse(source)
@@ -135,7 +136,7 @@ def _is_reshape(function: ast.expr) -> bool:
 
 
 def _lengths(call: ast.Call) -> tuple[list[ast.expr], int]:
-    """Return a list of a call, and the place in it where the lengths begin."""
+    """Return the list of expressions that has the lengths of a call, and the index of the first length."""
     function = call.func
     start = int(isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "torch")
     if len(call.args) == start + 1 and isinstance(literal := call.args[start], ast.Tuple | ast.List):
@@ -144,7 +145,7 @@ def _lengths(call: ast.Call) -> tuple[list[ast.expr], int]:
 
 
 def _element(call: ast.Call, dim: int, rank: int) -> int | None:
-    """Return the number of the length among those that a call writes out; ~dim if it takes the shape as a whole."""
+    """Return the index of a length among the arguments, or ~dim if the call takes the shape as one value; None if unknown."""
     elements, start = _lengths(call)
     elements = elements[start:]
     stars = [number for number, each in enumerate(elements) if isinstance(each, ast.Starred)]

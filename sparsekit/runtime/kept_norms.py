@@ -37,7 +37,7 @@ class NormCall:
 
     @property
     def is_norm(self) -> bool:
-        """Whether the result has the axes of `x`; plain averages lose `dims`."""
+        """Whether the result has the axes of `x`; plain averages reduce `dims`."""
         return self.name.endswith("_norm")
 
     def axis_of_scale(self, dim: int) -> int:
@@ -46,7 +46,7 @@ class NormCall:
 
 
 def read_norm_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NormCall | None:
-    """Return the tensor and axes that a torch function averages; None for other calls and for unusual arguments."""
+    """Return the description of a call that averages; None for other functions and for unusual arguments."""
     reader = _READERS.get(func)
     if reader is None:
         return None
@@ -71,7 +71,7 @@ def _norm(
     dims = tuple(range(first, x.dim()))
 
     def over(dim: int, kept: Tensor) -> Tensor:
-        values = wide(x)  # in float32 at least, as torch's own kernels do
+        values = wide(x)  # at least float32, as in torch's kernels
         if center:
             values = values - values.index_select(dim, kept).mean(dims, keepdim=True)
         small = torch.finfo(values.dtype).eps if eps is None else eps
@@ -111,12 +111,12 @@ def _group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,  # noqa: ARG001
 ) -> NormCall | None:
-    # With more groups, whole norm groups are units, see the handler of the operator.
+    # With more groups, the units are whole norm groups; see the handler of the operator.
     return _norm("group_norm", input, 1, weight, bias, eps) if num_groups == 1 else None
 
 
 def _average(function: Callable[..., Any]) -> Callable[..., NormCall]:
-    """Return the reader of mean, var, std, var_mean or std_mean."""
+    """Return a function that describes calls of mean, var, std, var_mean or std_mean."""
 
     def read(input: Tensor, *positional: Any, dim: int | Sequence[int] | None = None, **options: Any) -> NormCall:
         dim = options.pop("axis", dim)
@@ -141,7 +141,7 @@ def _topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bo
 
 
 def _among(name: str, x: Tensor, dim: int, function: Callable[[Tensor, int], Any]) -> NormCall:
-    """Return a call over one axis, along which scores of other positions become -inf, so that they get no share."""
+    """Return a softmax or topk over one axis, in which dropped positions get the score -inf."""
     dim = dim % max(x.dim(), 1)
 
     def over(axis: int, kept: Tensor) -> Any:
@@ -170,7 +170,7 @@ _READERS: dict[Any, Callable[..., NormCall | None]] = {
 
 
 class NormMode(TorchFunctionMode):
-    """Intercept every averaging call of a model, with the name of its module and its number within that module."""
+    """Intercepts every averaging call of a model, with the name of its module and its index within that module's pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class NormMode(TorchFunctionMode):
 
     @abstractmethod
     def meet(self, module: str, number: int, call: NormCall, plain: Callable[[], Any]) -> Any:
-        """Compute an averaging call; `plain()` computes it as it stands."""
+        """Compute an averaging call; `plain()` computes it unchanged."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -193,7 +193,7 @@ class NormMode(TorchFunctionMode):
         return self.meet(module, counter[0] - 1, call, lambda: func(*args, **kwargs))
 
     def patch(self, module: nn.Module, name: str) -> None:
-        """Intercept the calls in every forward pass of `module`, a private copy, under its name."""
+        """Intercept the calls in every forward pass of `module`, which must be a private copy; `name` is passed to `meet`."""
         before = module.__dict__.get("forward")
         self._patched.append((module, before))
         object.__setattr__(module, "forward", functools.partial(_framed, self, name, module, before))
@@ -222,15 +222,15 @@ _FUSED = (nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
 class KeptNorms(NormMode):
-    """Let the norms of a dense module, a private copy, leave out dropped units. The mask can change between passes.
+    """Makes the norms of a dense model, a private copy, leave out dropped units. The mask can change between passes.
 
-    Modules are patched once, since checkpointed parts run again in the backward pass, where no context is active.
+    The patches stay, because activation checkpointing runs modules again in the backward pass, outside of any context.
     """
 
     def __init__(self, model: nn.Module, graph: UnitGraph) -> None:
         super().__init__()
         self._sites = {(site.module, site.call): site for site in graph.norms}
-        self._kept: dict[tuple[str, int], tuple[int, Tensor]] = {}  # size and positions, of norms that leave something out
+        self._kept: dict[tuple[str, int], tuple[int, Tensor]] = {}  # size of the axis and kept positions, if some are dropped
         owners = {site.module for site in graph.norms}
         names = dict(model.named_modules())
         roots = [
@@ -239,14 +239,14 @@ class KeptNorms(NormMode):
             if name in owners or (isinstance(module, _FUSED) and any(_inside(owner, name) for owner in owners))
         ]
         for name, module in names.items():
-            # Modules inside an owner have calls of their own.
+            # Modules inside an owner are patched too, so that their calls do not count as calls of the owner.
             if any(_inside(name, root) for root in roots):
                 self.patch(module, name)
 
     def set_mask(self, keep: Mapping[str, Tensor], *, device: torch.device) -> None:
         """Set the kept units: group name → bool (units,)."""
         found = {key: site.stays(keep) for key, site in self._sites.items()}
-        # Copied here, since each call would wait for the device.
+        # Copied to the device here, since a copy in each call would wait for the device.
         self._kept = {
             key: (stays.numel(), stays.nonzero().reshape(-1).to(device))
             for key, stays in found.items()
@@ -254,7 +254,7 @@ class KeptNorms(NormMode):
         }
 
     def meet(self, module: str, number: int, call: NormCall, plain: Callable[[], Any]) -> Any:
-        """Compute over the kept positions where units were traced, else plainly."""
+        """Compute a call over the kept positions only if units of its axis are dropped, else unchanged."""
         if (module, number) not in self._kept:
             return plain()
         site, (size, kept) = self._sites[module, number], self._kept[module, number]
@@ -264,7 +264,7 @@ class KeptNorms(NormMode):
                 f"{module or 'the model'} calls {call.name} on {tuple(call.x.shape)} where it called {site.function} over"
                 f" {size} positions when its units were traced; trace it on inputs that take the same path"
             )
-        # A copy only where the model is on several devices.
+        # This copies only if the model is on several devices.
         return call.over(dim, kept.to(call.x.device))
 
 

@@ -10,13 +10,13 @@ from sparsekit.errors import InvalidValueError
 
 
 class NarrowMultiheadAttention(nn.MultiheadAttention):
-    """`nn.MultiheadAttention` with fewer heads: the same parameters, names and arguments, with fewer rows.
+    """`nn.MultiheadAttention` without some heads. Names of parameters and arguments are equal; projections have fewer rows.
 
     `head_dim` is unchanged, `num_heads` heads are left, and `embed_dim`, `kdim` and `vdim` are the widths of the inputs.
     """
 
     def _reset_parameters(self) -> None:
-        """Initialize the weights, as torch and transformers do before loading a state. Torch's method needs full heads."""
+        """Initialize the weights, as torch and transformers do before loading a state. Torch's method needs all heads."""
         for entry in self.parameters(recurse=False):
             nn.init.xavier_uniform_(entry) if entry.dim() > 1 else nn.init.zeros_(entry)
 
@@ -63,7 +63,7 @@ class NarrowMultiheadAttention(nn.MultiheadAttention):
         return output if self.batch_first else output.transpose(0, 1), weights
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return projected inputs, each (batch, heads, positions, head size), with extra positions of keys and values."""
+        """Return projected inputs, each (batch, heads, positions, head size), with the positions that torch may append."""
         weights = (
             (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
             if self.in_proj_weight is None
@@ -80,7 +80,7 @@ class NarrowMultiheadAttention(nn.MultiheadAttention):
         return q, k, v
 
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-        """Return the bias of the scores, to broadcast over (batch, heads, targets, sources); None if nothing is."""
+        """Return the bias of the scores, to broadcast over (batch, heads, targets, sources); None without masks."""
         batch, targets, sources = query.shape[0], query.shape[1], key.shape[1]
         total: Tensor | None = None
         if attn_mask is not None:

@@ -8,7 +8,7 @@ from torch import nn
 
 
 class Removed(nn.Module):
-    """Takes any arguments and returns some of them: what a block returns without its branch.
+    """Replaces a removed block: returns the arguments that the block returns if its residual branch is zero.
 
     Args:
         returned: For each value, the position and the keyword of an argument; None for the value None.

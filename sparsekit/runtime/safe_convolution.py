@@ -1,9 +1,10 @@
 """A guard for strided 1×1 convolutions with few input channels, whose weight gradient oneDNN computes out of bounds.
 
 For channels-last input, oneDNN (at least 3.4 to 3.13, in every supported torch) writes whole blocks of 8 (AVX2) or 16 (AVX-512)
-channels to a buffer with one place per channel: crashes, hangs, wrong gradients. A three-dimensional convolution over images of
-depth one computes the same without that buffer, in 0.93 to 1.07 times the training step of a residual net. In a sweep of 13,000
-cases, stride 1, kernels 3 and 5, depthwise layers and contiguous layout had no fault.
+channels to a buffer with room for the actual channels only. The results are crashes, hangs and wrong gradients. A
+three-dimensional convolution over images of depth one computes the same without that buffer; a training step of a residual
+network takes 0.93 to 1.07 times as long. In a sweep of 13,000 configurations, stride 1, kernels 3 and 5, depthwise layers and
+contiguous layout had no fault.
 
 Known upstream as https://github.com/uxlfoundation/oneDNN/issues/6035. With ONEDNN_MAX_CPU_ISA=AVX2:
 
@@ -33,7 +34,7 @@ class Conv2d(nn.Conv2d):
 
 
 def guard_convolutions(model: nn.Module, *, wide: bool = False) -> None:
-    """Guard the layers of `model` that oneDNN may get wrong, in place; with `wide`, those of 16 or more input channels too."""
+    """Guard layers of `model` for which oneDNN may fail, in place. `wide`: also guard those with 16 or more input channels."""
     for module in model.modules():
         if type(module) is nn.Conv2d and (wide or module.in_channels < LIMIT):
             pointwise = module.kernel_size == (1, 1) and module.groups == 1 and module.padding in ((0, 0), "valid")
@@ -51,7 +52,7 @@ def strided_pointwise(images: Tensor, weight: Tensor, bias: Tensor | None, strid
     return deep.squeeze(-3)
 
 
-torch.fx.wrap("strided_pointwise")  # a symbolic trace has no strides
+torch.fx.wrap("strided_pointwise")  # torch.fx must not trace into it, since symbolic tensors have no strides
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

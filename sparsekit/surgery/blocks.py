@@ -1,4 +1,4 @@
-"""remove_blocks(): a model with plain modules in the place of some blocks."""
+"""remove_blocks(): replace residual blocks of a model by modules without parameters."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -13,16 +13,16 @@ from sparsekit.surgery.rebuild import copy_with, named_entries
 
 _PLAIN = (bool, int, float, str, type(None))
 _KINDS = ("is_sliding", "attention_type", "layer_type", "sliding_window")
-"""Attributes in which layers of a cache differ."""
+"""Attributes by which kinds of layers in a key-value cache differ."""
 _OWN = frozenset(vars(nn.Module())) - {"training"}
-"""What torch keeps on every module: tables and hooks."""
+"""Attributes that torch sets on every module: tables and hooks."""
 
 
 def remove_blocks(model: nn.Module, blocks: Collection[Block], *, inplace: bool = False) -> nn.Module:
-    """Put a module without parameters in the place of each block, into a copy of the model or the model itself.
+    """Replace each block by a module without parameters, in a copy of the model or in the model itself, and return the model.
 
-    It has the public plain attributes of the block, at which the code around it may look. The length of a cache is that of its
-    first layer, so the first layer that is left takes the number of a removed first one.
+    The new module has the public plain attributes of the block, which surrounding code may use. The length of a key-value cache
+    is that of its first layer, so if this is removed, the first layer that is left gets its number.
     """
     modules = dict(model.named_modules())
     gone = [name for block in blocks for name in block.modules]
@@ -55,7 +55,7 @@ def remove_blocks(model: nn.Module, blocks: Collection[Block], *, inplace: bool 
 
 
 def numbered_layers(modules: Mapping[str, nn.Module]) -> list[list[tuple[int, str]]]:
-    """Return the numbers of layers in a cache, and the names of their modules, ascending, for each kind of layer."""
+    """Return, for each kind of layer, the numbers of its layers in a cache and the names of their modules, ascending."""
     kinds: dict[object, list[tuple[int, str]]] = {}
     for name, module in modules.items():
         number = getattr(module, "layer_idx", None)

@@ -26,24 +26,24 @@ def compact(
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
     inplace: bool = False,
 ) -> nn.Module:
-    """Return a smaller module that computes what `model` computes when the dropped units are gated away.
+    """Return a smaller model without the dropped units. Its outputs equal those of `model` with these units gated by 0.
 
-    Its layers are of the classes of the dense model, but for three: `sparsekit.runtime.removed.Removed` in the place of removed
-    blocks, and two for what torch cannot run narrow or runs wrong, `NarrowMultiheadAttention` for attention with fewer heads,
-    and `sparsekit.runtime.safe_convolution.Conv2d` for strided 1×1 convolutions of few channels. These two are subclasses of
-    torch's own and have the same parameters.
+    Its layers have the classes of the dense model, with three exceptions. `sparsekit.runtime.removed.Removed` replaces removed
+    blocks. `NarrowMultiheadAttention` replaces attention with fewer heads, which torch's class cannot run, and
+    `sparsekit.runtime.safe_convolution.Conv2d` strided 1×1 convolutions with few channels, for which oneDNN may fail. The last
+    two are subclasses of torch's classes with the same parameters.
 
     Args:
         model: The dense model. Not changed unless in place; the result shares no memory with it.
-        graph: Its units.
-        mask: Which stay.
+        graph: Unit graph of `model`.
+        mask: The units to keep.
         rules: Rules for layers of your own, as given to `trace_units`.
-        inplace: Cut `model` itself, tensor by tensor, if a second copy does not fit into memory. Create the optimizer after the
-            cut.
+        inplace: Cut `model` itself, tensor by tensor. Use it if a second copy does not fit into memory. Create the optimizer
+            afterwards.
 
     Returns:
-        `model` itself if it is cut in place, else a deep copy, with narrow parameters and buffers. Tied parameters stay tied;
-        size attributes (`out_features`, `groups`, `hidden_size`, …), `requires_grad` flags and training modes are right.
+        `model` itself if it is cut in place, else a deep copy, with narrow parameters and buffers. Tied parameters stay tied.
+        Size attributes (`out_features`, `groups`, `hidden_size`, …) are updated; `requires_grad` flags and training modes stay.
 
     Raises:
         ForeignMaskError: the mask or the model does not belong to the graph.
@@ -66,7 +66,7 @@ def compact(
         model, inplace = remove_blocks(model, blocks, inplace=inplace), True
         graph, mask = mask.shortened(graph)
     small = (narrow_in_place if inplace else narrow_module)(model, graph, mask, rules)
-    # Code that the small model shares with the dense one may write to the dense one.
+    # Code that the small model shares with the dense one may write to buffers of the dense one, so these are restored.
     written = (
         [] if inplace else [b for b in model.buffers() if b.layout == torch.strided and not (b.is_meta or b.is_inference())]
     )
@@ -90,14 +90,14 @@ class _Saving:
         load_object("sparsekit.transformers.pretrained:save_pretrained")(self._model(), folder, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Saving":
-        return _Saving(copy.deepcopy(self._model(), memo))  # type: ignore[arg-type]  # who copies it has the model
+        return _Saving(copy.deepcopy(self._model(), memo))  # type: ignore[arg-type]  # alive during the copy
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Saving, (self._model(),)
 
 
 def bind_saving(pruned: nn.Module) -> nn.Module:
-    """Let `save_pretrained` of a pruned model of transformers, and of such models inside of it, write the widths.
+    """Replace `save_pretrained` of a pruned transformers model, and of such models inside it, by one that writes the widths.
 
     The method of the class would write the configuration of the dense model, which does not fit the weights.
     """
@@ -127,10 +127,10 @@ def expand(state: StateDict, graph: UnitGraph, mask: UnitMask, *, into: StateDic
     `expand(compact_state(s, graph, m), graph, m, into=s)` equals `s` bit for bit.
 
     Args:
-        state: Compact, with the shapes that `compact_state` gives for `mask`.
-        graph: The units.
+        state: State of the compact model, with the shapes that `compact_state` gives for `mask`.
+        graph: Unit graph of the dense model.
         mask: The units that `state` holds.
-        into: Dense. Not changed.
+        into: State of the dense model. Not changed.
 
     Returns:
         A new dict with the keys of `into`, on the devices and in the dtypes of `into`.
@@ -147,6 +147,6 @@ def expand(state: StateDict, graph: UnitGraph, mask: UnitMask, *, into: StateDic
     return {
         name: scatter(state[name].detach(), dense.detach(), axes[name])
         if (name in state or name in graph.shapes) and name not in graph.integer_entries
-        else dense.detach().clone()  # not part of the model, or a number of its units
+        else dense.detach().clone()  # not part of the model, or an integer that depends on widths
         for name, dense in into.items()
     }

@@ -1,6 +1,6 @@
-"""The safetensors file of a compact model: tensors, a description as JSON in its header, and a proof.
+"""The safetensors file of a compact model: tensors, and in its header a description as JSON with a proof.
 
-A proof is what the model computes on inputs that everybody can draw again.
+A proof describes inputs, which are drawn again from a fixed seed, and the outputs of the saved model on them.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ from sparsekit.version import __version__
 
 _KEY, _FORMAT = "sparsekit", 3
 _SEED, _PROJECTIONS = 0, 4
-# Relative errors of one product that other processors and kernels may make: TF32 has 10 bits, bfloat16 has 7.
+# Relative rounding errors of one product on other processors and kernels: TF32 has 10 bits, bfloat16 has 7.
 _ROUNDING, _ROUNDING_OF_HALVES = 1e-3, 1e-2
 # The allowed difference of the outputs, as a share of their norm, is _FACTOR times the rounding of one product, or times the
 # measured effect of rounding all products if that is larger. If it exceeds _MOST, the model gets no proof.
 _FACTOR, _MOST = 10.0, 0.3
 _HASHED = 2**16
-"""Values of a tensor that its hash reads, about."""
+"""Approximate number of values of a tensor that enter its hash."""
 
 
 def write_file(path: Path, entries: StateDict, spec: Mapping[str, Any]) -> None:
@@ -43,14 +43,14 @@ def write_file(path: Path, entries: StateDict, spec: Mapping[str, Any]) -> None:
     description = {"format": _FORMAT, "sparsekit": __version__, **spec}
     header = {_KEY: json.dumps(description, separators=(",", ":"))}
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.touch()  # where this fails, the operating system says why: no such folder, no permission
+    temporary.touch()  # raises a clear OSError if the folder is absent or not writable
     try:
         mode = temporary.stat().st_mode
         tensors = {name: entry.detach().cpu().contiguous() for name, entry in entries.items()}
         # The format allows no shared memory, so tensors that are views of larger ones are copied.
         apart = {name: t if t.nbytes == t.untyped_storage().nbytes() else t.clone() for name, t in tensors.items()}
         save_file(apart, temporary, metadata=header)
-        # safetensors makes a file that only its owner may read.
+        # safetensors creates a file that only its owner may read.
         temporary.chmod(mode)
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())  # a power cut must not leave a name without its bytes
@@ -60,7 +60,7 @@ def write_file(path: Path, entries: StateDict, spec: Mapping[str, Any]) -> None:
 
 
 def read_file(path: Path, *, tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors, if they are wanted, and the description that `write_file` wrote."""
+    """Return the tensors and the description that `write_file` wrote; an empty dict of tensors if `tensors` is False."""
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
@@ -85,7 +85,7 @@ def read_file(path: Path, *, tensors: bool = True) -> tuple[dict[str, Tensor], d
 
 @contextlib.contextmanager
 def damage(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Report every error in reading a description as a damaged file."""
+    """Raise CompactFileError if the block fails to read a description."""
     try:
         yield
     except SparsekitError:
@@ -95,7 +95,7 @@ def damage(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def digest(graph: UnitGraph) -> str:
-    """Return the SHA-256 of all that gives a mask its meaning: shapes, groups and their slices."""
+    """Return the SHA-256 of the shapes, groups and slices of a graph, which identifies the graph of a saved mask."""
     sha = hashlib.sha256(repr([(name, tuple(shape)) for name, shape in graph.shapes.items()]).encode())
     for group in graph.groups.values():
         sha.update(repr((group.name, group.size)).encode())
@@ -120,11 +120,11 @@ def hash_state(state: Mapping[str, Any]) -> str:
 
 
 def make_proof(model: nn.Module, example_inputs: tuple[Any, ...] | Mapping[str, Any]) -> dict[str, Any] | None:
-    """Run the model on drawn inputs, and describe them and the outputs as JSON data.
+    """Run the model on random inputs, and describe them and the outputs as JSON data.
 
-    Shapes, dtypes and ranges of the tensors in `example_inputs` are used, never their values. None if the inputs hold anything
-    else, if the model fails on drawn ones, or if its outputs are not finite, depend on random numbers, or change much by
-    rounding.
+    Shapes, dtypes and ranges of the tensors in `example_inputs` are used, never their values. None if the inputs hold objects
+    that JSON cannot describe, if the model fails on random inputs, or if its outputs are not finite, depend on random numbers,
+    or change much by rounding.
     """
     inputs = _described(dict(example_inputs) if isinstance(example_inputs, Mapping) else tuple(example_inputs))
     if inputs is None or any(entry.is_meta for entry in named_entries(model).values()):
@@ -161,7 +161,7 @@ def _rounding(model: nn.Module) -> float:
 
 
 class _Rounded(DispatchMode):
-    """Changes every product at random by as much as another processor may round it."""
+    """Adds noise to every product, as large as the rounding errors of other processors."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ def _outputs(
 
 
 def _difference(a: list[tuple[float, list[float]]], b: list[tuple[float, list[float]]]) -> float:
-    """Return the largest difference of two projections as a share of the norm; infinity if there are not equally many."""
+    """Return the largest difference of two projections, relative to the norm; infinity if the numbers of outputs differ."""
     if len(a) != len(b):
         return math.inf
     sums = ((max(norm, 1e-300), np.subtract(one, two)) for (norm, one), (_, two) in zip(a, b, strict=True))
@@ -222,7 +222,7 @@ def _described(value: Any) -> Any:
 
 
 def _drawn(inputs: Any, rng: np.random.Generator, device: torch.device) -> Any:
-    """Return inputs of a description: numbers within its range; floats between -1 and 1 if the range is empty, as for zeros."""
+    """Draw inputs from a description: numbers within its range, or floats between -1 and 1 if all were equal, such as zeros."""
     if "tensor" in inputs:
         shape, dtype, (low, high) = inputs["tensor"], getattr(torch, inputs["dtype"]), inputs["range"]
         if not dtype.is_floating_point:

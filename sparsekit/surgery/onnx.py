@@ -27,7 +27,7 @@ def export_program(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     Otherwise, the program takes as many examples as the inputs have, and the log has a warning.
 
     Args:
-        model: A plain module, such as `compact` returns; put in evaluation mode.
+        model: A plain module, such as `compact` returns. It is put into eval mode.
         args: Positional example inputs; the first axis of each counts the examples. Their values do not matter.
         kwargs: Keyword inputs.
 
@@ -41,11 +41,11 @@ def export_program(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     try:
         if kwargs or not all(isinstance(value, Tensor) and value.dim() for value in args) or len({len(x) for x in args}) > 1:
             raise TypeError("the axis of examples is known of tensors by position alone, the first of all of them")
-        # A single example is taken for a constant.
+        # A batch of one would become a constant of the program.
         several = tuple(tensor[:1].expand(2, *tensor.shape[1:]).contiguous() for tensor in args)
         batch = torch.export.Dim("batch")
         return torch.export.export(model, several, dynamic_shapes=tuple({0: batch} for _ in several))
-    except Exception as error:  # noqa: BLE001 - whatever the exporter raises; a fixed number of examples may still do
+    except Exception as error:  # noqa: BLE001 - whatever the exporter raises; a fixed number of examples may still work
         _logger.warning(
             "the exported model takes as many examples as the example inputs and no other number: %s", _first_line(error)
         )
@@ -61,9 +61,9 @@ def export_onnx(model: nn.Module, args: Sequence[Any], path: Path | str, kwargs:
     ONNX Runtime is slow with widths that are not a multiple of 4; the default of `prune(multiple_of=)` avoids these.
 
     Args:
-        model: As in `export_program`, like the inputs.
-        args: Positional example inputs.
-        path: The file.
+        model: A plain module, such as `compact` returns. It is put into eval mode.
+        args: Positional example inputs, as in `export_program`.
+        path: Path of the file.
         kwargs: Keyword inputs.
 
     Raises:
@@ -74,7 +74,7 @@ def export_onnx(model: nn.Module, args: Sequence[Any], path: Path | str, kwargs:
 
 
 def onnx_of(program: ExportedProgram) -> ONNXProgram:
-    """Return the ONNX program of a program of torch.export."""
+    """Convert a program of torch.export to ONNX."""
     for package in ("onnx", "onnxscript"):
         require(package)
     registry = logging.getLogger("torch.onnx._internal.exporter._registration")
@@ -92,7 +92,7 @@ def onnx_of(program: ExportedProgram) -> ONNXProgram:
 
 
 def _is_about_the_model(record: logging.LogRecord) -> bool:
-    """Drop the list of operators of torchvision, which torch prints for any model."""
+    """Return False for the message about torchvision, which torch logs for any model."""
     return not record.getMessage().startswith("torchvision is not installed")
 
 

@@ -11,20 +11,20 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph.index import Axes, gather, narrow_shape, scatter_
 
 _FACTORED = {"row_var", "col_var"}
-"""Moments of Adafactor: means over rows or columns, even where a matrix of one row or column gives them its own shape."""
+"""Moments of Adafactor: means over rows or columns, even if a matrix of one row or column has the same shape."""
 
 
 class HasState(Protocol):
-    """An optimizer, or another object that holds tensors of the shape of each parameter, which follow a change of mask."""
+    """An optimizer, or another object with tensors in the shape of each parameter that must follow a change of mask."""
 
     @property
     def state(self) -> Mapping[Any, dict[str, Any]]:
-        """Leaf → name → value."""
+        """Parameter → name of a state → its value."""
         ...
 
 
 class Stay(NamedTuple):
-    """The entries of a tensor that two masks keep."""
+    """The entries of a tensor that both of two masks keep."""
 
     old: Axes
     """Axis → their positions in the narrow tensor under the first mask; axes on which nothing changes are absent."""
@@ -35,7 +35,7 @@ class Stay(NamedTuple):
 
 
 def entries_that_stay(shape: torch.Size, before: Axes, after: Axes) -> Stay | None:
-    """Compare the entries that two masks keep of a dense tensor of `shape`; None if they are the same.
+    """Return the entries of a dense tensor of `shape` that two masks both keep; None if the masks keep the same entries.
 
     `before` and `after` are axis → int64 (kept,), ascending dense positions; absent axes are whole.
     """
@@ -60,11 +60,11 @@ def first_value(owner: object, name: str, leaf: object) -> float:
 
 
 def carried_state(owner: object, state: Mapping[str, Any], leaf: object, shape: torch.Size, stay: Stay) -> dict[str, Any]:
-    """Return the state of a leaf, of `shape` before its units have changed: kept entries keep theirs, others start fresh.
+    """Return the state of a parameter after its units have changed: entries that stay keep theirs, new ones get initial values.
 
-    The state is empty, as before the first step, unless it is known to hold one value for each entry. That needs an optimizer
-    of torch's own classes, and tensors of the leaf's shape. Other optimizers may keep a second copy of the weights, which must
-    not start at zero, or one scale for a block of entries.
+    `shape` is the shape before the change. The state is empty, as before the first step, unless it is known to hold one value
+    for each entry. That needs an optimizer of torch's own classes, and tensors of the parameter's shape. Other optimizers may
+    keep a second copy of the weights, which must not start at zero, or one scale for a block of entries.
     """
     foreign = isinstance(owner, Optimizer) and not type(owner).__module__.startswith("torch.optim.")
     if foreign or _FACTORED & state.keys():

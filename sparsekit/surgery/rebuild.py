@@ -1,4 +1,4 @@
-"""Copies of a module with other tensors in place of its own: the base of compaction and of verification."""
+"""Copy a module with some tensors replaced, or narrow it. Compaction and verification are based on this."""
 
 import copy
 import itertools
@@ -26,7 +26,7 @@ from sparsekit.runtime.safe_convolution import guard_convolutions
 def named_entries(model: nn.Module) -> dict[str, Tensor]:
     """Return state-dict key → the parameter or persistent buffer itself; tied ones are the same object.
 
-    The modules are asked, not `state_dict()`, whose hooks may copy tensors and which may hold values that are not tensors.
+    Unlike `state_dict()`, it runs no hooks, which may copy tensors, and it omits values that are not tensors.
     """
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -37,7 +37,7 @@ def named_entries(model: nn.Module) -> dict[str, Tensor]:
 
 
 def find_constants(model: nn.Module) -> dict[str, tuple[Constant, Tensor]]:
-    """Return name → place and tensor, of all tensors that modules hold outside the state."""
+    """Return name → description and tensor, of all tensors that modules hold outside the state."""
     state = {id(entry) for entry in named_entries(model).values()}
     found = {}
     for name, module in model.named_modules():
@@ -49,9 +49,9 @@ def find_constants(model: nn.Module) -> dict[str, tuple[Constant, Tensor]]:
 
 
 def untied(model: nn.Module, names: AbstractSet[str]) -> list[tuple[str, str]]:
-    """Return the pairs of tensors over one memory that a cut of tensors unties: only those of one shape and layout stay tied.
+    """Return the pairs of tensors that overlap in memory and that pruning would separate.
 
-    `names`: the tensors that are cut, entries and constants.
+    Tensors with equal address, shape and strides stay tied. `names`: the entries and constants that are pruned.
     """
     tensors = {**named_entries(model), **{name: tensor for name, (_, tensor) in find_constants(model).items()}}
     homes: dict[int, list[str]] = {}
@@ -96,27 +96,26 @@ def copy_with(
     constants: Iterable[Constant] = (),
     outside: Mapping[int, object] | None = None,
 ) -> nn.Module:
-    """Return a deep copy of `model` with some state entries replaced, and `constants`, tensors outside the state.
+    """Return a deep copy of `model` in which `tensors` replace state entries and, of `constants`, tensors outside the state.
 
-    Replaced tensors are not copied, so that this is cheap where they are most of the model. Every reference to an entry (a
-    second, tied name, a list of flat weights) becomes a reference to its replacement. Of tied names, the first one counts.
-    `requires_grad` flags and training modes stay. `outside`: id of an object outside of `model` → the object that the copy
-    refers to instead.
+    Replaced tensors are not copied, so this is cheap if they are most of the model. Every reference to an entry (a tied name, a
+    list of flat weights) becomes a reference to its replacement; of tied names, the first one counts. `requires_grad` flags and
+    training modes are unchanged. `outside`: id of an object outside of `model` → the object that the copy refers to instead.
     """
     memo: dict[int, object] = dict(outside or {})
     shared: dict[tuple[Any, ...], Tensor] = {}
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
-            refresh_flat_weights(module)  # the list may be from an earlier pass; copying a module does this too
+            refresh_flat_weights(module)  # the list may be outdated
         for name, held in vars(module).items():
             if type(held) in _ATOMS:
                 continue
             if type(held) in (dict, OrderedDict, set) and not held:
-                memo[id(held)] = type(held)()  # hook tables that are empty: most of what copying would visit
+                memo[id(held)] = type(held)()  # empty hook tables are most of what deepcopy would visit
                 continue
             for tensor in tensors_in(held) if name not in OWN_ATTRIBUTES or name == "_buffers" else ():
                 if not tensor.is_leaf:
-                    memo[id(tensor)] = tensor.detach().clone()  # deepcopy refuses tensors that have a history
+                    memo[id(tensor)] = tensor.detach().clone()  # deepcopy refuses tensors with an autograd history
     for name, own in named_entries(model).items():
         if id(own) not in memo and (name in tensors or _is_bare(own)):
             new = tensors[name].detach() if name in tensors else own.detach().clone()
@@ -131,11 +130,11 @@ def copy_with(
     twins = [(module, nn.Module.__new__(type(module))) for module in model.modules() if _is_plain(module)]
     memo |= {id(module): twin for module, twin in twins}
     for module, twin in reversed(twins):  # children first: wrappers such as torch.compile's inspect what they wrap
-        state = cast(Mapping[str, Any], module.__getstate__())  # without what torch.compile has made of the module
+        state = cast(Mapping[str, Any], module.__getstate__())  # leaves out compiled code
         owner = type(module).__name__
         twin.__setstate__({name: _copied(v, memo, f"{owner}.{name}") for name, v in state.items()})
     made = cast(nn.Module, _copied(model, memo, type(model).__name__))
-    put_constants(made, tensors, constants)  # those of classes and closures, which copies share
+    put_constants(made, tensors, constants)  # those in classes and closures, which deepcopy shares
     return made
 
 
@@ -219,10 +218,10 @@ def narrow_module(
     indices: Mapping[str, Mapping[int, Tensor]] | None = None,
     outside: Mapping[int, object] | None = None,
 ) -> nn.Module:
-    """Return a copy of `model` without the dropped units, its size attributes set.
+    """Return a copy of `model` without the dropped units, and with updated size attributes.
 
-    `indices` are the positions kept of each entry along each axis, if their order is to differ from the model's; `outside` is
-    as for `copy_with`.
+    `indices`: kept positions of each entry along each axis, if their order is not that of the model. `outside`: as in
+    `copy_with`.
     """
     tensors = named_entries(model) | named_constants(model, graph)
     small = copy_with(model, narrow_state(tensors, graph, keep, indices), graph.constants.values(), outside)
@@ -233,10 +232,10 @@ def narrow_module(
 def narrow_in_place(
     model: nn.Module, graph: UnitGraph, keep: Mapping[str, Tensor], rules: Mapping[type[nn.Module], LayerRule] | None = None
 ) -> nn.Module:
-    """Cut the model itself, one entry after the other.
+    """Remove the dropped units from the model itself, one entry after the other.
 
-    It takes up no more memory than before but for one entry. If an entry has another shape than the graph expects, the model is
-    then cut in part.
+    This needs extra memory for one entry only. If it raises an error, because an entry has another shape than the graph
+    expects, the model is left partly cut.
     """
     entries, done = named_entries(model), set()
     for name, axes in graph.kept_indices(keep).items():
@@ -251,7 +250,7 @@ def narrow_in_place(
 
 
 def narrow_block(model: nn.Module, graph: UnitGraph, keep: Mapping[str, Tensor], name: str) -> nn.Module:
-    """Return a narrow copy of one module inside of `model`, which has layers of torch's classes alone."""
+    """Return a narrow copy of the module `name` inside of `model`. Layer rules of the user are not applied."""
     prefix = f"{name}."
     kept, tensors = graph.kept_indices(keep) | graph.kept_constants(keep), named_entries(model) | named_constants(model, graph)
     narrow = narrow_state(tensors, graph, keep, {key: axes for key, axes in kept.items() if key.startswith(prefix)})
@@ -267,17 +266,17 @@ def narrow_block(model: nn.Module, graph: UnitGraph, keep: Mapping[str, Tensor],
 
 
 def reshape_leaf(leaf: Tensor, value: Tensor) -> None:
-    """Give a parameter or buffer other values, maybe of another shape, while modules and optimizers keep their references."""
+    """Replace the values of a parameter or buffer, also by another shape. References in modules and optimizers stay valid."""
     if value.shape != leaf.shape:
-        # A graph that is still referenced, such as that of the last loss, keeps the leaf's gradient accumulator alive, which
-        # remembers the old shape. Only a change of dtype makes torch forget it. Not every device has float64.
+        # An autograd graph that is still referenced, such as that of the last loss, keeps the leaf's gradient accumulator
+        # alive, with the old shape. Only a change of dtype makes torch replace it. Not every device has float64.
         leaf.data = value.new_empty(0, dtype=torch.float16 if value.dtype == torch.float32 else torch.float32)
     leaf.data = value
     leaf.grad = None
 
 
 def begin_afresh(model: nn.Module, graph: UnitGraph) -> None:
-    """Clear attributes that passes of the dense model have filled: caches that train mode clears, and known leftovers."""
+    """Clear tensors that passes of the dense model have stored: caches that train mode clears, and `graph.leftovers`."""
     modes = [(module, module.training) for module in model.modules()]
     set_mode(model, True)
     for module, mode in modes:
@@ -291,7 +290,7 @@ def _fit(
     small: nn.Module, graph: UnitGraph, keep: Mapping[str, Tensor], rules: Mapping[type[nn.Module], LayerRule] | None
 ) -> None:
     for module in _grouped_convolutions(small, graph):
-        module.in_channels = 0  # with one channel left in each group it would look like a depthwise one, whose groups go
+        module.in_channels = 0  # else, with one channel left per group, it would be resized as a depthwise layer
     begin_afresh(small, graph)
     resize(small, rules)
     set_sizes(small, graph, {name: int(stays.sum()) for name, stays in keep.items()})
@@ -301,7 +300,7 @@ def _fit(
 
 
 def _grouped_convolutions(model: nn.Module, graph: UnitGraph) -> Iterator[ConvNd]:
-    """Yield the grouped convolutions that lose channels within their groups, unlike depthwise ones."""
+    """Yield the grouped convolutions in which channels are removed within each group, unlike depthwise ones."""
     for name, module in model.named_modules():
         if isinstance(module, ConvNd) and module.groups > 1 and not module.transposed:
             own = (graph.slices_of.get(f"{name}.{entry}" if name else entry, ()) for entry in _WEIGHTS)

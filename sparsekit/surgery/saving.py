@@ -45,13 +45,13 @@ def save_compact(
     """Write a compacted model to one safetensors file.
 
     Args:
-        model: What `compact` returned, trained on or not; or a `LearnableMask`, whose compact model and mask are saved.
-        path: The file, by custom with the ending `.safetensors`. An old one is replaced at once or not at all.
-        graph: The units of the dense model, so that the mask can be found again with `load_mask`; given with `mask`.
+        model: A model from `compact`, trained further or not, or a `LearnableMask`, whose compact model and mask are saved.
+        path: Path of the file, usually ending in `.safetensors`. An existing file is replaced when the new one is complete.
+        graph: Unit graph of the dense model. Pass it together with `mask`, so that `load_mask` can restore the mask.
         mask: The units of the dense model that `model` keeps.
-        example_inputs: Positional or keyword inputs of one call. With them, the file gets a proof, which `load_compact` checks:
-            projections of the outputs on inputs of the same shapes and ranges. It is left out if the model draws random
-            numbers in eval mode, or if rounding changes its outputs much.
+        example_inputs: Positional or keyword inputs of one call. With them, the file also stores projections of the outputs on
+            random inputs of the same shapes and ranges, and `load_compact` compares these. They are left out if the model draws
+            random numbers in eval mode, or if rounding changes its outputs much.
 
     Raises:
         InvalidValueError: the model has state that is not a tensor; or only one of graph and mask was given.
@@ -94,13 +94,13 @@ def load_compact(
     """Rebuild a saved compact model from the code of the dense one.
 
     Args:
-        path: What `save_compact` wrote.
+        path: A file that `save_compact` wrote.
         factory: Makes the dense model; its weights do not matter. A string is imported because you passed it: nothing named in
             the file is ever imported or run.
         rules: Rules for layers of your own, as given to `trace_units`.
 
     Returns:
-        A plain module, on the device of what the factory made (on the CPU for the meta device), in the dtypes of the file.
+        A plain module with the dtypes of the file, on the device of the factory's model; on the CPU if that is the meta device.
 
     Raises:
         CompactFileError: the file is damaged or was not written by `save_compact`, or the factory makes another model, as
@@ -155,8 +155,8 @@ def load_mask(path: str | os.PathLike[str], graph: UnitGraph) -> UnitMask:
     """Return the mask of a saved compact model, with which `expand` puts its state back into the dense one.
 
     Args:
-        path: What `save_compact` wrote from a `LearnableMask`, or with a graph and a mask.
-        graph: The units of the dense model, traced again.
+        path: A file that `save_compact` wrote from a `LearnableMask`, or with a graph and a mask.
+        graph: Unit graph of the dense model, traced again.
 
     Returns:
         The units that the saved model keeps.
@@ -193,7 +193,7 @@ def _plain(model: object) -> nn.Module:
 
 
 def _entries(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return every tensor of the state once, and second name → first name of the tied ones."""
+    """Return the tensors of the state, tied ones once, and other name → first name of tied tensors."""
     strange = [name for name, value in model.state_dict(keep_vars=True).items() if not isinstance(value, Tensor)]
     if strange:
         raise InvalidValueError(
@@ -218,7 +218,7 @@ def _constants(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, list[tupl
 
 
 def _put(path: str | os.PathLike[str], model: nn.Module, name: str, at: NumberPath, tensor: Tensor) -> None:
-    """Let a module hold a tensor outside the state, also where the factory has none yet."""
+    """Set a tensor outside the state in a module, also if the module of the factory has none at this path."""
     module = model.get_submodule(name)
     if set_held(module, at, tensor):
         return
@@ -235,8 +235,10 @@ def _put(path: str | os.PathLike[str], model: nn.Module, name: str, at: NumberPa
 
 
 def _numbers(model: nn.Module) -> list[tuple[list[str], str, list[tuple[NumberPath, int]]]]:
-    """Return the integers in attributes that are not plain, such as a configuration: modules that share the object,
-    its name, and path → integer."""
+    """Return the integers in attributes that are not plain, such as a configuration.
+
+    For each such object: the modules that share it, the name of the attribute, and pairs of a path and an integer.
+    """
     found: dict[tuple[int, str], tuple[list[str], str, list[tuple[NumberPath, int]]]] = {}
     for name, module in model.named_modules():
         plain, tables = plain_attributes(module), persistent_buffers(module)
@@ -254,7 +256,7 @@ def _set_numbers(path: str | os.PathLike[str], model: nn.Module, saved: Sequence
             module = model.get_submodule(name)
             own = held_numbers(module)
             for at, number in ((tuple(at), number) for at, number in numbers):
-                if own.get(at) == number or (at not in own and str(at[0]).startswith("_")):  # what passes and loaders make
+                if own.get(at) == number or (at not in own and str(at[0]).startswith("_")):  # created by passes and loaders
                     continue
                 if not set_held(module, at, number):
                     raise CompactFileError(
@@ -264,9 +266,9 @@ def _set_numbers(path: str | os.PathLike[str], model: nn.Module, saved: Sequence
 
 
 def _set_attributes(path: str | os.PathLike[str], name: str, module: nn.Module, attributes: Mapping[str, Any]) -> None:
-    """Set the attributes that differ. A private one may be new: passes and loaders make such attributes."""
+    """Set the attributes that differ. Private ones may be absent, since passes and loaders create such attributes."""
     for attribute, value in attributes.items():
-        own = getattr(module, attribute, None if attribute.startswith("_") else module)  # a module is not plain
+        own = getattr(module, attribute, None if attribute.startswith("_") else module)  # an absent one: modules are not plain
         if not is_plain(own):
             raise CompactFileError(
                 f"{path} has the attribute {attribute!r} of {name or 'the top'!r}, which {type(module).__qualname__} of the"
@@ -278,7 +280,7 @@ def _set_attributes(path: str | os.PathLike[str], name: str, module: nn.Module, 
 
 
 def _like(own: Any, value: Any) -> Any:
-    """Convert a list, since JSON has no tuples, to the type that the module has there."""
+    """Convert lists from JSON, which has no tuples, to the type of the module's own value."""
     if isinstance(value, dict):
         return {key: _like(own.get(key) if isinstance(own, dict) else None, item) for key, item in value.items()}
     if not isinstance(value, list):

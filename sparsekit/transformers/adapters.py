@@ -1,4 +1,4 @@
-"""The rule of PEFT's adapter layers: their sizes follow the layer that they wrap, and their own matrices."""
+"""Rule for PEFT adapter layers. Sizes are taken from the wrapped layer, ranks from the matrices of the adapter."""
 
 import math
 import re
@@ -9,17 +9,17 @@ from torch import nn
 from sparsekit.layers import LayerRule, find_rule
 
 _SIDES = (("in_features", "out_features"), ("num_embeddings", "embedding_dim"), ("in_channels", "out_channels"), ("nx", "nf"))
-"""Attributes of a wrapped layer: its inputs and outputs."""
+"""Possible attributes of a wrapped layer for its numbers of inputs and outputs."""
 
 
 class AdapterRule(LayerRule):
-    """Rule for PEFT adapter layers: update their sizes and ranks, which PEFT uses to add and merge adapters, not in forward."""
+    """Updates the sizes and ranks of PEFT adapter layers. PEFT uses them to add and merge adapters, not in forward."""
 
     type_names: ClassVar[tuple[str, ...]] = ("peft.tuners.tuners_utils.BaseTunerLayer",)
     sizes: ClassVar[frozenset[str]] = frozenset({"in_features", "out_features"})
 
     def resize(self, module: nn.Module) -> None:
-        """Set sizes from the wrapped layer, and ranks from the matrices; the scale of an adapter stays."""
+        """Set sizes from the wrapped layer, and ranks from the matrices. The scale of an adapter does not change."""
         layer: Any = module
         base: Any = layer.get_base_layer()
         if (rule := find_rule(base)) is not None:

@@ -1,7 +1,7 @@
 """export_gguf(): a pruned decoder as a GGUF file, which llama.cpp, Ollama and LM Studio run.
 
 llama.cpp has architectures whose layers differ in heads and features: `deci` is a Llama with such layers, `openelm` one with
-norms of queries and keys. A model is written only if a plain version of that architecture computes what the model does.
+norms of queries and keys. A model is written only if a reference implementation of that architecture gives the same outputs.
 """
 
 import os
@@ -25,8 +25,8 @@ _LAYER |= {f"self_attn.{name}_proj": f"attn_{to}" for name, to in zip("qkvo", ("
 _LAYER |= {f"self_attn.{name}_norm": f"attn_{name}_norm" for name in "qk"}
 _LAYER |= {f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")}
 _ROPES = ("default", "linear", "llama3")
-_TOLERANCE, _TOLERANCE_OF_HALVES = 1e-4, 5e-2  # of the largest logit
-_ROUNDING = 1e-5  # of a frequency
+_TOLERANCE, _TOLERANCE_OF_HALVES = 1e-4, 5e-2  # relative to the largest logit
+_ROUNDING = 1e-5  # relative, of a frequency
 _PROBE = 16  # tokens
 
 
@@ -43,10 +43,10 @@ def export_gguf(
     and Qwen3 with tied embeddings.
 
     Args:
-        model: What `prune`, `compact` or `load_pretrained` returned.
-        path: The file. An old one is replaced at once or not at all.
-        dtype: Of the matrices: float32, float16, bfloat16, or q8_0 (8 bits, for rows of a multiple of 32; others are written
-            as float16). Norms and biases stay float32.
+        model: A decoder, such as from `prune`, `compact` or `load_pretrained`.
+        path: Path of the file. An existing file is replaced when the new one is complete.
+        dtype: Type of the matrices: float32, float16, bfloat16, or q8_0 (8 bits, for rows of a multiple of 32; others become
+            float16). Norms and biases stay float32.
         vocabulary: A GGUF file of the dense model, whose tokenizer is copied. `convert_hf_to_gguf.py --vocab-only` of llama.cpp
             makes one. Without it, the file works on token ids only.
 
@@ -87,7 +87,7 @@ def export_gguf(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for name, of_name in parts.items():  # one at a time, since all of them may not fit
+        for name, of_name in parts.items():  # one at a time, since all of them may not fit into memory
             values = _ordered(name, torch.cat([part.detach().float().cpu() for part in of_name]), sizes)
             writer.write_tensor_data(gguf.quants.quantize(values.contiguous().numpy(), types[name]))
         writer.close()
@@ -97,7 +97,7 @@ def export_gguf(
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return name in the file → tensor of the model. Tied ones are there once, under the name of the embedding."""
+    """Return name in the file → tensor of the model. Tied tensors occur once, under the name of the embedding."""
     found: dict[str, Tensor] = {}
     known: set[int] = set()
     for name, entry in named_entries(model).items():
@@ -157,7 +157,7 @@ def _sizes(model: nn.Module, config: Any, tensors: Mapping[str, Tensor]) -> dict
 
 
 def _rope(model: Any, config: Any, head: int) -> tuple[float, Tensor]:
-    """Return the base of the rotary position embedding, and what divides each of its frequencies."""
+    """Return the base of the rotary position embedding, and the divisor of each frequency."""
     rope = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "none")
     if kind not in _ROPES:
@@ -207,7 +207,7 @@ def _type_of(gguf: Any, tensor: Tensor, wanted: str) -> Any:
 
 
 def _ordered(name: str, values: Tensor, sizes: Mapping[str, Any]) -> Tensor:
-    """Return the values in the order of the file: `deci` turns neighbouring rows of a head, transformers distant ones."""
+    """Return the values in the row order of the file: `deci` rotates adjacent rows of a head, transformers distant ones."""
     part = name.split(".")[-2]
     if sizes["architecture"] != "deci" or part not in ("attn_q", "attn_k"):
         return values

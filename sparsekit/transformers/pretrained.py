@@ -1,4 +1,4 @@
-"""Folders and configurations of pruned models of the package transformers."""
+"""Save and load pruned models of the package transformers as folders, and fit their configurations."""
 
 import contextlib
 import copy
@@ -46,8 +46,8 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **options:
     `save_pretrained(copy.deepcopy(model).unload(), folder)`, and load both with `PeftModel.from_pretrained`.
 
     Args:
-        model: What `compact`, `prune` or `load_pretrained` returned, trained further or not; or a dense model.
-        folder: Made if it does not exist.
+        model: A pruned model, from `compact`, `prune` or `load_pretrained`, trained further or not; or a dense model.
+        folder: Created if it does not exist.
         options: Options of the `save_pretrained` of transformers, such as `max_shard_size`.
 
     Raises:
@@ -95,7 +95,7 @@ def describe_folder(model: nn.Module, kind: type[nn.Module], config: Any, widths
 
 
 def _kind(model: nn.Module, transformers: Any) -> Any:
-    """Return the class of transformers that a folder names; None for adapters, which have files of their own."""
+    """Return the transformers class to name in the folder; None for PEFT adapters, which have another file format."""
     known = isinstance(model, transformers.PreTrainedModel)
     if getattr(model, "_hf_peft_config_loaded", False) or (not known and hasattr(model, "peft_config")):
         return None
@@ -141,7 +141,7 @@ def _copy_tokenizer(config: Any, folder: Path, transformers: Any) -> None:
 
 @contextlib.contextmanager
 def _whole(file: Path) -> Iterator[Path]:
-    """Yield a path to write to. A file has its name only when it is complete, and `file` comes last."""
+    """Yield a temporary path to write to, then move complete files to the folder of `file`, with `file` last."""
     with tempfile.TemporaryDirectory(prefix=".", dir=file.parent) as folder:
         yield Path(folder, file.name)
         for made in sorted(Path(folder).iterdir(), key=lambda made: made.name == file.name):
@@ -167,7 +167,7 @@ def load_pretrained(folder: str | os.PathLike[str], **options: Any) -> Any:
     No code of the folder runs. Weights are read once, into the model itself.
 
     Args:
-        folder: With `config.json` and weights; also that of a dense model.
+        folder: A folder with `config.json` and weights, of a pruned or a dense model.
         options: Options of the `from_pretrained` of transformers: `dtype` (otherwise that of the configuration), `device_map`,
             `attn_implementation`, …
 
@@ -214,14 +214,14 @@ def load_pretrained(folder: str | os.PathLike[str], **options: Any) -> Any:
 def fit_config(small: nn.Module, graph: UnitGraph, mask: UnitMask) -> dict[str, int]:
     """Write equal widths of all layers into the configuration of a pruned model, whose folder then needs no modeling file.
 
-    Numbers of the configuration that equal a width before the cut are changed until the class builds a model of exactly the
-    shapes of the cut one, on the meta device. Equal layers must have kept equally many units: make the mask from
+    Numbers in the configuration that equal a width before pruning are changed until the class builds, on the meta device, a
+    model with exactly the shapes of the pruned one. Equal layers must have kept equally many units: make the mask from
     `sparsekit.graph.edit.tie_layers(graph)`, or keep the same ratio of all groups.
 
     Args:
         small: `compact(model, graph, mask)`; its `config` is changed in place.
-        graph: The units.
-        mask: What was kept.
+        graph: Unit graph of the dense model.
+        mask: The units that `small` keeps.
 
     Returns:
         Name → new value of each changed entry of the configuration; empty if nothing was cut.
@@ -272,7 +272,7 @@ def _changes(config: Any, pairs: set[tuple[int, int]], spans: set[int]) -> list[
     for path, value in _numbers(config, ()):
         found += [(path, new) for old, new in sorted(pairs) if old == value]
     if spans and getattr(config, "head_dim", None) is None:
-        found.append((("head_dim",), min(spans)))  # else derived from the number of heads, which is another one now
+        found.append((("head_dim",), min(spans)))  # else it is derived from the number of heads, which has changed
     return found
 
 
@@ -305,7 +305,7 @@ def _fits(small: nn.Module, config: Any, shapes: Mapping[str, torch.Size], pairs
     try:
         with torch.device("meta"):
             built = type(small)(config)
-    except Exception:  # noqa: BLE001 (a class refuses sizes that do not go together in ways of its own)
+    except Exception:  # noqa: BLE001 (classes raise various errors for inconsistent sizes)
         return False
     if {name: tensor.shape for name, tensor in built.state_dict().items()} != shapes:
         return False
@@ -314,7 +314,7 @@ def _fits(small: nn.Module, config: Any, shapes: Mapping[str, torch.Size], pairs
         theirs = vars(own[name]) if name in own else {}
         for attribute, value in vars(module).items():
             before = theirs.get(attribute)
-            # Four heads of eight and eight of four have one shape. A number that nothing computes with may be the old one.
+            # Shapes do not tell four heads of eight from eight heads of four. An unused number may have its old value.
             if type(value) in (int, float) and type(before) is type(value) and before != value and (before, value) not in pairs:
                 return False
     return True

@@ -1,7 +1,7 @@
-"""Rules of the layers of transformers: mixtures of experts and Mamba-2.
+"""Rules for layers of transformers: mixtures of experts and Mamba-2.
 
 An expert is a unit. It owns its matrices, stacked along axis 0 of two weights, and the row of the router that decides which
-tokens it gets. Under a mask, the router chooses among kept experts alone, as in the narrow model.
+tokens it gets. Under a mask, the router chooses among kept experts only, as in the narrow model.
 """
 
 import inspect
@@ -27,7 +27,7 @@ _FAMILIES = {
     "qwen3_next": "Qwen3Next",
     "qwen3_vl_moe": "Qwen3VLMoeText",
 }
-"""Their router takes a softmax over all experts, of which each token gets the largest."""
+"""Families whose router computes a softmax over all experts, then chooses the largest values for each token."""
 _CHOOSE_FIRST = {
     "gpt_oss": "GptOss",
     "granitemoe": "GraniteMoe",
@@ -36,7 +36,7 @@ _CHOOSE_FIRST = {
     "granitemoeshared": "GraniteMoeShared",
     "openai_privacy_filter": "OpenAIPrivacyFilter",
 }
-"""Their router takes the largest scores of each token, and a softmax over these."""
+"""Families whose router chooses the largest scores for each token, then computes a softmax over these."""
 
 
 def _names(families: Mapping[str, str], what: str) -> tuple[str, ...]:
@@ -44,20 +44,20 @@ def _names(families: Mapping[str, str], what: str) -> tuple[str, ...]:
 
 
 def _given(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    # In the order of the signature of `forward`.
+    # Arguments in the order of the signature of `forward`.
     bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     return list(bound.arguments.values())[1:]
 
 
 def _hidden(tracer: Tracer, x: Tensor, what: str) -> TensorLabels:
-    # The last axis of the input of a layer over tokens.
+    # Labels of the last axis. Units on other axes become unprunable.
     labels = tracer.labels(x, *range(x.dim() - 1))
     tracer.fix(labels.axes[:-1], f"an axis of units runs through a {what} or batch")
     return TensorLabels(labels.axes[-1:])
 
 
 class RouterRule(LayerRule):
-    """The router: a score for each expert, the `top_k` largest of each token, and a softmax before or after this choice."""
+    """Rule for routers: a score per expert, the choice of the `top_k` largest per token, and a softmax before or after it."""
 
     type_names: ClassVar[tuple[str, ...]] = _names(_FAMILIES | _CHOOSE_FIRST, "TopKRouter")
 
@@ -67,7 +67,7 @@ class RouterRule(LayerRule):
         _set_sizes(module, num_experts=number, hidden_dim=width)
 
     def trace(self, tracer: Tracer, module: nn.Module, run: Run, args: Args, kwargs: Kwargs) -> Any:
-        """Label the scores with the experts; the choice for a token tells the experts whose rows these are."""
+        """Label the scores with the experts. Labels of the chosen indices tell `ExpertsRule` which router it has."""
         outputs = run(*args, **kwargs)
         router: Any = module
         (x,), weight, top_k = _given(module, args, kwargs), router.weight, int(router.top_k)
@@ -88,19 +88,19 @@ class RouterRule(LayerRule):
             before = (None,) * (tensor.dim() - 1)
             if tensor.shape[-1] == experts.size > top_k:
                 tracer.set(tensor, TensorLabels((*before, experts.without_zero())))
-            else:  # the choices: whoever else uses them keeps the experts
+            else:  # indices of chosen experts; other uses of them make the experts unprunable
                 tracer.set(tensor, TensorLabels((*before, None), mixed=experts.nodes))
         return outputs
 
 
 class BalanceRule(LayerRule):
-    """The language model: its loss over the scores of all routers, `output_router_logits=True`, counts experts."""
+    """Rule for language models, whose loss over router scores (`output_router_logits=True`) uses the number of experts."""
 
     type_names: ClassVar[tuple[str, ...]] = _names(_FAMILIES | _CHOOSE_FIRST, "ForCausalLM")
     sizes: ClassVar[frozenset[str]] = frozenset({"num_experts"})
 
     def resize(self, module: nn.Module) -> None:
-        """Set `num_experts`, where all layers have equally many, as that loss demands."""
+        """Set `num_experts` if all layers have equally many, which that loss requires."""
         found = {
             len(m.get_parameter("weight")) for m in module.modules() if of_type(m, dict.fromkeys(RouterRule.type_names, m))
         }
@@ -109,11 +109,11 @@ class BalanceRule(LayerRule):
 
 
 class ExpertsRule(LayerRule):
-    """The experts: `gate_up_proj` (experts, 2 · inner features, width) and `down_proj` (experts, width, inner features).
+    """Rule for experts: `gate_up_proj` (experts, 2 · inner features, width), `down_proj` (experts, width, inner features).
 
-    If `is_transposed`, the last two axes are in the other order. If `has_bias`, there are `gate_up_proj_bias` (experts, 2 ·
-    inner features) and `down_proj_bias` (experts, width). Unless `is_concatenated`, the two halves alternate. Inner features
-    are units too, the same ones in every expert. The operators work through the experts in their order.
+    If `is_transposed`, the last two axes are swapped. If `has_bias`, there are `gate_up_proj_bias` (experts, 2 · inner
+    features) and `down_proj_bias` (experts, width). Unless `is_concatenated`, gate and up rows alternate. Inner features are
+    units too, shared by all experts. The operators process experts one by one, in order.
     """
 
     type_names: ClassVar[tuple[str, ...]] = _names(_FAMILIES | _CHOOSE_FIRST, "Experts")
@@ -169,10 +169,11 @@ class ExpertsRule(LayerRule):
 
 
 class Mamba2Rule(LayerRule):
-    """The unit is a head of the state space, with its inputs, gates, step sizes and decay.
+    """Rule for Mamba-2. A unit is a head of the state space, with its inputs, gates, step sizes and decay.
 
-    The gated norm averages over all heads, so that heads can go with prune_hidden_size=True alone. Where several heads share B
-    and C, the same head of every such group goes. `in_proj` makes gates, inputs, B, C and steps, in this order of its rows.
+    The gated norm averages over all heads, so heads are prunable only with `prune_hidden_size=True`. If B and C are shared by
+    groups of heads, the same head of every group is removed. The rows of `in_proj` are gates, inputs, B, C and step sizes, in
+    this order.
     """
 
     type_names: ClassVar[tuple[str, ...]] = ("transformers.models.mamba2.modeling_mamba2.Mamba2Mixer",)
@@ -183,7 +184,7 @@ class Mamba2Rule(LayerRule):
         mixer.intermediate_size, mixer.conv_dim = mixer.num_heads * mixer.head_dim, mixer.conv1d.weight.shape[0]
 
     def trace(self, tracer: Tracer, module: nn.Module, run: Run, args: Args, kwargs: Kwargs) -> Any:
-        """Unite the parts of each head, and note the average over all heads."""
+        """Unite the positions of each head in all tensors, and record the norm over all heads."""
         out = run(*args, **kwargs)
         mixer: Any = module
         x = args[0] if args else kwargs["hidden_states"]

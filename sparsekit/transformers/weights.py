@@ -14,8 +14,8 @@ from sparsekit.transformers.widths import tensors_of
 class FolderWeights(Mapping[str, Tensor]):
     """Name of a parameter or buffer → tensor, read from the folder at each access, and not cached.
 
-    transformers opens the folder as for a model that is offloaded to disk. It converts names and shapes: weights that a class
-    merges, such as those of experts, go to `scratch`, the others stay where they are.
+    transformers opens the folder as for a model that is offloaded to disk, and converts names and shapes. Weights that it
+    merges, such as those of experts, are written to `scratch`. The others are read from the folder.
     """
 
     def __init__(self, kind: Any, folder: str | os.PathLike[str], scratch: str | os.PathLike[str]) -> None:

@@ -1,6 +1,6 @@
-"""The widths of a pruned model of transformers as data.
+"""The widths of a pruned model of transformers as data, for its `config.json`.
 
-They are found by comparison with the model that its configuration builds, and set again in such a model.
+They are the differences from the model that the configuration builds. Loading builds that model and sets the widths again.
 """
 
 import copy
@@ -17,7 +17,7 @@ from sparsekit.graph.held import Path, held_at, held_numbers, shown
 from sparsekit.runtime.narrow_attention import NarrowMultiheadAttention
 
 KEY = "pruned_widths"
-"""Where a configuration holds the widths, and the class that they narrow."""
+"""Entry of a configuration for the widths and the name of the dense class."""
 FILE = "modeling_pruned"
 
 
@@ -70,7 +70,7 @@ _ATTENTION = "\n        sparsekit.layers.resize(self)  # torch's own attention n
 
 
 def modeling_file(model: nn.Module, base: str) -> str:
-    """Return the source of a module with which transformers alone loads the model."""
+    """Return the source of a module with which transformers loads the model without sparsekit, except for narrow attention."""
     source = re.sub("  # type: .*", "", inspect.getsource(set_widths))
     code = _CODE.format(base=base, key=KEY, source=source)
     if not any(isinstance(module, NarrowMultiheadAttention) for module in model.modules()):
@@ -80,7 +80,7 @@ def modeling_file(model: nn.Module, base: str) -> str:
 
 
 def plain_config(config: Any) -> Any:
-    """Return a copy of a configuration without what a folder of a pruned model adds to it."""
+    """Return a copy of a configuration without the entries that a folder of a pruned model adds."""
     config = copy.deepcopy(config)
     if hasattr(config, KEY):
         delattr(config, KEY)
@@ -132,14 +132,14 @@ def build_on_meta(kind: type[nn.Module], config: Any) -> nn.Module:
 
 
 def _smaller(name: str, module: nn.Module, built: nn.Module) -> dict[str, Any]:
-    """Return path of an attribute → value, where it holds a smaller integer than in the dense module."""
+    """Return path of an attribute → value, for attributes with a smaller integer than in the dense module."""
     try:
         before = held_numbers(dense := built.get_submodule(name))
     except AttributeError:
-        return {}  # a module without parameters, which a pass made
+        return {}  # a module without parameters that a pass has created
     found: dict[str, Any] = {}
     for path, number in held_numbers(module).items():
-        # Caches and counters grow, and start again in a loaded model.
+        # Integers that have grown are of caches and counters, which start again in a loaded model.
         if not 0 <= number < before.get(path, number):
             continue
         steps = next((n for n, step in enumerate(path) if not _is_attribute(dense, path[:n], step)), len(path))
