@@ -4,7 +4,7 @@ The public names are listed in `__all__`; anything else may change. Names are im
 package needs no GPU, no network and none of the optional packages.
 """
 
-# ruff: noqa: I001 - one line for each home
+# ruff: noqa: I001 - one line for each module
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _HOMES = {
     "sparsekit_fl.models": "load_model",
     "sparsekit_fl.rounds": "run",
 }
-"""What a script can rely on."""
+"""Module → public names that scripts can rely on."""
 _FURTHER = {
     "sparsekit_fl": "engines",
     "sparsekit_fl.client.context": "ClientContext",
@@ -62,7 +62,7 @@ _FURTHER = {
     "sparsekit_fl.results": "Callback RoundRecord RunView",
     "sparsekit_fl.client.messages": "Evaluation Reply Request Update Cost",
 }
-"""For authors of plug-ins, and for sparsekit itself; these names may change."""
+"""Module → further names, for authors of plug-ins and for sparsekit itself. These names may change."""
 __all__, __getattr__ = lazy_names(__name__, _HOMES, _FURTHER)
 
 

@@ -28,7 +28,7 @@ __all__ = ["BestCheckpoint", "Callback", "EarlyStopping", "LiveProgress", "RunVi
 
 
 class _Monitor(Callback):
-    """Follows one number: the mean over clients."""
+    """Base of callbacks that monitor one number, the mean of a metric over clients."""
 
     def __init__(self, monitor: str = "") -> None:
         self._part, _, self._metric = (monitor or "validation").partition(".")
@@ -43,11 +43,11 @@ class _Monitor(Callback):
     def on_run_start(self, run: RunView) -> None:
         self._name = self._metric or primary_metric((*run.metrics, "loss"))
         self._lower = lower_is_better(self._name, run.metrics.get(self._name))
-        if run.records:  # the run may have been killed before it was told
+        if run.records:  # the run may have been killed after a round was saved, before this callback was called
             self.on_round_end(run, run.records[-1])
 
     def _course(self, run: RunView) -> tuple[list[tuple[int, float]], int | None]:
-        """Return round and value of each evaluation so far, and the index of the first best one, if one is finite."""
+        """Return (round, value) of each evaluation, and the index of the first best one; None if no value is finite."""
         scored = [(record.round, record.evaluation.part(self._part)) for record in run.records if record.evaluation]
         course = [(round, values[self._name]) for round, values in scored if self._name in values]
         later = self._part == "global_validation" and run.config.eval_global_every is not None
@@ -73,7 +73,7 @@ class EarlyStopping(_Monitor):
         target: End the run as soon as the number is as good as this; None for no target.
 
     Raises:
-        InvalidValueError: a value that is not allowed; at the first evaluation, a number that the run never has.
+        InvalidValueError: a value that is not allowed; at the first evaluation, a number that the run does not compute.
     """
 
     def __init__(self, monitor: str = "", *, patience: int = 5, target: float | None = None) -> None:
@@ -94,17 +94,17 @@ class EarlyStopping(_Monitor):
 
 
 class BestCheckpoint(_Monitor):
-    """Write the global model to `models/best.safetensors` whenever a number is the best so far.
+    """Write the global model to `models/best.safetensors` whenever a monitored number improves.
 
-    `load_model(out, "best")` reads it, and `models/best.json` has its round and the number. A resumed run continues from there.
+    `load_model(out, "best")` loads it, and `models/best.json` has the round and the number. It also works in resumed runs.
 
     Args:
         monitor: As for `EarlyStopping`. `global_validation.accuracy` needs `eval_global_every`, which scores the global model
             in the run.
 
     Raises:
-        InvalidValueError: a value that is not allowed; at the start of a run, no folder; at the first evaluation, a number that
-            the run never has.
+        InvalidValueError: a value that is not allowed; at the start of a run without a folder; at the first evaluation, a
+            number that the run does not compute.
     """
 
     def on_run_start(self, run: RunView) -> None:
@@ -131,7 +131,7 @@ class TensorBoard(Callback):
 
     Raises:
         MissingDependencyError: tensorboard is not installed.
-        InvalidValueError: at the start of a run: it has no folder.
+        InvalidValueError: at the start of a run without a folder.
     """
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class TensorBoard(Callback):
         if run.out is None:
             raise InvalidValueError("TensorBoard needs the folder of the run; give it one (out=, --out DIR)")
         writer: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter
-        # Drops points of rounds that a killed run wrote and that are run again.
+        # purge_step drops the points of rounds that a killed run logged and that run again.
         self._writer = writer(str(run.out / "tensorboard"), purge_step=run.round + 1 if run.round else None)
 
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:
@@ -177,7 +177,7 @@ class LiveProgress(Callback):
         self._task = self._bar.add_task(f"{label} preparing".strip(), total=None)
 
     def __enter__(self) -> Self:
-        return self  # the bar starts a thread, so only in on_run_start: worker processes are forked before
+        return self  # on_run_start starts the bar, which has a thread, after worker processes are forked
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()

@@ -1,7 +1,7 @@
 """Files of a run: memories of clients, records, and a checkpoint from which a run resumes exactly.
 
-A file is either old or new, never half-written. The order of writing makes every moment safe for a crash: memories, the line of
-`rounds.jsonl`, the checkpoint. Only then are older memories deleted.
+Files are written in an order that makes a crash harmless at any time: memories, the line of `rounds.jsonl`, the checkpoint.
+Only then are older memories deleted. Memories and the checkpoint are replaced atomically.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from sparsekit_fl.packing import dumps, loads
 
 _CHECKPOINT, _RECORDS = "checkpoint.state", "rounds.jsonl"
 _FOLDERS_OPEN = os.name != "nt"  # Windows cannot fsync directories
-# Linux can wait for a whole file system by one call, in the time of one file.
+# On Linux, syncfs flushes a whole file system in one call, in the time of one file.
 _SYNCFS: Any = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None) if sys.platform == "linux" else None
 _ONE_SYNC = _SYNCFS is not None
 
 
 def sync_folder(folder: Path, *, files: bool = False) -> None:
-    """Wait until the names of the files in a folder are on the disk, and with `files` their content too, in one call."""
+    """Flush the names of a folder's files to disk. `files` flushes their contents too, which needs syncfs."""
     if not _FOLDERS_OPEN:
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -50,7 +50,7 @@ def sync_folder(folder: Path, *, files: bool = False) -> None:
 def write_atomically(path: Path, payload: bytes, *, durable: bool = True, sync: bool = True) -> None:
     """Write a file so that a crash leaves the old one or the new one.
 
-    `durable` waits until the bytes are on the disk, and `sync` until the name is too; `sync_folder` does that for many files.
+    With `durable`, wait until the bytes are on the disk; with `sync` also the name, which `sync_folder` does for many files.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -69,10 +69,10 @@ def write_atomically(path: Path, payload: bytes, *, durable: bool = True, sync: 
 
 
 class Memories:
-    """Memories of clients as files: one version per client and round. Whoever trains a client writes its memory.
+    """Stores memories of clients in files, one per client and round. The process that trains a client writes its memory.
 
-    The server's memories of clients are kept in the same way, in another folder. A file that no checkpoint lists yet is
-    harmless: training that client again writes the same bytes. `durable` waits for the disk.
+    The server's memories of clients are stored in the same way, in another folder. A file that no checkpoint lists yet is
+    harmless: training that client again writes the same bytes. If `durable`, the files are flushed to disk.
     """
 
     def __init__(self, folder: Path, *, durable: bool) -> None:
@@ -101,7 +101,7 @@ class Memories:
             sync_folder(self.folder, files=_ONE_SYNC)
 
     def keep(self, versions: Mapping[int, int]) -> None:
-        """Remove all versions except these, such as those of a round that a crash interrupted. Other files stay."""
+        """Delete all memories except `versions` (client id → round), such as those of a round that a crash interrupted."""
         kept = {self.path(client_id, round).name for client_id, round in versions.items()}
         for path in self.folder.glob("[0-9]*-[0-9]*.state"):
             if path.name not in kept:
@@ -109,7 +109,7 @@ class Memories:
 
 
 class Remembered(dict[int, dict[str, Any]]):
-    """Client id → the server's memory of it, read from its file on first use; `versions` are the rounds of the files."""
+    """Client id → the server's memory of it, read from its file on first access. `versions`: client id → round of the file."""
 
     def __init__(self, memories: Memories | None, versions: Mapping[int, int]) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Remembered(dict[int, dict[str, Any]]):
         return found
 
     def write(self, round: int) -> dict[int, int]:
-        """Write the memories that were used and are not empty; return the versions of all files."""
+        """Write the memories that were accessed and are not empty. Return the versions of all files."""
         written = {client_id: round for client_id, memory in self.items() if memory}
         for client_id in written:
             if self._memories is not None:
@@ -145,7 +145,7 @@ class State:
 
 
 def differences(saved: Any, given: Any, path: str = "") -> list[str]:
-    """Return one text for each place where two plain JSON values differ, as in `lr: was 0.1, now 0.01`."""
+    """Return one text for each difference between two plain JSON values, as in `lr: was 0.1, now 0.01`."""
     if isinstance(saved, Mapping) and isinstance(given, Mapping):
         named = {key: f"{path}.{key}" if path else key for key in sorted({*saved, *given})}
         return [text for key, name in named.items() for text in differences(saved.get(key), given.get(key), name)]
@@ -153,7 +153,7 @@ def differences(saved: Any, given: Any, path: str = "") -> list[str]:
 
 
 def holds_run(path: Path) -> bool:
-    """Return whether a folder holds a run that can be resumed, perhaps from its first round on."""
+    """Return whether a folder holds the checkpoint of a run, from which it can be resumed."""
     return (path / _CHECKPOINT).exists()
 
 
@@ -165,16 +165,17 @@ class RunFolder:
         self.memories, self.remembered = (Memories(path / name, durable=durable) for name in ("clients", "server"))
         self._checkpoint, self._records = path / _CHECKPOINT, path / _RECORDS
         self._run: dict[str, Any] = {}
-        self._size, self._written = 0, hashlib.sha256()  # of the file of records
-        self._state = State(0, {})  # whose memories the checkpoint names
+        self._size, self._written = 0, hashlib.sha256()  # bytes and hash of rounds.jsonl
+        self._state = State(0, {})  # of the last checkpoint
 
     @staticmethod
     @contextlib.contextmanager
     def open(path: Path | str | None, *, resume: bool) -> Iterator[RunFolder]:
-        """Hold the folder of a run as long as the block lasts; without a path, a temporary one. A fresh run deletes nothing.
+        """Lock the folder of a run for the block; without a path, use a temporary folder.
 
-        The system frees the lock when its process ends, however that ends; the file `.lock` stays and has no meaning. Worker
-        processes do not inherit the lock.
+        A new run in a folder that holds one raises an error. The system releases the lock when the process ends for any reason;
+        the file `.lock` stays, and its presence does not mean that the folder is locked. Worker processes do not inherit the
+        lock.
         """
         if path is None:
             if resume:
@@ -205,9 +206,9 @@ class RunFolder:
             lock.release()
 
     def load(self, described: Mapping[str, Any], fresh: State) -> tuple[State, list[dict[str, Any]]]:
-        """Return state and records of the last saved round. A new run saves and returns `fresh`.
+        """Return the state after the last saved round, and the records of all rounds. A new run saves and returns `fresh`.
 
-        If something in `described` changed, or a file is damaged, this raises ResumeError.
+        Raises ResumeError if `described` differs from the stored description, or a file is damaged.
         """
         self._run = {"sparsekit": __version__, **described}
         for folder in (self.path, *(self.path / name for name in ("clients", "server", "models"))):
@@ -225,7 +226,7 @@ class RunFolder:
             saved = loads(self._checkpoint.read_bytes())
             state, was, now = State(**saved["state"]), saved["run"], dict(described)
             if was.get("clients", {}).get("ids") != now.get("clients", {}).get("ids"):
-                now.pop("clients", None)  # other clients take part
+                now.pop("clients", None)  # a resumed run may have other clients
             changed = differences({name: was[name] for name in now}, now)
         except (DataError, KeyError, TypeError) as error:
             raise ResumeError(
@@ -249,9 +250,9 @@ class RunFolder:
         return state, [json.loads(line) for line in written.decode().splitlines()]
 
     def save(self, state: State, record: Mapping[str, Any]) -> None:
-        """Save a round: memories, the line of `rounds.jsonl`, the checkpoint; then remove the memories that it replaced."""
+        """Save a round: memories, the line of `rounds.jsonl`, the checkpoint. Then delete the memories that it replaced."""
         if self.durable:
-            for one in (self.memories, self.remembered)[: 1 if _ONE_SYNC else 2]:  # on one file system
+            for one in (self.memories, self.remembered)[: 1 if _ONE_SYNC else 2]:  # one syncfs flushes both folders
                 one.sync()
             line = (json.dumps(record, allow_nan=False) + "\n").encode()
             self._size += len(line)
@@ -276,6 +277,6 @@ class RunFolder:
             write_atomically(self._checkpoint, dumps({**saved, "state": {**vars(state)}}))
 
     def clean(self) -> None:
-        """Remove memories that the checkpoint does not list, such as those of an interrupted round."""
+        """Delete memories that the checkpoint does not list, such as those of an interrupted round."""
         self.memories.keep(self._state.versions)
         self.remembered.keep(self._state.remembered)

@@ -1,4 +1,4 @@
-"""Comparison: finished runs under one protocol, with means and deviations over seeds, in frames and JSON. Needs no torch."""
+"""Compares finished runs with equal settings: means and deviations over seeds, as data frames and JSON. Needs no torch."""
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,13 +14,13 @@ from sparsekit.errors import DataError, require
 from sparsekit_fl.config import HETEROGENEITY
 from sparsekit_fl.stored import flat, read_result, texts
 
-# Options that may differ between the runs of a table: they change numbers by chance only.
+# Options that may differ between the runs of a table, since they affect numbers only by chance.
 _FREE = ("seed", "eval_every", "device")
 _DECIDED = "redraw_capability"
 
 
 class Column(NamedTuple):
-    """One number of a result: the keys that lead to it, joined by dots, its title in tables, and its unit as of `stored`."""
+    """One number of a result: its path of keys, joined by dots, its title in tables, and its unit, as in `stored.texts`."""
 
     path: str
     title: str
@@ -48,7 +48,7 @@ _FIRST = ("personal accuracy", "global accuracy", "FLOPs", "simulated time", "up
 
 
 def unlike(result: Mapping[str, Any]) -> list[str]:
-    """Return how a run deviates from its settings: it stopped early, or some clients did not train or were dropped."""
+    """Return how a run deviates from its settings: it stopped early, or clients were dropped, never trained or not scored."""
     done, planned = len(result["rounds"]), result["config"]["rounds"]
     reason = f": {result['stopped']}" if result.get("stopped") else ""
     found = [f"ended after {done} of {planned} rounds{reason}"] if done < planned else []
@@ -64,7 +64,7 @@ def unlike(result: Mapping[str, Any]) -> list[str]:
 
 
 def columns_of(results: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
-    """Return accuracies, costs, and other metrics; the first ones are what a narrow terminal shows."""
+    """Return the columns of tables: accuracies, costs and other metrics. The first ones fit on a narrow terminal."""
     names = dict.fromkeys(name for one in results for name in one["final"].get("personal", {}) if name != "accuracy")
     found = (*_SCORES, *_COSTS, *(Column(f"final.personal.{name}", name, "number") for name in names))
     return tuple(sorted(found, key=lambda column: column.title not in _FIRST))
@@ -72,7 +72,10 @@ def columns_of(results: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Finished runs of all methods and seeds under one protocol, as in `result.json`; `methods` in the order of tables."""
+    """Finished runs of several methods and seeds with equal settings.
+
+    `results` are the contents of `result.json` files, and `methods` the methods in the order of tables.
+    """
 
     title: str
     results: Sequence[Mapping[str, Any]]
@@ -97,7 +100,7 @@ class Comparison:
     def summary(self) -> Any:
         """DataFrame with a row per method, and for each path the columns (path, "mean") and (path, "std").
 
-        They are mean and sample deviation over the seeds, NaN with fewer than one or two runs that have the number.
+        They are the mean and the sample standard deviation over seeds; NaN with fewer than one or two runs with that number.
         """
         return self.frame.groupby("method").agg(["mean", "std"]).loc[list(self.methods)]
 
@@ -135,15 +138,15 @@ class Comparison:
         return [f"{method}: {line}" for method, lines in self.notes.items() for line in lines]
 
     def troubles(self) -> list[str]:
-        """Return how some runs differ from the others, as lines below the table, such as a run that stopped early."""
+        """Return lines for below the table about runs that deviate, for example because they stopped early or diverged."""
         lost = self.frame.index[~self._known]
         found = [f"diverged: {method}, seed {seed} has no finite score" for method, seed in lost]
         return found + [f"{one['method']}, seed {one['seed']}: {text}" for one in self.results for text in unlike(one)]
 
     def gains(self) -> list[str]:
-        """Return what each method gains over training alone, a line each, paired over seeds; empty without runs of `local`.
+        """Return one line per method: its gain in accuracy over the method `local`, paired by seed; empty without `local`.
 
-        Accuracy is of the models that clients deploy, on their own test data. Of the error, n is the number of seeds.
+        Accuracy is that of the models that clients deploy, on their own test data. The error is a standard error over n seeds.
         """
         if "local" not in self.methods or "final.personal.accuracy" not in self.frame:
             return []
@@ -180,12 +183,12 @@ def _plain(value: Any) -> Any:
 
 
 def comparisons_of(results: Iterable[Mapping[str, Any]], *, order: Sequence[str] = ()) -> list[Comparison]:
-    """Group results, as in `result.json`, into comparisons of runs with equal settings.
+    """Group results (contents of `result.json`) into comparisons of runs with equal settings.
 
-    Methods in `order` come first, others as they appear. Titles that would be equal name the settings that differ.
+    Methods in `order` come first, then the others as they appear. Titles that would be equal name the settings that differ.
     """
     groups: list[tuple[dict[str, Any], list[Mapping[str, Any]]]] = []
-    # A method that sets an option itself joins the group of the others.
+    # Methods that set the option `_DECIDED` themselves come last, and join a group with either value of it.
     for result in sorted(results, key=lambda one: _DECIDED in one.get("method_options", {})):
         own, decided = _protocol(result), {_DECIDED} & set(result.get("method_options", {}))
         fitting = (one for shared, one in groups if _without(shared, decided) == _without(own, decided))
@@ -220,7 +223,7 @@ def read_results(*folders: Path | str) -> list[dict[str, Any]]:
 
 
 def _protocol(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that all runs of one table share, without unused options."""
+    """Return the settings that all runs of one table share, without options that are None."""
     return _without({name: value for name, value in result["config"].items() if value is not None}, _FREE)
 
 
@@ -229,7 +232,7 @@ def _without(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any
 
 
 def _titles(protocols: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return model, data and size of each protocol; equal titles also name the settings that differ, such as `lr 0.1`."""
+    """Return model, data set and size of each protocol; equal titles also name the settings that differ, such as `lr 0.1`."""
     plain, settings = [_title(one) for one in protocols], [flat(one) for one in protocols]
     titles = []
     for title, own in zip(plain, settings, strict=True):
@@ -241,7 +244,7 @@ def _titles(protocols: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _setting(name: str, value: Any) -> str:
-    """Name a setting, such as `lr 0.1` or `heterogeneity low`."""
+    """Return a setting as text, such as `lr 0.1` or `heterogeneity low`."""
     level = next((level for level, drawn in HETEROGENEITY.items() if list(drawn) == value), None)
     return f"heterogeneity {level}" if level else f"{name.rpartition('.')[2].replace('_', ' ')} {value}"
 

@@ -1,4 +1,4 @@
-"""Options: fields of dataclasses, with an annotation for the allowed values and a description; and the options of a run.
+"""Options as fields of dataclasses, whose annotations state the allowed values; and the options of a run.
 
     @dataclass(frozen=True, kw_only=True)
     class FedProx(Method):  # a Method is Checked
@@ -6,8 +6,8 @@
 
     FedProx(mu=-1)  # InvalidValueError: mu must be greater than or equal to 0, got -1; mu: Weight of the proximal term; …
 
-pydantic checks every value, and converts text only. Flags of commands, TOML files, Flower's run configuration and
-`--set PATH=VALUE` all follow from `options_of`; no other list of options exists.
+pydantic checks every value; only text is converted. Command-line flags, TOML files, Flower's run configuration and
+`--set PATH=VALUE` are all derived from `options_of`.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ def option(default: T, description: str) -> T:
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """One option, a field of a dataclass or a keyword of a function; `default` is MISSING where it must be given."""
+    """One option: a field of a dataclass or a keyword of a function. `default` is MISSING if the option is required."""
 
     name: str
     hint: Any
@@ -76,7 +76,7 @@ class Option:
             raise self._refusal(error, value, name=name) from None
 
     def read(self, value: object, *, name: str | None = None) -> Any:
-        """Return a value that is allowed. Text is converted: "none" is None, and commas separate the parts of a tuple."""
+        """Check a value and return it. Text is converted: "none" gives None, and commas separate the items of a tuple."""
         if not isinstance(value, str):
             self.check(value, name=name)
             return value
@@ -96,7 +96,7 @@ class Option:
 
 
 def _described(hint: Any) -> str:
-    """Return the description in an annotation, the outermost if it has several; empty if none."""
+    """Return the outermost description in an annotation; empty if it has none."""
     own = [one.description for one in get_args(hint) if isinstance(one, FieldInfo) and one.description]
     return own[-1] if own else next(filter(None, map(_described, get_args(hint))), "")
 
@@ -106,10 +106,11 @@ def _is_limited(hint: Any) -> bool:
 
 
 class Checked:
-    """Base of dataclasses that check their own fields, when they are made and when they are replaced.
+    """Base class of dataclasses that check their fields on construction, also by `dataclasses.replace`.
 
-    A field is checked if its annotation is a plain type such as `bool`, or has a range or a `Literal`; its default is allowed.
-    Rules between fields go into a `__post_init__` that calls this one first. The descriptions of options end the docstring.
+    A field is checked if its annotation is bool, int, float or str, or has a range or a `Literal`. Its default is always
+    allowed. Rules that involve several fields go into a `__post_init__` that calls this one first. The descriptions of options
+    are appended to the docstring.
 
     Raises:
         InvalidValueError: a value that its annotation does not allow.
@@ -124,7 +125,7 @@ class Checked:
             cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", "Args:", *lines])
 
     def __post_init__(self) -> None:
-        kind: Any = type(self)  # which the cache does not take for hashable
+        kind: Any = type(self)  # Any, since mypy does not accept a type as a hashable argument
         for one in _limited_options(kind):
             one.check(getattr(self, one.name))
 
@@ -138,7 +139,7 @@ def _limited_options(owner: type) -> list[Option]:
 def options_of(owner: Callable[..., Any]) -> dict[str, Option]:
     """Return the options of a dataclass or of a function, by name and in their order.
 
-    The options of a function are its keyword-only arguments; without an annotation, they are of the type of their default. A
+    The options of a function are its keyword-only arguments; without an annotation, an option has the type of its default. A
     description comes from the field, or else from the annotation: `Annotated[int, Field(ge=1, description="…")]`.
     """
     hints, texts = get_type_hints(owner, include_extras=True), dict[str, str]()
@@ -167,7 +168,7 @@ def read_keywords(
     without: Collection[str] = (),
     advice: str = "",
 ) -> dict[str, Any]:
-    """Check keywords for a function or a dataclass, and return them; text is read by the annotation.
+    """Check keywords for a function or a dataclass, and return them. Text is converted as the annotation says.
 
     In errors, `name` names the owner, `prefix` comes before a keyword, and `advice` follows an unknown one. Keywords in
     `without` are not options.
@@ -197,7 +198,7 @@ HETEROGENEITY: Mapping[str, tuple[float, ...]] = {
     "median": (1.0, 1 / 2, 1 / 4),
     "high": (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16),
 }
-"""Levels of system heterogeneity; capabilities of clients are drawn uniformly from one of them.
+"""Level of system heterogeneity → capabilities, from which those of clients are drawn uniformly.
 
 Source: Xue et al., ICDE 2025 (arXiv 2412.07216), Effect of Heterogeneity (Q3); "high" is also used in its Table I.
 """
@@ -236,7 +237,7 @@ class TrainingConfig(Checked):
         "clients drift further apart. Default: 5.",
     )
     batch_size: Count = option(20, "Examples per step. The last batch of a pass may be smaller. Default: 20.")
-    # None becomes a number when the object is made, as for weight_decay.
+    # __post_init__ replaces None by a number, here and for weight_decay.
     lr: NonNegative = option(  # type: ignore[assignment]
         None,
         "Learning rate of the first round. The option lr_decay lowers it over the rounds. Default: 0.1 for SGD, the "
@@ -325,7 +326,7 @@ class RunConfig(Checked):
     )
     deterministic: bool = option(
         False,
-        "Repeat results exactly on a GPU. Its operators are slower, and TF32 is off. The CPU always repeats them. "
+        "Make runs on a GPU repeatable bit by bit, with slower operators and without TF32. Runs on the CPU always are. "
         "Default: false.",
     )
     capability_of: CapabilityOf = option(
@@ -337,23 +338,23 @@ class RunConfig(Checked):
     )
     capability_levels: tuple[Factor, ...] | None = option(
         None,
-        "Capabilities to draw from, each in (0, 1]. Every level is equally likely. None keeps the capability that each "
-        "client brings along. Default: None.",
+        "Capabilities to draw from, each in (0, 1]. Every level is equally likely. None keeps each client's own "
+        "capability. Default: None.",
     )
     too_small: Literal["note", "skip"] = option(
         "note",
-        "What happens to a device that can train less than the least submodel, one unit of each group. note: it trains that, "
-        "and the result says how much that is; skip: it is not asked. Default: note.",
+        "What to do with a device that cannot afford even the smallest submodel, one unit of each group. note: it trains "
+        "that submodel, and the result has a note; skip: it gets no task. Default: note.",
     )
     redraw_capability: bool = option(
-        False, "Draw the capability of each client again in every round, and not once. Default: false."
+        False, "Draw the capability of each client in every round, instead of once. Default: false."
     )
     deploy: Deploy = option(
         "last",
-        "Model that each client is scored with. last: what the method deploys after the last round, such as the global "
-        "model of FedAvg, or the newest submodel of FedLPS. best: for every method alike, the model with the best score on "
-        "the client's own validation data among this model, this model after one more local training, the newest average "
-        "alone, and the model that the client trained last. No device gets a model that it cannot run. Default: last.",
+        "Model that each client is scored with. last: the model that the method deploys after the last round, such as the "
+        "global model of FedAvg, or the newest submodel of FedLPS. best: the model with the best score on the client's own "
+        "validation data among this model, this model after one more local training, the newest average alone, and the "
+        "model that the client trained last. No device gets a model that it cannot run. Default: last.",
     )
     lr_decay: Factor = option(1.0, "Factor on the learning rate after each round, in (0, 1]. Default: 1.")
     min_replies: Count | None = option(
@@ -391,12 +392,12 @@ class RunConfig(Checked):
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any]) -> "RunConfig":
-        """Read what `to_dict` returned; raises ValueError if it is not that."""
+        """Restore a configuration from the output of `to_dict`; raises ValueError for other values."""
         return TypeAdapter(RunConfig).validate_python(raw)
 
 
 def optimizer_class(name: str) -> "type[torch.optim.Optimizer]":
-    """Return an optimizer by its name in `torch.optim`, in any case, or as `package.module:Class`."""
+    """Return an optimizer class by its name in `torch.optim`, ignoring case, or by `package.module:Class`."""
     import torch
 
     base, kinds = torch.optim.Optimizer, {key: kind for key, kind in vars(torch.optim).items() if isinstance(kind, type)}

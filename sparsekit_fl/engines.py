@@ -1,6 +1,6 @@
-"""Engines map requests to replies, in order. `Processes` runs clients in this process, or in worker processes.
+"""Engines run clients: they map requests to replies, in order. `Processes` does so in this process, or in worker processes.
 
-For engines in other packages: `answer`, which runs a client, and `registry`.
+An engine in another package calls `answer` to run a client, and is found by name through `registry`.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ __all__ = ["Engine", "Memories", "Processes", "RunClients", "RunSpec", "answer",
 RunClients = Callable[[Sequence[Request]], Iterator[Reply]]
 """Runs clients; yields one reply for each request, in the order of the requests.
 
-All requests of a call hold the same state. A call may begin when all replies of the last one were read.
+All requests of a call hold the same state. Read all replies of a call before you start another.
 """
 
 
@@ -51,14 +51,14 @@ class Engine(Protocol):
 
     @property
     def workers(self) -> int:
-        """Number of clients that train at once, for the record."""
+        """Number of clients that train at the same time, which results record."""
 
     def clients(self, spec: RunSpec, clients: Mapping[int, Client]) -> Mapping[int, Client]:
-        """Return the clients that are there now, by id; a run asks before each round.
+        """Return the clients that are available now, by id. A run calls this before each round.
 
         Args:
             spec: The fixed parts of the run.
-            clients: The clients that were passed to `run`; an engine whose clients come and go ignores them.
+            clients: The clients that were passed to `run`; an engine whose clients join and leave ignores them.
         """
 
     def open(self, spec: RunSpec, clients: Mapping[int, Client], memories: Memories) -> AbstractContextManager[RunClients]:
@@ -67,13 +67,13 @@ class Engine(Protocol):
         Args:
             spec: The fixed parts of the run.
             clients: The clients that were passed to `run`, by id.
-            memories: The memories of the clients, on this machine.
+            memories: Files with the memories of the clients that this machine trains.
         """
 
 
 @dataclass(frozen=True)
 class Processes(Checked):
-    """Clients on this machine, without any framework. The results do not depend on the number of workers.
+    """Runs clients on this machine. Results do not depend on the number of workers.
 
     Args:
         workers: Number of processes that train clients, one torch thread each; 1 trains in this process.
@@ -87,7 +87,7 @@ class Processes(Checked):
     workers: Count = 1
 
     def clients(self, spec: RunSpec, clients: Mapping[int, Client]) -> Mapping[int, Client]:
-        """Return the clients of the run, which are always there."""
+        """Return all clients of the run, since they are always available."""
         del spec
         return clients
 
@@ -109,7 +109,7 @@ class Processes(Checked):
             try:
                 yield lambda requests: _map(pool, spec, state, requests)
             except BaseException:
-                while not ids.empty():  # nobody waits for what they do now
+                while not ids.empty():  # end the workers, since their replies are no longer needed
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(ids.get(), signal.SIGTERM)
                 raise
@@ -143,7 +143,7 @@ _worker: tuple[RunSpec, Mapping[int, Client], Memories, StateDict]
 
 
 def _begin(spec: RunSpec, clients: Mapping[int, Client], memories: Memories, state: StateDict, numbers: Any, ids: Any) -> None:
-    """Start a worker process: only its parent can interrupt it, and it ends with its parent."""
+    """Prepare a worker process. It ignores Ctrl-C, and ends when its parent ends."""
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -162,8 +162,9 @@ def _run(payload: bytes) -> bytes:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Use the settings of worker processes inside the block: one torch thread, so that results do not depend on the number of
-    cores, and no denormal numbers. Afterwards, the settings of this process, which is the user's, are restored.
+    """Use the settings of worker processes inside the block, so that results do not depend on the number of cores.
+
+    They are those of `train_alike`. Afterwards, the caller's settings are restored.
     """
     before, denormals = torch.get_num_threads(), float(torch.tensor(1e-39) * 1.0) != 0.0
     train_alike()
@@ -175,7 +176,7 @@ def one_thread() -> Iterator[None]:
 
 
 def train_alike() -> None:
-    """Use one torch thread, and flush denormal numbers: they slow down many processors, and decaying weights reach them."""
+    """Use one torch thread, and flush denormal numbers to zero. Decaying weights reach them, and they slow many processors."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
 
@@ -185,7 +186,7 @@ def start_method(device: str | None) -> str:
 
     Elsewhere, and once torch has threads of autograd, which a forked child cannot use: "spawn".
     """
-    names = Path("/proc/self/task").glob("*/comm")  # of threads
+    names = Path("/proc/self/task").glob("*/comm")  # names of this process's threads
     with contextlib.suppress(OSError):
         if any(name.read_text(encoding="utf-8").startswith("pt_autograd") for name in names):
             return "spawn"
@@ -193,7 +194,7 @@ def start_method(device: str | None) -> str:
 
 
 def end_with_parent() -> None:
-    """Wait for the end of the process that started this one, then end this one, from a thread."""
+    """Wait until the parent process has ended, then end this process. Run it in a thread."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -210,7 +211,7 @@ def device_of(device: str, worker: int = 0) -> str:
 
 
 def use_exact_arithmetic() -> None:
-    """Let this process use operators that give the same bits on every run, and no TF32; an operator without one raises."""
+    """Allow only deterministic operators in this process, and no TF32. An operator without such a version raises an error."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms would import the compiler
     torch.backends.cudnn.benchmark = False
@@ -233,7 +234,7 @@ def exact_arithmetic(wanted: bool) -> Iterator[None]:
 
 
 def check_device(device: str, *, name: str = "device") -> None:
-    """Raise InvalidValueError unless torch can use a device (cpu, cuda, cuda:1, mps), or all of several by commas."""
+    """Raise InvalidValueError unless torch can use the device (cpu, cuda, cuda:1, mps), or each of a comma-separated list."""
     for one in devices(device):
         try:
             torch.empty(0, device=one)
@@ -243,7 +244,7 @@ def check_device(device: str, *, name: str = "device") -> None:
 
 
 def describe_environment(*, workers: int, device: str) -> dict[str, Any]:
-    """Return versions and settings that results may depend on, and when the run ended, as plain values."""
+    """Return versions, settings and hardware that results may depend on, and the present time, as plain JSON values."""
     cuda = device.startswith("cuda")
     return {
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),

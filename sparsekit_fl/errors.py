@@ -1,4 +1,4 @@
-"""Errors of a federated run: they name the client, the round, and how to continue."""
+"""Exceptions of federated runs. Their messages say which client and round are concerned, or how to continue."""
 
 from sparsekit.errors import SparsekitError
 
@@ -8,13 +8,13 @@ __all__ = [
 
 
 class ClientError(SparsekitError, RuntimeError):
-    """A client failed; names the method, the hook, the round and the client id, and carries the cause."""
+    """A client failed. The message names the client, the round, the method and the hook that raised the exception."""
 
     exit_code = 1
 
 
 class UpdateError(SparsekitError, ValueError):
-    """An update that the server must not aggregate."""
+    """The server refuses an update: it is malformed, has values that are not finite, or does not match its task."""
 
 
 class TooFewRepliesError(ClientError, UpdateError):
@@ -28,7 +28,7 @@ class StorageError(SparsekitError, OSError):
 
 
 class ResumeError(SparsekitError, ValueError):
-    """A run cannot use a folder: nothing is there to resume, an option changed, or another run is there or writes to it."""
+    """A run cannot use its folder: nothing to resume, a changed option, a damaged file, or another run in it."""
 
 
 class RunInterrupted(SparsekitError, RuntimeError):
@@ -38,6 +38,6 @@ class RunInterrupted(SparsekitError, RuntimeError):
 
 
 class WorkerDiedError(SparsekitError, RuntimeError):
-    """A worker process was killed, or failed for a reason that is not a client's."""
+    """A worker process or Flower node was killed, often because memory ran out, or failed outside of a client's code."""
 
     exit_code = 1

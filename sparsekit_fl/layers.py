@@ -1,7 +1,7 @@
-"""Layers of a model, in the order in which one forward pass reads their entries.
+"""Layers of a model, in the order in which a forward pass uses their weights.
 
-A graph of units says what can be removed; the layers say what comes before what. Methods that keep the output layer private,
-exclude it from pruning, or train only the first layers use this order, never the names of layers.
+Methods that keep the output layer private, exclude it from pruning, or train only the first layers rely on this order, not on
+the names of layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,29 +18,29 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTran
 
 @dataclass(frozen=True)
 class Layer:
-    """A module that reads at least one entry of two or more axes, with the entries read until the next such module."""
+    """A module that uses a state entry of two or more axes, with all entries that are used before the next such module."""
 
     name: str
     entries: tuple[str, ...]
-    """State-dict keys that this layer is the first to read; statistics that no pass reads are with their module."""
-    reads: tuple[str, ...]  # all that it reads, also entries of earlier layers, as a decoder tied to an embedding does
+    """State-dict keys that this layer is the first to use. Keys that the pass does not use are in the layer of their module."""
+    reads: tuple[str, ...]  # all keys that it uses, including those of earlier layers, as in a decoder tied to an embedding
     weights: Mapping[str, torch.Size] = field(default_factory=dict)
-    """Those of its entries, with their shapes, that train and have at least two axes and two numbers."""
+    """Key → shape of the `entries` that are not frozen and have at least two axes and two elements."""
 
 
 def head_entries(layers: Sequence[Layer], count: int = 1) -> tuple[str, ...]:
-    """Return state-dict keys of the last `count` of some layers in forward order, without entries that earlier layers read."""
+    """Return the state-dict keys of the last `count` layers, without keys that an earlier layer uses too."""
     return tuple(name for layer in layers[max(0, len(layers) - count) :] for name in layer.entries)
 
 
 def layer_weights(layers: Sequence[Layer]) -> dict[str, torch.Size]:
-    """Return key → shape of the weights that may be pruned by entry: all but those that the output layer reads."""
+    """Return key → shape of the weights that a `WeightMask` may prune: all except those that the output layer uses."""
     last = layers[-1].reads if layers else ()
     return {name: shape for layer in layers for name, shape in layer.weights.items() if name not in last}
 
 
 def prefix_entries(layers: Sequence[Layer], count: int) -> frozenset[str]:
-    """Return state-dict keys that the first `count` of some layers in forward order read, and no later one does."""
+    """Return the state-dict keys of the first `count` layers, without keys that a later layer uses too."""
     later = {name for layer in layers[count:] for name in layer.reads}
     return frozenset(name for layer in layers[:count] for name in layer.entries if name not in later)
 
@@ -48,14 +48,14 @@ def prefix_entries(layers: Sequence[Layer], count: int) -> frozenset[str]:
 def trace_layers(model: nn.Module, example_inputs: Any) -> tuple[Layer, ...]:
     """Run a copy of the model once on a tuple of inputs, and return its layers in forward order.
 
-    Every key of the state belongs to exactly one layer, tied keys to the layer of the first.
+    Every state-dict key belongs to exactly one layer; tied keys belong to the same layer.
 
     Raises:
         TraceError: the model fails on the inputs.
     """
     tensors = {name: entry for name, entry in model.state_dict(keep_vars=True).items() if isinstance(entry, Tensor)}
     found: list[tuple[str, list[str], list[str]]] = [("", [], [])]  # owner, entries, reads
-    homes: dict[str, list[str]] = {}  # name → the entries that it is among
+    homes: dict[str, list[str]] = {}  # key → the list of entries that has it
     for event in entry_reads(model, example_inputs):
         wide = [name for name in event if tensors[name].dim() > 1]
         if wide and not any(tensors[name].dim() > 1 for name in found[-1][2]):
@@ -68,16 +68,16 @@ def trace_layers(model: nn.Module, example_inputs: Any) -> tuple[Layer, ...]:
         fresh = [name for name in dict.fromkeys(event) if name not in homes]
         own += fresh
         homes |= dict.fromkeys(fresh, own)
-    # A repeated call adds no weights. It matters only as the last call, which makes the outputs.
+    # A repeated call adds no entries. It counts only if it is the last one, which computes the outputs.
     found = [layer for place, layer in enumerate(found) if layer[1] or place == len(found) - 1]
     owners: dict[str, list[str]] = {}
     for name, own in homes.items():
         owners.setdefault(_owner(name), own)
     first = {id(tensor): name for name, tensor in reversed(tensors.items())}
-    for name, tensor in tensors.items():  # what no pass reads is with its tied key or its module, else with the first layer
+    for name, tensor in tensors.items():  # unused keys go to the layer of their tied key or module, else to the first layer
         if name not in homes:
             homes.get(first[id(tensor)], owners.get(_owner(name), found[0][1])).append(name)
-    # Within a layer, entries are in the order of the state, since kernels may read them in another order.
+    # Within a layer, sort entries by the order of the state, since the order in which kernels use them may vary.
     place = {name: number for number, name in enumerate(tensors)}
     layers = []
     for name, *keys in found:

@@ -1,4 +1,4 @@
-"""Models on disk: the files of a run's folder, all in the format of `save_compact`, and the weights that a run starts from."""
+"""Saves and loads the models of a run, in the format of `save_compact`, and reads the weights that a run starts from."""
 
 import json
 import logging
@@ -22,14 +22,14 @@ _MOST_NAMED, _IMAGE_AXES = 5, 3
 
 
 def model_path(out: Path, which: str | int) -> Path:
-    """Return the file of a model of a run: "global", "best" (of its best evaluation), or the id of a client."""
+    """Return the path of a model of a run. `which`: "global", "best" (from `BestCheckpoint`), or the id of a client."""
     return out / "models" / f"{which if isinstance(which, str) else f'client-{which}'}.safetensors"
 
 
 def write_recipe(out: Path, model: Callable[[], nn.Module], clients: list[int], *, personal: bool) -> None:
-    """Write `models/model.json`: the model's name in the registry, the run's clients, and whether their models are here.
+    """Write `models/model.json`: the model's name in the registry, the run's clients, and whether the folder has their models.
 
-    A folder names no code: of a model that is not registered, nothing is written.
+    For a model that is not in the registry, the name is null: a folder must not name code that loading it would import.
     """
     recipe = None
     if isinstance(model, Network) and models.get(model.spec.name) is model.spec:
@@ -39,7 +39,7 @@ def write_recipe(out: Path, model: Callable[[], nn.Module], clients: list[int], 
 
 
 def _factory(recipe: Any, where: Path | str) -> Factory:
-    """Return a function that makes the registered model of a recipe; raise DataError if there is none."""
+    """Return a function that builds the registered model of a recipe; raise DataError if there is no such model."""
     try:
         shape, classes = tuple(map(operator.index, recipe["shape"])), operator.index(recipe["classes"])
         if (kind := recipe["kind"]) == "image" and len(shape) != _IMAGE_AXES:
@@ -52,9 +52,9 @@ def _factory(recipe: Any, where: Path | str) -> Factory:
 def read_initial(source: Path | str | StateDict, fresh: StateDict) -> dict[str, Tensor]:
     """Return a state like `fresh` with the values of another state where names and shapes agree.
 
-    Entries that do not agree, such as the head of a model that was trained for other classes, stay fresh; a warning names them.
-    The source is a state dict; a file of one, of safetensors or `torch.save`; or the folder of a finished run, whose global
-    model is taken. If nothing in it fits, a DataError says so.
+    Other entries, such as the head of a model that was trained for other classes, keep their values in `fresh`; a warning names
+    them. The source is a state dict; a file with one, written by safetensors or `torch.save`; or the folder of a finished run,
+    of which the global model is read. Raises DataError if no entry fits.
     """
     given = source if isinstance(source, Mapping) else _read(Path(source))
     where = "the state" if isinstance(source, Mapping) else str(source)
@@ -94,17 +94,17 @@ def load_model(out: Path | str, which: str | int = "global", *, model: Factory |
 
     Args:
         out: The folder of the run.
-        which: "global", the id of a client, or "best" where a `BestCheckpoint` kept one.
+        which: "global", the id of a client, or "best" if the run had a `BestCheckpoint`.
         model: Makes the dense model, as in `load_compact`: the class or function of the problem, a module, or
-            `"package.module:function"`; for DepthFL, a model with its exits. None takes the registered model that the run wrote
-            down (`--model NAME`). Loading a folder imports nothing that the folder names.
+            `"package.module:function"`; for DepthFL, a model with its exits. None uses the registered model whose name the run
+            stored (`--model NAME`). Loading a folder imports nothing that the folder names.
 
     Returns:
-        A plain module in evaluation mode, narrow where the client trained a submodel, on the CPU. A client that deploys the
-        global model gets that.
+        A plain module on the CPU, in evaluation mode, narrow if the client deploys a submodel. For a client that deploys the
+        global model, this is the global model.
 
     Raises:
-        DataError: the run is not finished, its model is not a known one, or the client or the file of its model does not exist.
+        DataError: the run is not finished, its model is not registered here, or the client or its model file does not exist.
         InvalidValueError: the model of the run has no name in the registry, and `model` is None.
         CompactFileError: the file is damaged, or `model` makes another architecture.
     """

@@ -1,6 +1,6 @@
-"""Tensors as bytes, and back: parts of a state under a mask, masks as bits, messages and memories in the safetensors format.
+"""Packs states under masks, masks, messages and memories into bytes, and unpacks them.
 
-Never a pickled object: what comes from a wire or a disk is parsed by the safetensors library, which checks it.
+The format is safetensors, never pickle: bytes from the network or a disk are parsed and checked by the safetensors library.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ _HASH_BYTES = 32
 
 
 def clone(state: StateDict) -> dict[str, Tensor]:
-    """Return a copy without shared memory or a graph."""
+    """Return a copy that shares no memory with the state and has no autograd graph."""
     return {name: tensor.detach().clone() for name, tensor in state.items()}
 
 
@@ -33,14 +33,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def change(after: Tensor, before: Tensor) -> Tensor:
-    """Return after - before. Integers and flags are subtracted as int64, where nothing wraps around."""
+    """Return after - before. Integers and booleans are subtracted as int64, so that they do not wrap around."""
     if before.is_floating_point() or before.is_complex():
         return after - before
     return after.to(torch.int64) - before.to(torch.int64)
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor holds neither NaN nor infinity; a finite sum shows it in a twentieth of the time."""
+    """Return whether a tensor has neither NaN nor infinity. A finite sum proves it, in a twentieth of the time."""
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
@@ -55,14 +55,14 @@ def digest(state: StateDict) -> str:
 
 
 Mask = UnitMask | WeightMask
-"""What is kept, by unit or by entry."""
+"""A mask over units or over single weights; True means kept."""
 
 
 class Kept:
     """The entries that a mask keeps, for every key of a model's state.
 
     A unit mask keeps a narrow tensor (the shape that the compact model has), a weight mask a 1-D tensor of the kept
-    entries in row-major order, no mask everything; keys without dropped entries are kept whole, in their own shape.
+    entries in row-major order, no mask everything. Keys without dropped entries are kept whole, in their dense shape.
     """
 
     def __init__(self, graph: UnitGraph, mask: Mask | None) -> None:
@@ -71,7 +71,7 @@ class Kept:
         self._axes: dict[str, dict[int, Tensor]] = {}
         self._flat: dict[str, Tensor] = {}
         if isinstance(mask, UnitMask):
-            # A full axis needs no index, so a mask that keeps everything costs what no mask costs.
+            # A full axis needs no index, so a mask that keeps everything is as fast as no mask.
             cut = {name: cut_axes(graph.shapes[name], axes) for name, axes in graph.kept_indices(mask).items()}
             self._axes = {name: axes for name, axes in cut.items() if axes}
         elif mask is not None:
@@ -119,7 +119,7 @@ class Kept:
 
 
 def mask_state(graph: UnitGraph, mask: Mask | None, state: StateDict) -> dict[str, Tensor]:
-    """Return a dense state with zeros for everything that `mask` drops; untouched keys are the same tensors."""
+    """Return a dense state with zeros for everything that `mask` drops. Keys without dropped entries have the same tensors."""
     kept = Kept(graph, mask)
     result: dict[str, Tensor] = {}
     for name, tensor in state.items():
@@ -132,9 +132,9 @@ def mask_state(graph: UnitGraph, mask: Mask | None, state: StateDict) -> dict[st
 
 
 def pack_mask(mask: Mask | None) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """Return a mask as bytes: the tensor to send (uint8) and its description.
+    """Return a mask as bytes: the 1-D uint8 tensor to send, and its description.
 
-    An entry takes a bit per position, padded to whole bytes; or, if that is shorter, four bytes for each kept position.
+    A key takes one bit per position, padded to whole bytes, or four bytes per kept position if that is shorter.
     """
     if mask is None:
         return {}, None
@@ -151,7 +151,7 @@ def pack_mask(mask: Mask | None) -> tuple[dict[str, Tensor], dict[str, Any] | No
 
 
 def _unpack_entry(size: int, few: int | None, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-    """Return the entry of `size` positions in `data`: bits, or the positions of `few` kept ones."""
+    """Decode `data` to a mask of `size` positions: one bit each if `few` is None, else the indices of the `few` kept ones."""
     if few is None:
         return np.unpackbits(data, count=size).astype(bool)
     positions = data.view("<u4").astype(np.int64)
@@ -165,7 +165,7 @@ def _unpack_entry(size: int, few: int | None, data: npt.NDArray[np.uint8]) -> np
 def unpack_mask(
     tensors: Mapping[str, Tensor], description: Mapping[str, Any] | None, graph: UnitGraph | None = None
 ) -> Mask | None:
-    """Return the inverse of `pack_mask`; raise DataError if bits and description disagree, or do not fit the graph.
+    """Undo `pack_mask`; raise DataError if bits and description disagree, or do not fit the graph.
 
     Without a graph, the description is trusted. A few bytes can describe an entry of any size, so pass the graph for messages
     from clients: sizes are then checked before memory is allocated.
@@ -211,19 +211,22 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def plain_bytes(tensor: Tensor) -> memoryview:
-    """Return the raw bytes of a tensor in row-major order; of a view, the bytes of the values that it shows."""
+    """Return the raw bytes of a tensor in row-major order; for a view, only those of its elements."""
     whole = _whole(tensor)
-    # A tensor of one number counts as contiguous with any stride, and cannot be viewed as bytes with it.
+    # A tensor of one element counts as contiguous with any stride, but viewing it as bytes needs stride 1.
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def pack(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> bytes:
-    """Return tensors and plain JSON values as one safetensors file, equal bytes for equal input, or raise DataError."""
+    """Return tensors and plain JSON values as one safetensors file. Equal inputs give equal bytes.
+
+    Raises DataError if a tensor cannot be stored.
+    """
     found, seen = dict[str, Tensor](), set[int]()
     for name, tensor in tensors.items():
         whole = _whole(tensor)
         storage = whole.untyped_storage()
-        # The library writes tensors that own their memory.
+        # The library writes only tensors that own all of their memory.
         found[name] = whole.clone() if storage.nbytes() > whole.nbytes or storage.data_ptr() in seen else whole
         seen.add(storage.data_ptr())
     try:
@@ -233,14 +236,14 @@ def pack(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> bytes:
 
 
 def unpack(payload: bytes, *, shapes: Mapping[str, Sequence[int]] | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read what `pack` wrote.
+    """Undo `pack`.
 
     Args:
         payload: Any bytes; reading takes at most three times their number in memory.
-        shapes: Name → expected shape of each tensor, which are compared before a tensor is made; None reads all shapes.
+        shapes: Name → expected shape of each tensor, checked before tensors are created; None accepts all.
 
     Raises:
-        DataError: they are other bytes, or tensors of other names or shapes.
+        DataError: `pack` did not write these bytes, or the tensors have other names or shapes.
     """
     try:
         header = json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])
@@ -254,13 +257,13 @@ def unpack(payload: bytes, *, shapes: Mapping[str, Sequence[int]] | None = None)
         if not isinstance(meta, dict):
             raise ValueError("metadata that `pack` does not write")
     except Exception as error:
-        # The bytes may come from anywhere, and no list of what two parsers and torch raise would be complete.
+        # The bytes are untrusted, and the exceptions of two parsers and torch cannot be listed completely.
         raise DataError(f"these {len(payload)} bytes are not a packed message: {error}") from error
     return tensors, meta
 
 
 def dumps(value: Any) -> bytes:
-    """Return tensors, numbers, strings, None, and lists, tuples and dicts of these as safetensors, after their SHA-256."""
+    """Serialize tensors, numbers, strings, None, and lists, tuples and dicts of these: a SHA-256, then a safetensors file."""
     tensors: dict[str, Tensor] = {}
     try:
         payload = pack(tensors, {"value": _written(value, tensors)})
@@ -270,7 +273,7 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(payload: bytes) -> Any:
-    """Read the bytes that `dumps` returned; raise DataError if they are damaged or have another format."""
+    """Undo `dumps`; raise DataError if the bytes are damaged or have another format."""
     if hashlib.sha256(payload[_HASH_BYTES:]).digest() != payload[:_HASH_BYTES]:
         raise DataError("it is damaged: its checksum does not match its content")
     tensors, meta = unpack(payload[_HASH_BYTES:])

@@ -1,4 +1,4 @@
-"""The report of finished runs: one HTML page with tables and charts, and published numbers where runs have their protocol."""
+"""Report of finished runs: an HTML page with tables and charts, and the paper's numbers for runs with the paper's protocol."""
 
 import math
 import statistics
@@ -32,7 +32,7 @@ _MOST_RATIO_CHARTS, _MOST_NAMED = 3, 6
 
 
 def write_report(comparisons: Sequence[Comparison], out: Path | str, *, command: str = "", failed: Sequence[str] = ()) -> Path:
-    """Write `report.html` into a folder, a section for each comparison, with the command and the failed runs; return it."""
+    """Write `report.html` into `out`: the command, the failed runs, and one section per comparison. Return its path."""
     parts = [code(command), *(paragraph(line, "failed") for line in failed)]
     published = [published_beside(one) for one in comparisons]
     for comparison, beside in zip(comparisons, published, strict=True):
@@ -48,13 +48,13 @@ def write_report(comparisons: Sequence[Comparison], out: Path | str, *, command:
     title = comparisons[0].title if len(comparisons) == 1 else "Comparison of methods"
     path = Path(out) / PAGE
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Another `compare` may write the page of its own trials at the same time.
+    # Written atomically, since another `compare` may write its page to the same folder at the same time.
     write_atomically(path, page(title, parts).encode())
     return path
 
 
 def published_table(published: Any) -> Any:
-    """Return the DataFrame of `paper.published_beside` as text: a row per run, `*` where it differs by more than chance."""
+    """Format the DataFrame of `published_beside` as text, one row per run; `*` marks a difference beyond chance."""
     rows = []
     for run, own in published.groupby(["table", "run"], sort=False):
         row = {"run": run[1], "published as": own["method"].iloc[0], "runs": str(own["n"].min())}
@@ -115,7 +115,7 @@ def _settings(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def curves_of(comparison: Comparison) -> list[str]:
-    """Draw the mean score of clients over rounds, FLOPs and simulated time; empty where no method was scored twice."""
+    """Return charts of the mean score over rounds, FLOPs and simulated time; they are empty if no method was scored twice."""
     metric, unit = _metric(comparison)
     means = means_of(comparison, metric)
     charts = []
@@ -147,7 +147,7 @@ def _scores(result: Mapping[str, Any], metric: str) -> list[dict[str, float]]:
 
 
 def means_of(comparison: Comparison, metric: str) -> Any:
-    """Return means by method and round, as a DataFrame; rounds that not all seeds scored and single points are left out."""
+    """Return mean scores by method and round as a DataFrame, without rounds that a seed did not score, and single points."""
     names = [name for name, _, _ in _AXES]
     rows = [
         {"series": result["method"], "seed": result["seed"], **{name: score[name] for name in (*names, "y")}}
@@ -174,7 +174,10 @@ def _clients(comparison: Comparison, metric: str, unit: str) -> str:
 
 
 def _within(comparison: Comparison, metric: str, cost: str) -> tuple[float, dict[str, dict[int, float]]]:
-    """Return the largest cost that all runs reached, and method → seed → last score within it, if every seed has one."""
+    """Return the largest cost that all runs reached, and method → seed → last score within it.
+
+    Methods are left out if one of their seeds has no score within it.
+    """
     budget = min(result["cost"][cost] for result in comparison.results)
     found: dict[str, dict[int, float]] = {}
     for method in comparison.methods:
@@ -186,7 +189,7 @@ def _within(comparison: Comparison, metric: str, cost: str) -> tuple[float, dict
 
 
 def _at_equal_cost(comparison: Comparison, metric: str, unit: str) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of a table. A cost is left out if only one method has a score within it."""
+    """Return header and rows of a table. A cost is left out if only one of several methods has a score within it."""
     head, columns = ["method"], []
     for name, _, cost_unit in _AXES[1:]:
         budget, scores = _within(comparison, metric, name)
@@ -198,7 +201,7 @@ def _at_equal_cost(comparison: Comparison, metric: str, unit: str) -> tuple[list
 
 
 def verdict(comparison: Comparison) -> str:
-    """Return a sentence that says which method wins at equal FLOPs and by how much; empty where there is nothing to compare."""
+    """Return a sentence that says which method wins at equal FLOPs, and by how much; empty with fewer than two methods."""
     metric, unit = _metric(comparison)
     budget, scores = _within(comparison, metric, "flops")
     if len(scores) < 2:
@@ -221,13 +224,13 @@ def verdict(comparison: Comparison) -> str:
 
 
 def _half_interval(gaps: Sequence[float]) -> float | None:
-    """Return half of the 95 % interval of a mean, or None for a single number."""
+    """Return half the width of the 95 % confidence interval of a mean; None for a single number."""
     n = len(gaps)
     return None if n < 2 else _T[min(n - 2, len(_T) - 1)] * statistics.stdev(gaps) / math.sqrt(n)
 
 
 def _differences(comparison: Comparison, metric: str, unit: str) -> list[str]:
-    """Return the differences from the first method in equal seeds, with a 95 % interval of their mean."""
+    """Return a table of the differences from the first method, paired by seed, with a 95 % interval of their mean."""
     first, *others = comparison.methods
     by_seed = {(one["method"], one["seed"]): one["final"].get("personal", {}).get(metric) for one in comparison.results}
     scale, sign = (100, " points") if unit == "share" else (1, "")
@@ -244,7 +247,7 @@ def _differences(comparison: Comparison, metric: str, unit: str) -> list[str]:
 
 
 def _ratios(comparison: Comparison) -> list[str]:
-    """Draw the ratio of each client over the rounds, for methods with ratios that vary."""
+    """Return charts of each client's ratio over the rounds, for methods whose ratios vary."""
     charts = []
     for method in comparison.methods:
         result = next(one for one in comparison.results if one["method"] == method)

@@ -1,4 +1,4 @@
-"""Everything that a run reports: scores, records, and a view for callbacks while it runs; `RunResult` at its end."""
+"""What a run reports: scores and round records, `RunView` for callbacks during the run, and `RunResult` at its end."""
 
 import dataclasses
 import json
@@ -21,30 +21,31 @@ from sparsekit_fl.problem.metrics import Metric
 from sparsekit_fl.stored import SCHEMA_NUMBER, read_result
 
 Means = Mapping[str, Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]]
-"""Metric name → value. JSON has no number that is not finite: such a value is null there, and comes back as NaN."""
+"""Metric name → value. JSON has neither NaN nor infinity: such values are written as null, and read back as NaN."""
 
 PARTS = ("personal", "validation", "global", "global_validation")
 """Personal models on test and on validation data, and the global model on both."""
 
 CHOSEN_BY = ("validation", "global_validation")
-"""What something may be chosen by: not test data."""
+"""The `PARTS` by which a model may be chosen: scores on validation data, never on test data."""
 
 
 def primary_metric(names: Iterable[str]) -> str:
-    """Return accuracy if it is there, else the first metric besides the loss, else the loss."""
+    """Return accuracy if it is in `names`, else the first metric other than the loss, else the loss."""
     others = [name for name in names if name != "loss"]
     return "accuracy" if "accuracy" in others else (others or ["loss"])[0]
 
 
 def _values(scores: Sums, known: Collection[str]) -> dict[str, float]:
-    """Return a client's values of the known metrics; other metrics that it sends are ignored."""
+    """Return a client's values of the known metrics; other metrics that it sent are ignored."""
     return {name: total / weight for name, (total, weight) in scores.items() if weight > 0 and name in known}
 
 
 def _means(clients: Sequence[Means], *, worst: Collection[str] | None = None) -> dict[str, float]:
     """Return the mean of each metric over the clients that have it. Sums are exact, so the order of clients does not matter.
 
-    With `worst`, the metrics with small values for good models, only the worst tenth counts, rounded up, with NaN the worst.
+    If `worst` is given, only the worst tenth of the clients counts, rounded up. It has the metrics for which lower values are
+    better; NaN is the worst value.
     """
     found = {}
     for name in dict.fromkeys(name for values in clients for name in values):
@@ -55,7 +56,7 @@ def _means(clients: Sequence[Means], *, worst: Collection[str] | None = None) ->
             values = values[: -(-len(values) // 10)]
         try:
             found[name] = math.fsum(values) / len(values)
-        except (OverflowError, ValueError):  # a client may send any number
+        except (OverflowError, ValueError):  # values that a client sent are infinite, or their sum is too large
             found[name] = sum(values) / len(values)
     return found
 
@@ -80,7 +81,7 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientScores(Scores):
-    """Scores of one client, on its own data; `ratio` is None where its personal model is not sparse."""
+    """Scores of one client, on its own data; `ratio` is None if its personal model is not sparse."""
 
     id: int
     examples: int
@@ -102,9 +103,9 @@ class ClientScores(Scores):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundScores(Scores):
-    """Means over the `count` clients that were scored, each on its own data, and part → means over their worst tenth.
+    """Means over the `count` clients that were scored, each on its own data.
 
-    In `worst_decile`, each metric has a tenth of its own.
+    `worst_decile` maps names of `PARTS` to means over the worst tenth of these clients, chosen for each metric separately.
     """
 
     count: int = 0
@@ -112,7 +113,7 @@ class RoundScores(Scores):
 
     @classmethod
     def of(cls, clients: Sequence[Scores], *, lower: Collection[str], **more: Any) -> Self:
-        """Return the means over clients; `lower` has the metrics with small values for good models."""
+        """Return the means over clients; `lower` has the metrics for which lower values are better."""
         parts = {part: [own for one in clients if (own := one.part(part))] for part in PARTS}
         return cls(
             personal=_means(parts["personal"]),
@@ -129,7 +130,7 @@ class RoundScores(Scores):
 class FinalScores(RoundScores):
     """Scores over all clients at the end of a run, and the digest of the final global state.
 
-    `primary_metric` is the metric that stands for all: accuracy, if it is scored.
+    `primary_metric` is the metric that summaries show: accuracy, if it is scored.
     """
 
     per_client: tuple[ClientScores, ...] = ()
@@ -138,7 +139,7 @@ class FinalScores(RoundScores):
 
     @property
     def metrics(self) -> Means:
-        """Scores of the models that clients deploy: `personal`."""
+        """Scores of the models that clients deploy, the same as `personal`."""
         return self.personal
 
 
@@ -147,16 +148,16 @@ class RoundRecord:
     """One round, counted from 1: a line of `rounds.jsonl`.
 
     Args:
-        dropped: Id and reason of clients whose work did not count.
+        dropped: Id of each client whose update is missing or was refused, and the reason.
         loss: Training loss, mean over the valid updates weighted by examples; None if no client reports one.
         accuracy: Training accuracy, likewise.
-        ratios: Client id → share of the whole model that it trained, of those whose work counted.
+        ratios: Client id → share of the whole model that it trained, for clients with a valid update.
         cost: Cost of the run so far.
         seconds: Simulated seconds of this round, with scoring.
         evaluation: Means over all clients or a sample; None if this round was not scored.
-        came: Ids of the clients that came before this round, as in "0-3,7": before the first round, all that are there.
-        went: Ids of those that went.
-        back: Ids of those that went earlier and came back.
+        came: Ids of the clients that joined before this round, as in "0-3,7"; in the first round, all clients.
+        went: Ids of the clients that left.
+        back: Ids of the clients that had left and returned.
     """
 
     round: int
@@ -178,7 +179,7 @@ class RoundRecord:
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any]) -> "RoundRecord":
-        """Read what `to_dict` returned; raise KeyError, TypeError or ValueError if it is not a record."""
+        """Restore a record from the output of `to_dict`; raise KeyError, TypeError or ValueError for other values."""
         return _RECORD.validate_python(raw)
 
     def numbers(self) -> dict[str, Any]:
@@ -204,10 +205,10 @@ class RunView:
         method: Name of the method.
         config: The options.
         metrics: Name → metric, of the problem.
-        records: One per saved round, including rounds before a resumption. A callback that counts here, and keeps no state of
-            its own, behaves the same in a run that was killed and resumed.
-        out: Folder of the run; None if it keeps nothing.
-        model: Makes a fresh module that holds the global state.
+        records: One per saved round, including rounds before a resumption. A callback that derives its state from them
+            behaves the same in a run that was killed and resumed.
+        out: Folder of the run; None if the run saves nothing.
+        model: Returns a new module with the global state.
         stopped: The reason why the run stops after this round; empty as long as it continues.
     """
 
@@ -258,8 +259,8 @@ class RunResult:
 
     Args:
         method_options: Name, source and options of the method, as text.
-        final: Scores of the end.
-        clients: Number of clients of the run.
+        final: Scores at the end of the run.
+        clients: Number of clients that were available in at least one round.
         experiment: The caller's description of the run, such as data set and model; in files, a part of `config`.
         state: The final global state; not part of the file.
         note: Footnote of the method in tables.
@@ -281,7 +282,7 @@ class RunResult:
 
     @property
     def failures(self) -> dict[int, str]:
-        """Client id → last error, of sampled clients that never completed a training."""
+        """Client id → last error, for sampled clients that never sent a valid update."""
         trained = {client_id for record in self.rounds for client_id in record.ratios}
         reasons = {client_id: reason for record in self.rounds for client_id, reason in record.dropped}
         return {client_id: reasons[client_id] for client_id in sorted(set(reasons) - trained)}
@@ -305,7 +306,7 @@ class RunResult:
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any]) -> "RunResult":
-        """Read what `to_dict` returned; the state is not part of it.
+        """Restore a result from the output of `to_dict`, which does not include the state.
 
         Raises:
             KeyError, TypeError, ValueError: it is not a result.

@@ -1,4 +1,4 @@
-"""run(): a method over a problem and its clients, with an engine, a folder and callbacks."""
+"""`run` trains a model with a federated method, round by round, scores it, and saves records, checkpoints and models."""
 
 import errno
 import logging
@@ -70,7 +70,7 @@ def run(
     Args:
         method: The method, such as `fl.methods.fedlps()`.
         problem: Model, loss and metrics.
-        clients: All clients; ids are distinct. A resumed run may have others: those that are the same continue from their
+        clients: All clients, with distinct ids. A resumed run may have other clients; known ids continue from their
             memories. Empty for an engine whose clients are elsewhere, such as Flower's on devices.
         config: The options.
         engine: Runs the clients; None trains them in this process, one after the other.
@@ -79,17 +79,17 @@ def run(
             at a time can use it. A new run needs a folder without files of another run.
         resume: Continue from the checkpoint in `out`; the result is identical to an uninterrupted run's.
         experiment: JSON values to store in the result, such as the names of data set and model.
-        init: Weights to start from: a state dict, a file of one, or the folder of an earlier run; None for
+        init: Weights to start from: a state dict, a file with one, or the folder of an earlier run; None for
             random weights. A resumed run needs the same value.
 
     Returns:
         Scores, costs and records.
 
     Raises:
-        InvalidValueError: no method, or clients and options that do not fit each other.
+        InvalidValueError: `method` is not a method, or clients and options do not fit each other.
         ResumeError: `out` holds another run, or none to resume; another run writes to it; an option or the model changed; or
-            the data or devices of the same clients.
-        TooFewRepliesError: too few clients of a round sent a valid update; says who did not and why.
+            the clients are the same, but their data or devices changed.
+        TooFewRepliesError: too few clients of a round sent a valid update; says which ones did not, and why.
         DataError: model, loss, metrics and data do not fit each other; see `check_fit`.
         ClientError: no client could be scored.
         RunInterrupted: Ctrl-C; says how to continue.
@@ -121,7 +121,7 @@ def run(
                 server.meet(there())
                 ids, _ = _scored_after(config.rounds, list(server.clients), config)
                 final, _ = _score(server, ids, run_clients, with_shared=True, with_model=folder.durable)
-            # A worker that outlived a killed run may have written once more after this one began.
+            # A worker of a killed run may have written another memory after this run began.
             folder.clean()
             result = _result(server, view, final, workers=engine.workers, experiment=described["experiment"])
             if folder.durable:
@@ -130,7 +130,7 @@ def run(
 
 
 def _finished(folder: RunFolder, state: State, config: RunConfig) -> RunResult | None:
-    """Return the result of a run that was resumed and has no round left; None where a callback had stopped it."""
+    """Return the saved result of a resumed run without remaining rounds; None if it is missing, or of fewer rounds."""
     if state.round < config.rounds or not (folder.path / "result.json").exists():
         return None
     saved = load_result(folder.path)
@@ -156,7 +156,7 @@ def _train(
     callbacks: Sequence[Callback],
     there: Callable[[], Mapping[int, Client]],
 ) -> list[ClientScores] | None:
-    """Run the remaining rounds; return the clients' scores after the last round, if it was run in this call."""
+    """Run the remaining rounds. Return the clients' scores after the last round, or None if this call did not run it."""
     final: list[ClientScores] | None = None
     for one in callbacks:
         one.on_run_start(view)
@@ -255,7 +255,7 @@ def _run_round(server: Server, view: RunView, run_clients: RunClients) -> tuple[
     last = round == spec.config.rounds
     found, unscored = _score(server, ids, run_clients, with_shared=whole, with_model=last and view.out is not None)
     done = [reply.update.cost for reply in replies if reply.update is not None]
-    # For clients that failed, the bytes that they were sent still count.
+    # The bytes sent to clients that failed still count.
     lost = [request for request, reply in zip(requests, replies, strict=True) if reply.update is None]
     cost = round_cost(done, wall_seconds=time.perf_counter() - began, until=seconds)
     cost += Cost(downlink_bytes=sum(request_bytes(request, spec.graph) for request in lost))
@@ -313,8 +313,8 @@ def _scored_after(round: int, ids: list[int], config: RunConfig) -> tuple[list[i
 def _score(
     server: Server, ids: list[int], run_clients: RunClients, *, with_shared: bool, with_model: bool
 ) -> tuple[list[ClientScores], list[str]]:
-    """Score clients; return a text for each that could not be scored."""
-    with_shared = with_shared and bool(server.spec.shared_names())  # of nothing that is shared there are no scores
+    """Return the scores of the clients, and a message for each client that could not be scored."""
+    with_shared = with_shared and bool(server.spec.shared_names())  # without shared entries, there is no global model to score
     replies = list(run_clients(server.scoring(ids, with_shared=with_shared, with_model=with_model))) if ids else []
     known = {*server.spec.problem.metrics, "loss"}
     found = [ClientScores.read(reply.evaluation, known) for reply in replies if reply.evaluation is not None]
@@ -328,15 +328,16 @@ def _score(
 
 
 def _mean(name: str, updates: Sequence[Update]) -> float | None:
-    """Return the mean of a metric of training over the updates that have it, weighted by examples."""
+    """Return the mean of a training metric over the updates that have it, weighted by examples."""
     found = [(update.metrics[name], update.examples) for update in updates if name in update.metrics]
     return sum(value * examples for value, examples in found) / sum(examples for _, examples in found) if found else None
 
 
 def round_cost(costs: Iterable[Cost], *, wall_seconds: float, until: float | None = None) -> Cost:
-    """Add up the work of all clients; the seconds come from the slowest client, or end at `until`, in simulated time.
+    """Add up the costs of all clients of a round.
 
-    Wall seconds are of the whole round, since those of clients overlap.
+    Simulated seconds are those of the slowest client, or `until`, if given. Clients work at the same time, so `wall_seconds` of
+    the whole round replaces theirs.
     """
     costs = list(costs)
     slowest = max((cost.simulated_seconds for cost in costs), default=0.0) if until is None else until

@@ -1,4 +1,4 @@
-"""Server: writes the requests of a round, checks the updates, and changes the model."""
+"""The server of a run: writes the requests of a round, validates the updates, and changes the global model."""
 
 import logging
 import math
@@ -27,19 +27,19 @@ from sparsekit_fl.stored import client_ids, ids_text
 
 _log = logging.getLogger(__name__)
 
-# More steps than any client takes between two rounds, and far from where integers wrap around.
+# Largest change of an integer, such as a counter of steps: more than any training causes, and far below overflow.
 _MAX_COUNTED = 2**31
 
-# Methods square, add and divide what clients report; within these bounds nothing leaves the range of a float.
-_MAX_METRIC = 1e40  # a little beyond what float32 holds
+# Methods square, add and divide the numbers that clients report; within these bounds, no result overflows.
+_MAX_METRIC = 1e40  # somewhat above the largest float32
 _MAX_SECONDS = 1e15
 
-# Methods score and refit on this many examples, however few a client has.
+# A client with few examples may still process this many for scoring and refits.
 _FURTHER_EXAMPLES = 256
 
 
 class Roster(Mapping[int, ClientInfo]):
-    """Client id → `ClientInfo` in one round. A capability is drawn when it is first read, for few of many clients."""
+    """Client id → `ClientInfo` in one round. A capability is drawn on first access, since a round reads few of many clients."""
 
     def __init__(self, clients: Mapping[int, Client], config: RunConfig, round: int) -> None:
         self.clients = clients
@@ -68,10 +68,10 @@ class Roster(Mapping[int, ClientInfo]):
 
 
 class Server:
-    """Holds the global model. `state.memory` is the state of the method; what it stores about each client is in separate files.
+    """Holds the global model, and runs the server's part of each round.
 
-    Of `clients`, id → client, only sizes and capabilities are read. Without `remembered`, this per-client state is dropped
-    after each round.
+    `state.memory` is the method's state on the server. Its state about each client is in the files `remembered`; without these,
+    it is dropped after each round. Of `clients` (id → client), only data sizes and capabilities are used.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class Server:
         self._names = spec.shared_names()
         self._notes = dict[str, str]()
         self.skipped = list[int]()
-        self._equal: tuple[Mapping[int, Client] | None, bool] = None, False  # whether these have equal devices
-        self._drawn: Roster | None = None  # capabilities that are not drawn again
-        self._small, self._least = dict[int, float](), 0.0  # capabilities of devices that get more than they can train
+        self._equal: tuple[Mapping[int, Client] | None, bool] = None, False  # clients, and whether all have full capability
+        self._drawn: Roster | None = None  # reused unless capabilities are redrawn
+        self._small, self._least = dict[int, float](), 0.0  # capabilities below the smallest submodel, and its share
         self.seen, self._there = set[int](), set[int]()
         self._met: Mapping[int, Client] | None = None
 
     def recall(self, record: RoundRecord) -> None:
-        """Update which clients joined and left before a saved round."""
+        """Restore the sets of known and present clients from the record of a saved round; call it for each, in order."""
         came, went = (
             {*client_ids(text)} if text else set() for text in (f"{record.came},{record.back}".strip(","), record.went)
         )
@@ -110,7 +110,7 @@ class Server:
         return {name: self.state.model[name] for name in self._names}
 
     def roster(self, round: int) -> Roster:
-        """Return examples and capabilities of the present clients in a round."""
+        """Return the number of examples and the capability of each present client in a round."""
         if self._drawn is None or self._drawn.clients is not self.clients or self.spec.config.redraw_capability:
             self._drawn = Roster(self.clients, self.spec.config, round)
         return self._drawn
@@ -136,13 +136,13 @@ class Server:
         )
 
     def note(self) -> str:
-        """Return further footnotes to the results, besides the note of the method."""
+        """Return footnotes on devices for the result, in addition to the note of the method."""
         return "\n".join(self._notes.values())
 
     def requests(self, ctx: ServerContext) -> list[Request]:
-        """Sample the cohort of a round, and write its requests; raise InvalidValueError if the sample is wrong.
+        """Sample the cohort of a round, and write its requests. Raises InvalidValueError if the sample is invalid.
 
-        If the run skips devices that are too small for the least submodel, `skipped` has their ids.
+        If the run skips devices that are too small for the smallest submodel, `skipped` has their ids.
         """
         spec, round = self.spec, ctx.round
         cohort = spec.method.sample(ctx)
@@ -163,7 +163,7 @@ class Server:
         return requests
 
     def _too_small(self, ctx: ServerContext, cohort: Sequence[int]) -> list[int]:
-        """Return clients that cannot train the smallest submodel; add a note about them, or that no device is limited."""
+        """Return the clients that cannot afford the smallest submodel. Add a note about them, or that no device is limited."""
         if self._equal[0] is not self.clients:
             equal = self.spec.config.capability_levels is None and all(
                 one.capability == Capability() for one in self.clients.values()
@@ -230,11 +230,11 @@ class Server:
         return replace(reply, update=replace(reply.update, cost=timed(cost, request.capability)))
 
     def validate(self, ctx: ServerContext, request: Request, reply: Reply) -> Update:
-        """Return the update of a reply as it is added up.
+        """Return the update of a reply, checked, with changes in the dtypes of the state.
 
         Raises:
             ClientError: the client failed.
-            UpdateError: the update may not touch the model, or the method cannot use it.
+            UpdateError: the update is malformed, not finite or implausible, or does not match its task.
         """
         if reply.update is None:
             error = ClientError(reply.error or f"client {request.client_id} sent no update")
@@ -262,7 +262,7 @@ class Server:
         return replace(update, delta=delta)
 
     def _with_share(self, ctx: ServerContext, update: Update, task: Task) -> Update:
-        """Return an update with the share of the model that was trained, and the ratio that ran.
+        """Return an update with the share of the model that was trained, and with the ratio at which the client ran.
 
         Raises:
             UpdateError: the mask that the client chose keeps more units than its task allows.
@@ -284,9 +284,9 @@ class Server:
         return replace(update, ratio=max(share, task.ratio) if update.ratio == task.ratio else share, share=share)
 
     def aggregate(self, ctx: ServerContext, updates: Sequence[Update], replies: Sequence[Reply] = ()) -> float | None:
-        """Aggregate updates that `validate` returned, let the method learn from them, and count the memories of their clients.
+        """Aggregate updates that `validate` returned, in their order, and accept the new memories of their clients.
 
-        Updates are added up in their order. The result is the simulated length of a round that does not wait for its slowest.
+        Returns the simulated seconds of the round if the method ended it before the slowest client, else None.
         """
         found = self.spec.method.aggregate(ctx, updates)
         state, seconds = found if isinstance(found, tuple) else (found, None)
@@ -304,10 +304,10 @@ _STATISTICS = "statistics"
 
 
 def statistics_of(memory: Memory, ratio: float) -> StateDict:
-    """Return the buffers that belong to submodels of a ratio; empty before any submodel has trained.
+    """Return the buffers for submodels of a ratio; empty before any submodel has trained.
 
-    Statistics of batch norms that are averaged over several widths fit none of them. So the server keeps one set for each
-    level, and a new level begins with the nearest one. Levels are half octaves: 1, 0.71, 0.5, 0.35, and so on.
+    Batch-norm statistics averaged over several widths fit none of them, so the server keeps one set for each level of ratios.
+    The levels are 1, 0.71, 0.5, 0.35, … (powers of √½); a new level starts from the nearest one.
     """
     held: Mapping[int, StateDict] = memory.get(_STATISTICS, {})
     return held[min(held, key=lambda level: (abs(level - _level(ratio)), level))] if held else {}
@@ -316,7 +316,7 @@ def statistics_of(memory: Memory, ratio: float) -> StateDict:
 def learn_statistics(server: ServerContext, updates: Sequence[Update]) -> StateDict:
     """Move the buffers of each level by the mean change of its clients; return the buffers of the widest level.
 
-    As long as all train the whole model, nothing is kept, and the method averages buffers with the rest.
+    As long as all clients train the whole model, this returns nothing, and the method averages buffers like all other entries.
     """
     names = [name for name in server.state if name not in server.parameters]
     ratios = [server.tasks[update.client_id].ratio for update in updates]
@@ -347,9 +347,9 @@ def check(
     upload: Upload = "float32",
     whole: float = math.inf,
 ) -> None:
-    """Raise UpdateError unless an update is as its task says, and may touch the shared `state`; nothing was changed.
+    """Raise UpdateError unless an update is well-formed and finite, fits the shared `state`, and matches its task.
 
-    `examples` is the number of training examples that the client is known to have, `upload` the type of changes, and
+    `examples` is the number of training examples that the client is known to have, `upload` the dtype of changes, and
     `task.work` · `whole` the largest number of FLOPs.
     """
     who = f"the update of client {update.client_id}"
@@ -377,7 +377,7 @@ def check(
         strange = sorted(set(update.delta) ^ set(state))[:5]
         raise UpdateError(f"{who} must hold exactly the shared entries; missing or unknown: {strange}")
     kept = Kept(graph, update.mask)
-    # Entries come in any order, but the message about an update must depend neither on it nor on the engine.
+    # Check in the order of the state, so that the error depends neither on the order of received entries nor on the engine.
     changes = {name: update.delta[name] for name in state}
     for name, delta in changes.items():
         dtype = upload_dtype(state[name].dtype, upload)
@@ -412,7 +412,7 @@ def check(
 
 
 def _check_change(who: str, name: str, delta: Tensor, before: Tensor) -> None:
-    """Raise where the changed values leave the range of their type, which no training does."""
+    """Raise UpdateError if the changed values leave the range of their dtype."""
     if delta.is_floating_point():
         if not is_finite(before + delta.to(before.dtype)):
             raise UpdateError(f"{who} takes {name!r} beyond the largest {before.dtype}")

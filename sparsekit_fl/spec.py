@@ -1,4 +1,4 @@
-"""RunSpec: the fixed parts of a run, the same for every client; `answer`: what a client does in a round with them."""
+"""`RunSpec` holds the parts of a run that are the same for all clients and rounds; `answer` runs one client with them."""
 
 import hashlib
 import json
@@ -43,14 +43,14 @@ _DIGITS = 16
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RunSpec:
-    """The fixed parts of a run, the same for every client; problem and options are as `method.check` returned them.
+    """The parts of a run that are the same for all clients and rounds. `method.check` may have changed problem and options.
 
     Args:
         initial: The global state of round 0, dense, on the CPU.
         parameters: State-dict keys of parameters that train; the others are buffers or frozen parameters.
-        frozen: State-dict keys of parameters without gradient. They are neither sent nor kept for each client.
+        frozen: State-dict keys of parameters without gradient. They are neither sent nor stored for each client.
         private: State-dict keys of the entries that stay on each client.
-        trained: Whether the global state of round 0 was trained before: it was given, or shows signs of it.
+        trained: Whether the global state of round 0 is trained: it was passed as `init`, or the model shows signs of training.
     """
 
     method: Method
@@ -94,11 +94,14 @@ class RunSpec:
         )
 
     def shared_names(self) -> list[str]:
-        """Return the keys of the state that travel, in the order of the state."""
+        """Return the state-dict keys that server and clients exchange, in the order of the state."""
         return [name for name in self.initial if name not in self.frozen and name not in self.private]
 
     def fingerprint(self) -> str:
-        """Return a digest of entries, units and frozen values, which never travel: server and clients must have the same."""
+        """Return a digest of the state's names, dtypes and shapes, of the units, and of frozen values, which are never sent.
+
+        It must be the same on the server and on all clients.
+        """
         shapes = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in self.initial.items()]
         frozen = digest({name: self.initial[name] for name in self.frozen})
         return short_digest([shapes, self.graph.fingerprint(), frozen])
@@ -106,7 +109,7 @@ class RunSpec:
     def describe(self, clients: Mapping[int, Client], experiment: Mapping[str, Any]) -> dict[str, Any]:
         """Return plain JSON values that must be equal when a run is resumed.
 
-        The set of clients may change. If the clients on this machine are the same, their devices and data must be the same too.
+        The set of clients may change. If it is the same, the clients' devices and data must be the same too.
         """
         devices = [[client.id, *astuple(client.capability)] for client in clients.values()]
         return {
@@ -122,12 +125,12 @@ class RunSpec:
         }
 
     def on(self, device: str) -> Self:
-        """Return the same spec for one device. Its narrow model is made again when it is first used."""
+        """Return this spec for another device, where the narrow model is built again on first use."""
         return replace(self, config=replace(self.config, device=device))
 
     @cached_property
     def masked(self) -> LearnableMask:
-        """The narrow model of this process, on the device of the options. All clients use it, one after the other."""
+        """The narrow model of this process, on `config.device`. Clients use it one after the other."""
         model = _fresh(self.problem, self.config).to(self.config.device)
         return LearnableMask(model, graph=self.graph, learning=GradientImportance())
 
@@ -137,7 +140,7 @@ class RunSpec:
         return model
 
     def whole(self, memory: Memory, received: StateDict) -> dict[str, Tensor]:
-        """Return the dense state of a client: entries from the server, and private ones, at first from round 0."""
+        """Return the dense state of a client: received entries, private ones from its memory, and else initial values."""
         own = memory.setdefault("private", {})
         return {name: received[name] if name in received else own.get(name, tensor) for name, tensor in self.initial.items()}
 
@@ -181,15 +184,15 @@ def _traced(problem: Problem, config: RunConfig) -> tuple[nn.Module, UnitGraph, 
     try:
         graph = trace_units(model, problem.example_inputs)
     except NoUnitsError:
-        # Methods that train the whole model need no units; the others say so before the run.
+        # Methods that train the whole model need no units; the others raise an error before the first round.
         graph = UnitGraph(groups={}, shapes={name: t.shape for name, t in model.state_dict().items()})
     return model, graph, trace_layers(model, problem.example_inputs)
 
 
 def _check_state(model: nn.Module) -> None:
-    """Raise InvalidValueError if an entry of the state is not a tensor that can be sent, and of which there is a mean.
+    """Raise InvalidValueError if an entry of the state is not a tensor that can be sent and averaged.
 
-    Of integers it is the rounded mean, of flags the majority.
+    Integers are averaged and rounded; booleans take the value of the majority.
     """
     for name, entry in model.state_dict().items():
         try:
@@ -204,7 +207,7 @@ def _check_state(model: nn.Module) -> None:
 
 
 def _trained_groups(model: nn.Module, graph: UnitGraph) -> tuple[str, ...]:
-    """Return the groups whose units no frozen weight makes, nor a group of the same size: the others stay whole."""
+    """Return the groups that may be pruned: neither their units, nor those of groups tied in size, come from frozen weights."""
     frozen = {
         name for name, leaf in model.named_parameters(remove_duplicate=False) if not leaf.requires_grad and leaf.dim() > 1
     }
@@ -225,7 +228,10 @@ def by_id(clients: Sequence[Client]) -> dict[int, Client]:
 
 
 def data_fingerprint(clients: Iterable[Client]) -> str:
-    """Return a hash of ids, sizes, and of `TensorData` all labels and the first example; other changes go unnoticed."""
+    """Return a hash of ids and split sizes, and for `TensorData` also of all labels and the first example.
+
+    Other changes of the data do not change it.
+    """
     sha = hashlib.sha256()
     for client in sorted(clients, key=lambda client: client.id):
         for split in (client.data.train, client.data.val, client.data.test):
@@ -238,12 +244,12 @@ def data_fingerprint(clients: Iterable[Client]) -> str:
 
 
 def answer(spec: RunSpec, client: Client, request: Request, memories: Memories) -> Reply:
-    """Run a client with its memory, and keep its new memory and its model, in the folder `models` next to the memories.
+    """Run a client with its stored memory, and store its new memory, and its model if the request asks for it.
 
-    A failure of the client is returned as a reply. Raises DataError if its memory cannot be read, and OSError if a file cannot
-    be written.
+    Models go into the folder `models` next to the memories. If the client fails, the reply has the error. Raises DataError if
+    its memory cannot be read, and OSError if a file cannot be written.
     """
-    _ = spec.masked  # made before the time of the client's work begins
+    _ = spec.masked  # built here, so that its time does not count as the client's
     memory = memories.read(client.id, request.memory_round)
     try:
         reply, memory = run_client(spec, client, request, memory, out=memories.folder.parent)
@@ -251,7 +257,7 @@ def answer(spec: RunSpec, client: Client, request: Request, memories: Memories) 
             return reply
         memories.write(client.id, request.round, memory)
         return replace(reply, stored=True)
-    except (ClientError, InvalidValueError) as error:  # the last one is of a memory that cannot be saved
+    except (ClientError, InvalidValueError) as error:  # InvalidValueError: a memory that cannot be saved
         return Reply(client_id=client.id, error=str(error), traceback=traceback.format_exc())
 
 
@@ -260,8 +266,8 @@ def run_client(
 ) -> tuple[Reply, Memory]:
     """Train one client, or score its model. The result depends only on the arguments, and scoring leaves the memory unchanged.
 
-    Do not use the given memory afterwards. The personal model goes into the folder `out`, if the request asks
-    for it. Every exception becomes a ClientError, which names the round, the method and its hook, and has the cause.
+    Do not use `memory` afterwards. The personal model goes into the folder `out`, if the request asks for it. Every exception
+    of the method becomes a ClientError, which names the round, the method and its hook, and has the original as its cause.
     """
     if request.task == "train":
         return _train(spec, client, request, memory)
@@ -277,7 +283,7 @@ def _train(spec: RunSpec, client: Client, request: Request, memory: Memory) -> t
     with _named(request, spec, "train"):
         result = method.train(ctx, Task(state=start, mask=request.mask, ratio=ratio, extra=request.extra))
         if spec.config.deploy == "best" and ctx.memory.get("kept", {}).get("round") != ctx.round:
-            keep_model(ctx, result)  # the method keeps none itself
+            keep_model(ctx, result)  # the method itself stored no model in this round
         if any(tensor.device.type != "cpu" for tensor in result.state.values()):
             result = replace(result, state={name: tensor.cpu() for name, tensor in result.state.items()})
         ratio = check_ratio(result.ratio)
@@ -303,7 +309,7 @@ def _train(spec: RunSpec, client: Client, request: Request, memory: Memory) -> t
 def _upload(
     spec: RunSpec, memory: Memory, result: Result, received: StateDict, start: StateDict
 ) -> tuple[dict[str, Tensor], Mask | None]:
-    """Return trained minus received, of the shared entries that the upload mask keeps; put private entries into memory."""
+    """Return the changes (trained - received) of shared entries under the upload mask, and this mask. Store private entries."""
     graph, upload = spec.graph, result.mask if result.upload is None else result.upload
     private = [name for name in start if name not in received and name not in spec.frozen]
     trained, narrow = result.state, isinstance(result.mask, UnitMask)
@@ -351,7 +357,7 @@ def _score(spec: RunSpec, client: Client, request: Request, memory: Memory, out:
 
 
 def _share(spec: RunSpec, model: Model) -> float | None:
-    """Return the share of the whole model that a client deploys; None for all."""
+    """Return the share of the model that a client deploys; None if it deploys the whole model."""
     units = isinstance(model.mask, UnitMask)
     return None if model.mask is None else share_of(spec.costs, model.mask, spec.config.capability_of) if units else model.ratio
 
@@ -359,8 +365,8 @@ def _share(spec: RunSpec, model: Model) -> float | None:
 def _deployed(ctx: ClientContext, method: Method, full: StateDict) -> Model:
     """Return the model that a client deploys: the one that its method returns, or the best of several on its validation data.
 
-    The best has the highest accuracy, or if the problem has none, the least loss; among equals, the least loss decides, then
-    the order. Without validation data there is no choice.
+    The best model has the highest accuracy, or the lowest loss if the problem has no accuracy. Ties are broken by the loss,
+    then by the order of candidates. Without validation data, the method's model is deployed.
     """
     newest = method.deploy(ctx, full)
     if ctx.deploy != "best" or not len(ctx.client.data.val):

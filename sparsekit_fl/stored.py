@@ -1,4 +1,4 @@
-"""Results in files and in words, without torch: `result.json`, and numbers with their units."""
+"""Reads results and formats their numbers with units. Needs no torch."""
 
 import json
 import math
@@ -9,7 +9,8 @@ from typing import Any, Final
 from sparsekit.errors import DataError, InvalidValueError
 
 SCHEMA_NUMBER: Final = 6
-"""It increases when a reader of the former schema would misread a file, and not for new keys."""
+"""Version of the format of `result.json`. It increases if readers of the previous version would misread a file, not for keys
+that were added."""
 
 _STEPS = {
     "share": ((0.01, "%"),),
@@ -20,7 +21,7 @@ _STEPS = {
 
 
 def read_result(path: Path | str) -> dict[str, Any]:
-    """Read `result.json`, or the one in a folder, as plain JSON values; a DataError says if it is none of this schema."""
+    """Return a `result.json`, given its path or its folder, as plain JSON values; raise DataError unless it has this schema."""
     path = Path(path)
     path = path / "result.json" if path.is_dir() else path
     try:
@@ -50,7 +51,7 @@ def client_ids(text: str) -> list[int]:
 
 
 def ids_text(ids: Iterable[int]) -> str:
-    """Undo `client_ids`: write ids in ascending order, ranges by their ends; nothing for none."""
+    """Format ids for `client_ids`, in ascending order and with ranges, as in "0-3,7"; empty without ids."""
     ranges: list[list[int]] = []
     for id in sorted(ids):
         if ranges and id == ranges[-1][1] + 1:
@@ -69,10 +70,11 @@ def flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def texts(unit: str, means: Sequence[float | None], deviations: Sequence[float | None] = ()) -> list[str]:
-    """Write the numbers of one column, all with the prefix of the largest; a dash stands for None and for non-finite numbers.
+    """Format the numbers of a table column with the unit prefix of the largest; None, NaN and infinity become a dash.
 
-    All have three digits of the smallest number, but three decimals at most. A prefix begins at a tenth: T at 1e11. Zero bytes
-    and zero seconds take the first one.
+    Shares have one decimal. Other numbers have decimals for three digits of the smallest number (unit "number": four), but a
+    column of several numbers has at most three decimals. A prefix starts at a tenth of its size: T at 1e11. Columns of zeros
+    are in MB and in seconds.
     """
     known = [abs(mean) for mean in means if mean is not None and math.isfinite(mean)]
     steps, largest = _STEPS.get(unit, ((1.0, ""),)), max(known, default=0.0)
@@ -93,10 +95,10 @@ def texts(unit: str, means: Sequence[float | None], deviations: Sequence[float |
 
 
 def number_text(unit: str, value: float | None) -> str:
-    """Write one number: `0.530T` for FLOPs, `245 s`, `98.8%` for a share, and a dash for None."""
+    """Format one number: `0.530T` for FLOPs, `245 s`, `98.8%` for a share, and a dash for None."""
     return texts(unit, [value])[0]
 
 
 def score_text(metric: str, value: float | None) -> str:
-    """Write a score with its metric: `accuracy 98.4%` or `rmse 0.213`."""
+    """Format a score with its metric: `accuracy 98.4%` or `rmse 0.2130`."""
     return f"{metric} {number_text('share' if metric == 'accuracy' else 'number', value)}"

@@ -1,4 +1,4 @@
-"""A tiny problem, and tests for methods: inherit `MethodContract` in a test file, and pytest runs them."""
+"""A tiny problem, and tests that every method must pass: inherit `MethodContract` in a test file to run them with pytest."""
 
 import dataclasses
 import math
@@ -83,12 +83,12 @@ def tiny_config(*, rounds: int = 4, seed: int = 3) -> RunConfig:
 
 
 def tiny_data(ids: Collection[int] | None = None) -> tuple[Problem, list[Client]]:
-    """Return `tiny_problem` and the requested ones of `tiny_clients`, as the command line or a Flower app loads them."""
+    """Return `tiny_problem` and the `tiny_clients` with these ids (None: all): a factory for the command line and Flower."""
     return tiny_problem(), [client for client in tiny_clients() if ids is None or client.id in ids]
 
 
 class StopAfter(Callback):
-    """Raise KeyboardInterrupt, as Ctrl-C does, when a round is saved."""
+    """Callback that raises KeyboardInterrupt, as Ctrl-C does, once the given round is saved."""
 
     def __init__(self, round: int) -> None:
         self.round = round
@@ -132,7 +132,10 @@ class MethodContract:
         assert [record.loss for record in other.rounds] == [record.loss for record in whole.rounds]
 
     largest_step: ClassVar[float] = 3.0
-    """Farthest move of the global model in a round, in changes of the client that moves most. Server optimizers raise it."""
+    """Largest allowed change of the global model in a round, in multiples of the largest change of a client.
+
+    Raise it for methods with a server optimizer.
+    """
 
     def test_equal_changes_move_the_model_by_about_one_of_them(self, make: Callable[[], Method]) -> None:
         first = tiny_clients(1)[0]
@@ -215,7 +218,7 @@ class _Round:
         self.updates: list[Update] = []
 
     def finish(self, spoilt: Callable[[Reply], Reply] = lambda reply: reply) -> None:
-        """Train the clients and aggregate; the reply of the first one is `spoilt`, and may be refused."""
+        """Train the clients and aggregate. `spoilt` modifies the reply of the first client, which may then be refused."""
         spec, replies = self.server.spec, []
         with tempfile.TemporaryDirectory() as folder:
             memories = Memories(Path(folder), durable=False)
@@ -234,7 +237,7 @@ class _Round:
 
 
 class _Poisoned(TensorData):
-    """Test data that nobody may read."""
+    """Test data that raise an error when they are read."""
 
     def batch(self, positions: Any = None) -> Any:
         raise AssertionError("training reads test data")
@@ -244,7 +247,7 @@ class _Poisoned(TensorData):
 
 
 class OtherNet(nn.Module):
-    """Six inputs, two hidden layers, three classes; `kind` says what is particular."""
+    """Six inputs, two hidden layers, three classes. `kind`: "plain", "group norm", "tied" (layer used twice) or "adapters"."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

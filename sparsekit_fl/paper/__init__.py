@@ -1,1 +1,1 @@
-"""Experiments by name: the presets of the FedLPS paper, their problems, its ablations and published tables."""
+"""Experiments of the FedLPS paper: presets, the problems and clients that they describe, and the published tables."""

@@ -1,4 +1,4 @@
-"""build_task: load the data of a preset, divide them among clients, and fit the model to them."""
+"""Builds the problem and the clients of a preset: loads its data, divides them among clients, and makes a model for them."""
 
 import inspect
 from collections.abc import Collection, Mapping
@@ -38,17 +38,17 @@ def build_task(
     seed: int = 0,
     ids: Collection[int] | None = None,
 ) -> tuple[Problem, list[Client], dict[str, Any]]:
-    """Load the data, divide them among clients, and fit the model to them.
+    """Load the data of a preset, divide them among clients, and make a model for their shape and number of classes.
 
     Args:
         preset: The settings. Its `dataset` is a name, or `package.module:factory`: a function that takes any of the keywords
             `root` (`data_dir`), `seed` and `ids`, and returns a DataSource, (Problem, DataSource), or
             (Problem, clients).
         model: Model in place of the preset's: a name, or `package.module:factory`.
-        clients: Number of clients in place of the preset's; shards shrink, with a warning, where the data have too few.
+        clients: Number of clients in place of the preset's; if the data have too few shards, these shrink, with a warning.
         partition: Partition in place of the preset's, whose options are then not used: a name, or `package.module:function` of
             the form of `Partition`.
-        options: Keywords for the partition, in addition to the preset; text is read by the annotation.
+        options: Keywords for the partition, in addition to the preset's. Text is converted as the annotation says.
         data_dir: Folder of the data sets; None downloads what can be downloaded.
         seed: Seed of the run; the partition draws from its `stream(seed, "data")`.
         ids: The clients to load, such as the clients of one device; empty on a server without data. None loads all.
@@ -58,7 +58,7 @@ def build_task(
         the ids 0, 1, …, and a full capability each.
 
     Raises:
-        DataError: data missing, too few, or not fit for the model.
+        DataError: the data are missing, too few, or do not fit the model.
         InvalidValueError: an option out of range, or a client of `ids` that does not exist.
         UnknownNameError: no data set, model or partition of that name, or no such option of the partition.
     """
@@ -89,7 +89,7 @@ def build_task(
         source = source.with_transform(_transform(source, tuple(problem.example_inputs[0].shape[1:])))
     kind = partition or preset.partition or ("natural" if source.owners is not None else "pathological")
     keywords: dict[str, Any] = dict(preset.options) if kind == preset.partition else {}
-    deal, own = partitions.find(kind), ("clients", "rng")  # given here
+    deal, own = partitions.find(kind), ("clients", "rng")  # passed below, so they are not options
     keywords |= read_keywords(deal, options or {}, name=f"partition {kind!r}", prefix="partition.", without=own)
     described |= {"clients": count, "partition": kind, "partition_options": keywords}
     splits = deal(source, clients=count, rng=stream(seed, "data"), **keywords)
@@ -110,7 +110,7 @@ def _only(clients: list[Client], ids: Collection[int] | None) -> list[Client]:
 
 
 def _problem_for(source: DataSource, name: str) -> tuple[Problem, DataSource]:
-    """Return the problem of a named model on a source, and the source as the model reads it."""
+    """Return the problem of a named model on a source, and the source with the transform that the model needs."""
     found = models.find(name)
     if isinstance(found, torch.nn.Module) or not callable(getattr(found, "build", found)):
         raise InvalidValueError(f"{name!r} must be a class or function that builds a model, got {type(found).__name__}")

@@ -1,6 +1,6 @@
-"""Presets: the settings of the experiments of the paper's Table I and of a quick one, from the rows of `presets.toml`.
+"""Presets: settings of the experiments in the paper's Table I, and of a quick one. Their values are in `presets.toml`.
 
-Reading one imports neither data nor models.
+Reading a preset imports neither data nor models.
 """
 
 import tomllib
@@ -17,11 +17,11 @@ DEFAULT = "digits"
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """The settings of one experiment; devices have high heterogeneity, drawn again in every round.
+    """Settings of one experiment. Capabilities are drawn from the levels of high heterogeneity, again in every round.
 
-    Data set, model and partition are names, or `package.module:name`. The partition None is natural for data with owners, else
-    pathological; `options` are its keywords. Capabilities of "units", as in the authors' released code, give the FLOPs of
-    Table I by the paper's count, `flops_paper`.
+    Data set, model and partition are names, or `package.module:name`. If `partition` is None, it is natural for data with
+    owners, else pathological; `options` are its keywords. With capabilities in "units", as in the authors' released code,
+    `flops_paper` gives the FLOPs of Table I.
     """
 
     name: str
@@ -36,13 +36,13 @@ class Preset:
     options: Mapping[str, object] = field(default_factory=dict)
 
     def config(self, given: Mapping[str, Any], clients: int) -> RunConfig:
-        """Return the options of a run of some clients: `given` ones by name, of a run or of its training, over the preset's.
+        """Return the options of a run with `clients` clients; `given` has options that replace the preset's, by name.
 
-        Another optimizer comes with its own learning rate, momentum and weight decay.
+        An optimizer other than the preset's has its own default learning rate, momentum and weight decay.
         """
         kept = asdict(self.training)
         if given.get("optimizer", self.training.optimizer) != self.training.optimizer:
-            # The learning rate, momentum and weight decay of the preset were chosen for its own optimizer.
+            # These values of the preset were chosen for its optimizer.
             for name in ("lr", "momentum", "weight_decay"):
                 del kept[name]
         own: dict[str, Any] = {
@@ -67,9 +67,9 @@ def preset_for(*, preset: str | None = None, dataset: str | None = None) -> Pres
     """Return the settings that a run starts from.
 
     Args:
-        preset: Name of a preset; it decides everything that the caller does not change.
-        dataset: Name of a data set, which without a preset selects its own. For a factory or a plug-in: the quick settings
-            with the partition that the data suggest. With neither argument it is the quick preset.
+        preset: Name of a preset; None: the preset of the data set, or the quick preset.
+        dataset: Name of a data set, which replaces the preset's. Without `preset`, it selects the preset of that name, or for a
+            factory or a plug-in the quick settings, with the partition that suits the data.
 
     Raises:
         UnknownNameError: no preset, or no data set, of that name.

@@ -1,8 +1,8 @@
-"""The published tables next to ours: where they differ by more than chance, and why.
+"""Compares runs with the published tables: which numbers differ by more than chance, and why.
 
-The numbers are in `published.json`, the reasons in `reasons.json`.
-A reason rests on a measurement of ours, on the authors' code, on arithmetic with their numbers, or it is a guess and says so.
-Published numbers are shown only next to runs of their own protocol: data, model, partition, levels of devices and training.
+The published numbers are in `published.json`, and the reasons for differences in `reasons.json`. A reason is based on our
+measurements, on the authors' code or on arithmetic with their numbers; otherwise, it is marked as a guess. Published numbers
+are compared only with runs of the same protocol: data, model, partition, capability levels and training.
 """
 
 import json
@@ -25,7 +25,7 @@ RULE = (
     " so its deviation counts as the error of its mean; a single run of ours has no error."
 )
 _GUESS = " That is a guess, which was not measured."
-# Options that change no number of a table.
+# Options that do not affect the numbers of a table.
 _FREE = ("seed", "device", "deterministic", "eval_every", "eval_global_every", "eval_clients", "final_clients")
 
 
@@ -62,7 +62,7 @@ def published_numbers(run: str, dataset: str) -> list[tuple[str, str, float, flo
 
 
 def protocol_difference(comparison: Comparison) -> str:
-    """Say how the runs differ from the paper's protocol; empty if they do not."""
+    """Return a sentence on how the runs differ from the paper's protocol; empty if they do not."""
     dataset = comparison.dataset
     if dataset not in _data("published.json")["datasets"]:
         return f"The paper has no {dataset or 'such'} data."
@@ -125,7 +125,7 @@ def published_beside(comparison: Comparison) -> Any:
 
 
 def _reason(reasons: Sequence[Mapping[str, Any]], facts: Mapping[str, str], methods: set[str]) -> str:
-    """Return the first reason whose every field fits."""
+    """Return the first stored reason that applies to all of these facts and methods; `UNEXPLAINED` if there is none."""
     wanted = {name: {fact} for name, fact in facts.items()} | {"methods": methods}
     for entry in reasons:
         if all(_allows(entry.get(name, "any"), values) for name, values in wanted.items()):
