@@ -9,8 +9,7 @@ from typing import Any, Final
 from sparsekit.errors import DataError, InvalidValueError
 
 SCHEMA_NUMBER: Final = 6
-"""Version of the format of `result.json`. It increases if readers of the previous version would misread a file, not for keys
-that were added."""
+"""Version of the format of `result.json`. It increases if a reader of the previous version would misread a file."""
 
 _STEPS = {
     "share": ((0.01, "%"),),

@@ -1,1 +1,1 @@
-"""What one client's work is made of: its context and memory, the loop over batches, messages, costs."""
+"""The client's side of a run: context and memory, the loop over batches, messages, costs."""

@@ -1,4 +1,4 @@
-"""ClientContext: a method's view of a client, its state, and the cost of its work; and the random numbers of both sides."""
+"""`ClientContext`, a method's view of a client; functions for the cost of its work, and for random numbers of both sides."""
 
 import bisect
 import functools
@@ -26,26 +26,26 @@ from sparsekit_fl.problem.problem import Problem
 Split = Literal["train", "val", "test"]
 
 Memory = dict[str, Any]
-"""State that lives from round to round: tensors, numbers, strings, None, and lists and string-keyed dicts of these."""
+"""State that is kept from round to round: tensors, numbers, strings, None, and lists and string-keyed dicts of these."""
 
 
 Use = Literal["model", "data", "server", "client", "capability", "noise", "evaluation"]
-"""Parts of a run that draw random numbers; the order decides which seed each has, so that stored results rest on it."""
+"""Parts of a run that draw random numbers. Seeds depend on this order, so a change of it changes results."""
 
 Purpose = Literal["sampling", "ratio", "mask", "local", "share", "aggregate", "personal", "reading"]
-"""What client and server draw within a round; again, the order decides."""
+"""Purposes of random numbers within a round. Seeds depend on this order, too."""
 
 
 def stream(seed: int, use: Use, *key: int) -> np.random.Generator:
-    """Return the generator of one part of a run, which depends on the arguments alone, never on the order of use.
+    """Return the random generator of one part of a run. `key` is the round, and for a client also its id.
 
-    So any engine, any order of clients and any resumed run draw the same numbers. `key` is the round, and the id of a client.
+    It depends only on the arguments, so every engine, order of clients and resumed run draws the same numbers.
     """
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(get_args(Use).index(use), *key)))
 
 
 class Rngs(dict[str, np.random.Generator]):
-    """Purpose → its generator within a stream; made when first asked for, since few are, and making one takes time."""
+    """Purpose → its generator within a stream, created on first access: creation takes time, and few are used."""
 
     def __init__(self, seed: int, use: Use, *key: int) -> None:
         super().__init__()
@@ -61,10 +61,10 @@ class ClientContext:
     """A method's view of a client.
 
     Args:
-        round: The server round, counted from 1; when evaluating, the last finished one.
+        round: The server round, counted from 1; for scoring, the last finished round.
         rounds: Number of rounds of the run.
         client: Id and data.
-        capability: What the device can do in this round.
+        capability: The device's capability in this round.
         problem: Model, loss, metrics.
         graph: The units of the model.
         layers: Its layers, in forward order.
@@ -73,17 +73,17 @@ class ClientContext:
         masked: The narrow model of this process, its mask and importance; load it before use.
         device: Where the narrow model trains.
         rngs: Purpose → its generator for this client in this round; they draw independently.
-        memory: State of the method on this client, which lives from round to round.
-        initial_state: Gives the global state of round 0.
-        frozen: State-dict keys of parameters that need no gradient; every client has them from the global state of round 0.
+        memory: State of the method on this client, which is kept from round to round.
+        initial_state: Returns the global state of round 0.
+        frozen: State-dict keys of parameters without gradient; they keep the values of round 0.
         private: State-dict keys of the entries that stay on this client from round to round.
         scored: FLOPs of each call of `score` in this round.
         levels: Ratios from which the run draws capabilities.
-        capability_of: The whole of a ratio: FLOPs or units.
-        deploy: Which model a client deploys.
-        request: What the server sent in this round.
-        trained: Whether the global state of round 0 was trained before.
-        purpose: Purpose of `rng`, which draws batches: "local" while training, "personal" while deploying.
+        capability_of: What ratios are shares of: "flops" or "units".
+        deploy: Which model a client deploys; see `RunConfig.deploy`.
+        request: The server's request in this round.
+        trained: Whether the global state of round 0 is trained, not random.
+        purpose: Purpose of the generator `rng`: "local" for training, "personal" for deployment.
     """
 
     round: int
@@ -113,27 +113,27 @@ class ClientContext:
 
     @property
     def rng(self) -> np.random.Generator:
-        """The generator of batches, dropout and whatever else training draws."""
+        """The generator for training, such as for batches and dropout."""
         return self.rngs[self.purpose]
 
     def width(self, ratio: float) -> float:
-        """Return the share of the units of each group that a ratio of this run allows."""
+        """Return the share of units to keep in each group at a ratio, which may be a share of FLOPs."""
         return ratio if self.capability_of == "units" else width_of(self.costs, ratio)
 
     def load(self, state: StateDict, mask: Mask | None) -> None:
-        """Load a state into the narrow model, under a mask that does not change.
+        """Load a state into the narrow model, under a fixed mask.
 
         Args:
             state: Dense; read-only.
-            mask: Units outside a unit mask are cut away; under a weight mask, or None, the model is whole.
+            mask: Units outside a unit mask are removed; with a weight mask or None, the model stays whole.
         """
         self.masked.load(state, mask=mask if isinstance(mask, UnitMask) else UnitMask.full(self.graph))
 
     def examples(self, split: Split) -> Examples:
-        """Return one split of the client's data, which is decoded once per round.
+        """Return one split of the client's data, prepared once per round.
 
         Raises:
-            DataError: its inputs hold NaN or infinity; lazily read data are checked at each read.
+            DataError: its inputs hold NaN or infinity; data that are read lazily are checked at each read.
         """
         if split not in self._read:
             self._read[split] = Examples(
@@ -161,23 +161,23 @@ class ClientContext:
         return fit(module, batches, step, metrics=metrics, rng=self.rng, amp=amp, device=self.device)
 
     def work(self, mask: UnitMask | WeightMask | None, log: TrainingLog) -> Cost:
-        """Return the FLOPs of a fit under one mask, and of further passes that a method made.
+        """Return the cost of a fit under one mask, including further passes of the model that its log counts.
 
-        The paper's convention counts every batch as full, and once.
+        The paper's FLOPs count every batch as full, and only once.
         """
         work = self.work_on(max(log.examples, log.passes), mask, padded_examples=log.padded_examples)
         forward = self.costs.forward_flops(mask if isinstance(mask, UnitMask) else None)
         return replace(work, flops=work.flops + log.forward_only * forward)
 
     def work_on(self, examples: int, mask: UnitMask | WeightMask | None = None, *, padded_examples: int | None = None) -> Cost:
-        """Return the FLOPs of training on some examples. The backward pass counts as two forward passes.
+        """Return the cost of training on some examples. The backward pass counts as two forward passes.
 
         A weight mask makes uploads smaller but saves no computation, so its executed FLOPs are those of the whole model.
 
         Args:
-            examples: Number of passes.
+            examples: Number of examples, over all epochs.
             mask: The part that trains; None for the whole model.
-            padded_examples: Number of passes if every batch counts as full, as in the paper; None: `examples`.
+            padded_examples: The same if every batch counts as full, for the paper's FLOPs; None: `examples`.
         """
         units = mask if isinstance(mask, UnitMask) else None
         # No FLOPs are spent on gradients of frozen weights.
@@ -186,11 +186,11 @@ class ClientContext:
         return Cost(flops=step * examples, flops_paper=3 * rowmask_flops(self.costs, mask) * padded)
 
     def score(self, split: Split, *, positions: Tensor | None = None) -> Scores:
-        """Score the narrow model on one split of this client; an empty split has no scores. Its FLOPs are counted.
+        """Score the narrow model on one split of this client; empty for an empty split. `scored` counts the FLOPs.
 
         Args:
-            split: The examples.
-            positions: Positions of the examples that count, int64; None for all.
+            split: Name of the split.
+            positions: int64 positions of the examples to score; None for all.
         """
         if len(getattr(self.client.data, split)) == 0:
             return {}
@@ -202,15 +202,14 @@ class ClientContext:
 
 @functools.lru_cache(maxsize=1024)
 def width_of(costs: CostModel, share: float) -> float:
-    """Return the largest share of units, equal in all groups, at which a step costs at most a share of the FLOPs of a full
-    step.
+    """Return the largest share of units, equal in all groups, at which a step costs at most `share` of a full step's FLOPs.
 
-    One unit of each group is the least, whatever it costs.
+    Each group keeps at least one unit, even if that costs more.
     """
     if share == 1.0:
         return 1.0
     limit, sizes = share * costs.dense_costs()["flops"], {group.size for group in costs.graph.groups.values()}
-    # Between two of these shares, no group gets another unit.
+    # The shares at which a group gets another unit.
     widths = sorted({count / size for size in sizes for count in range(1, size + 1)})
     fits = bisect.bisect_right(widths, limit, key=lambda width: costs.costs(ratio_counts(costs.graph, width))["flops"])
     return widths[max(0, fits - 1)] if widths else 1.0
@@ -219,7 +218,7 @@ def width_of(costs: CostModel, share: float) -> float:
 def share_of(costs: CostModel, mask: Mask | None, of: CapabilityOf) -> float:
     """Return the share of the whole model that a mask keeps: of the FLOPs of a step, or of all units.
 
-    A weight mask saves no FLOPs: of it, the share of its entries counts.
+    A weight mask saves no FLOPs, so its share is that of its kept entries.
     """
     if isinstance(mask, UnitMask) and of == "flops":
         return costs.costs(mask.counts())["flops"] / costs.dense_costs()["flops"]
@@ -229,7 +228,7 @@ def share_of(costs: CostModel, mask: Mask | None, of: CapabilityOf) -> float:
 
 
 def timed(cost: Cost, capability: Capability) -> Cost:
-    """Return a cost with the seconds of a device of this capability: it downloads, trains, scores and uploads in turn."""
+    """Return a cost with simulated seconds: the device downloads, trains, scores and uploads, one after the other."""
     scoring = cost.flops_scoring / capability.flops_per_second
     seconds = (
         cost.downlink_bytes / capability.downlink_bytes_per_second
@@ -240,9 +239,10 @@ def timed(cost: Cost, capability: Capability) -> Cost:
 
 
 def rowmask_flops(costs: CostModel, mask: UnitMask | WeightMask | None = None) -> int:
-    """Return the FLOPs of one example: (2 · nonzero weights + bias entries) per output position; products count whole.
+    """Return the forward FLOPs of one example by the paper's row-mask convention.
 
-    A UnitMask removes rows of dropped units, a WeightMask removes entries, None keeps all.
+    They are (2 · nonzero weights + bias entries) per output position, and all products between activations. A UnitMask zeroes
+    the rows of dropped units, a WeightMask single weights, None nothing.
     """
     if isinstance(mask, WeightMask):
         sizes = {name: int(mask[name].sum()) if name in mask else math.prod(s) for name, s in costs.graph.shapes.items()}
@@ -260,15 +260,15 @@ def frozen_flops(costs: CostModel, mask: UnitMask | None, frozen: frozenset[str]
 
 
 def part_flops(costs: CostModel, weights: Collection[str], *, bias: bool = False) -> int:
-    """Return the FLOPs of one example spent on the uses of some weights of the whole model, in convolutions and products.
+    """Return the forward FLOPs of one example that are spent on some weights of the whole model.
 
-    `bias` counts bias entries once per output position too, as the paper's convention does.
+    `bias` adds one per bias entry and output position, as the paper's convention does.
     """
     return _flops(costs, {name: math.prod(costs.graph.shapes[name]) for name in weights}, bias=bias)
 
 
 def _flops(costs: CostModel, sizes: Mapping[str, int], *, bias: bool, others: int = 0) -> int:
-    """Return the FLOPs of one example: two for each entry of a weight and position, one for an entry of its bias."""
+    """Return the forward FLOPs of one example: per output position, two for each weight entry, one for each bias entry."""
     flops = Fraction(others)
     for term in costs.terms:
         if term.weight in sizes:

@@ -1,4 +1,4 @@
-"""fit(): the only loop over batches, and its parts: examples in memory, batches by index, optimizers, scores."""
+"""`fit`, the only loop over batches, and what it needs: examples, batches, optimizer steps, scores."""
 
 import inspect
 import math
@@ -34,14 +34,14 @@ class Batch:
 
 
 Step = Callable[[Batch], tuple[Any, Tensor]]
-"""Learns from one batch; returns the outputs that are scored and the loss, a scalar."""
+"""Trains on one batch. Returns the outputs, for metrics, and the scalar loss."""
 
 
 class Examples:
-    """One split of a client's data. TensorData are normalized and moved once; any other data set is read batch by batch.
+    """One split of a client's data. TensorData are transformed and moved once; other data sets are read batch by batch.
 
-    `name` and `split` are for messages. `rng` seeds random transforms of the data; None: there are none. Inputs with NaN or
-    infinity are a DataError, of lazily read data at each read.
+    `name` and `split` are used in errors, and `rng` seeds the random transforms of a data set. Inputs with NaN or infinity
+    raise a DataError: at once, or when the batch is read.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Examples:
 
     def _check(self, inputs: Sequence[Tensor], positions: Sequence[int]) -> None:
         floats = [item for item in inputs if item.is_floating_point() and not is_finite(item)]
-        # Minus infinity is what hides positions in a float mask of attention.
+        # Minus infinity is allowed, since it hides positions in float attention masks.
         bad = [int(row) for item in floats for row in (~(item < math.inf)).reshape(len(item), -1).any(dim=1).nonzero()]
         if bad:
             raise DataError(
@@ -78,13 +78,13 @@ class Examples:
             )
 
     def batches(self, order: Tensor | None, bounds: Sequence[tuple[int, int]]) -> Iterator[Batch]:
-        """Return the examples at the positions `order`, int64 (None: as stored), cut at `bounds` [start, stop)."""
+        """Return the batches `order[start:stop]` for each of `bounds`; `order`: int64 positions, None for the stored order."""
         return self._read(order, bounds) if self._lazy else self._slices(order, bounds)
 
     def _slices(self, order: Tensor | None, bounds: Sequence[tuple[int, int]]) -> Iterator[Batch]:
         inputs, targets = self._inputs, self._targets
         if order is not None:
-            # One gather per epoch, then batches are views.
+            # Gather once per epoch; batches are then views.
             order = order.to(targets.device)
             inputs, targets = (
                 tuple(self._arrange(item.index_select(0, order)) for item in inputs),
@@ -104,9 +104,9 @@ class Examples:
 
 
 class Batches:
-    """Epochs of shuffled batches. A final batch of one example joins a larger one before it: batch norm needs two.
+    """Epochs of shuffled batches. A last batch of one example is merged into the batch before it: batch norm needs two.
 
-    The permutations of all epochs are drawn at once, so that they do not depend on later draws.
+    The permutations of all epochs are drawn at the start, so that they do not depend on other draws during training.
     """
 
     def __init__(self, examples: Examples, *, epochs: int, batch_size: int, rng: np.random.Generator) -> None:
@@ -133,13 +133,14 @@ class Batches:
 
 
 Adjust = Callable[[dict[Tensor, Tensor]], dict[Tensor, Tensor]]
-"""Changes the gradients of a step: leaf → gradient, of the leaves that have one."""
+"""Changes the gradients of a step: takes and returns leaf → gradient, for the leaves that have one."""
 
 
 class LocalStep:
-    """One step of local training. Plain SGD is one fused operation, with the same numbers as `torch.optim.SGD`.
+    """An optimizer step: computes gradients, adjusts and clips them, and updates the parameters.
 
-    `clip` limits the norm of the whole gradient, before weight decay. Without an optimizer, it is plain SGD with rate `lr`.
+    `clip` limits the norm of the whole gradient, before weight decay. Without `optimizer`, the update is plain SGD with
+    learning rate `lr`, as one fused operation with the same results as `torch.optim.SGD`.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class LocalStep:
         self._lr, self._clip = lr, clip
 
     def __call__(self, loss: Tensor, adjusts: Iterable[Adjust] = ()) -> None:
-        """Take one step down a loss; `adjusts` change the gradients, one after the other, before clipping."""
+        """Take one step to lower `loss`; `adjusts` change the gradients, one after the other, before clipping."""
         found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         gradients = {leaf: one for leaf, one in zip(self.parameters, found, strict=True) if one is not None}
         with torch.no_grad():
@@ -182,7 +183,7 @@ def check_training(training: TrainingConfig) -> None:
 
 
 def make_step(training: TrainingConfig, leaves: Iterable[Tensor]) -> LocalStep:
-    """Build the optimizer of some leaves as the options say, or raise InvalidValueError if it refuses them."""
+    """Return the step for some leaves with the optimizer of the options; raise InvalidValueError if it refuses an option."""
     name, given = training.optimizer, {"momentum": training.momentum, "weight_decay": training.weight_decay}
     leaves, optimizer = [leaf for leaf in leaves if leaf.requires_grad], None
     if leaves and (name != "sgd" or any(given.values())):
@@ -201,15 +202,15 @@ def make_step(training: TrainingConfig, leaves: Iterable[Tensor]) -> LocalStep:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingLog:
-    """What happened while fitting. Logs of several fits add up.
+    """Losses and counts of a fit. Logs of several fits add up.
 
     Args:
         loss: Mean loss per example, one value per epoch.
-        accuracy: Mean training accuracy, one value per epoch; empty where the problem has no metric of that name.
+        accuracy: Mean training accuracy, one value per epoch; empty if the problem has no metric of that name.
         examples: Examples processed, over all epochs.
         padded_examples: The same with every last batch counted as full.
-        passes: Examples that went forward and backward through modules of the problem's architecture, whoever called them.
-        forward_only: Examples that went forward through such modules without gradients.
+        passes: Examples that passed with gradients through the model, or through any module of its architecture.
+        forward_only: Examples that passed through such modules without gradients.
     """
 
     loss: tuple[float, ...] = ()
@@ -229,7 +230,7 @@ class TrainingLog:
 
 
 class _Passes:
-    """Count the examples that pass through a module, its copies, and modules of the same architecture, until `close`."""
+    """Counts the examples that pass through a module, or any module of the same architecture, until `close` is called."""
 
     def __init__(self, module: nn.Module) -> None:
         self.counts = [0, 0]  # without gradients, with gradients
@@ -257,9 +258,9 @@ def fit(
     amp: Amp = "off",
     device: str = "cpu",
 ) -> TrainingLog:
-    """Run `step` over every batch, in training mode; the only loop over batches. Return losses, accuracies and counts.
+    """Run `step` over every batch, in training mode; return losses, accuracies and counts. No other code loops over batches.
 
-    Accuracy is recorded where the problem has a metric of that name. `rng` seeds torch's global generator for dropout.
+    Accuracy is recorded if `metrics` has that name. `rng` seeds torch's global generator, for example for dropout.
     """
     accuracy = metrics.get("accuracy")
     losses, accuracies = list[float](), list[float]()
@@ -268,7 +269,7 @@ def fit(
     module.train()
     with torch_scope(rng), closing(_Passes(module)) as seen:
         for epoch in batches:
-            # Summed as tensors: reading a number from a device at every step would wait for it.
+            # Sum tensors: reading a number from a device at every step would synchronize with it.
             loss_sum: Any = 0.0
             score_sum: Any = 0.0
             weight_sum: Any = 0.0
@@ -295,7 +296,7 @@ def fit(
 
 
 def evaluate(module: nn.Module, problem: Problem, examples: Examples, *, positions: Tensor | None = None) -> Scores:
-    """Score a module in evaluation mode, on the examples at `positions`, int64, or on all; empty without examples."""
+    """Score a module in evaluation mode on the examples at int64 `positions`, None for all; empty without examples."""
     if len(examples) == 0:
         return {}
     sums: dict[str, tuple[float, float]] = {}

@@ -1,4 +1,4 @@
-"""Request and Reply, with Update and Evaluation: everything that is sent between server and clients, and its exact size."""
+"""Messages between server and clients, `Request` and `Reply`: their contents, their encoding and their size in bytes."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ from sparsekit_fl.packing import Kept, Mask, pack, pack_mask, unpack, unpack_mas
 from sparsekit_fl.problem.data import Capability
 
 MAX_TEXT = 4000
-"""Longest text that is read from a client, such as the reason of a failure."""
+"""Number of characters that are read of a text from a client, such as an error message; the rest is dropped."""
 
 Scores = Mapping[str, tuple[float, float]]
 """Metric name → (sum over examples, weight); the value is sum / weight."""
@@ -25,21 +25,22 @@ Scores = Mapping[str, tuple[float, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """The cost of work, with the names used in files. Costs of several clients and rounds add up.
+    """Cost of a client's work, of a round or of a run. Costs add up. Files use the same names.
 
     A client counts FLOPs. The server counts bytes, and computes seconds from FLOPs, bytes and the capability of the client.
 
     Args:
         flops: FLOPs executed on physically small models, including `flops_scoring`; 2 per multiply-add, backward = 2 x forward.
-        flops_scoring: The part of `flops` that is not training: forward passes by which a method decides while it
-            trains, such as which model a client keeps, or whether it prunes.
-        flops_paper: Training alone, by the paper's convention: columns that read removed units are still paid for. The
-            paper's tables count training only, so comparisons with them do too.
-        uplink_bytes: Entries, masks and further tensors of updates. A few hundred bytes of names and numbers are left out.
-        downlink_bytes: The same of requests.
+        flops_scoring: The part of `flops` that is not training: forward passes on which a method bases decisions during
+            training, such as which model a client keeps, or whether it prunes.
+        flops_paper: FLOPs of training only, by the convention of the paper's tables: weight columns that consume removed
+            units still count.
+        uplink_bytes: Bytes of the entries, masks and extra tensors of updates. A few hundred bytes of names and numbers are
+            left out.
+        downlink_bytes: The same for requests.
         simulated_seconds: Computed from `Capability`. The time of a round is that of its slowest client.
         simulated_seconds_scoring: The part of `simulated_seconds` that `flops_scoring` takes.
-        wall_seconds: Measured where the work was done; no decision depends on it.
+        wall_seconds: Measured on the machine that did the work. No decision depends on it.
 
     Source: the row-mask convention of Xue et al., ICDE 2025 (arXiv 2412.07216), Table I.
     """
@@ -58,7 +59,7 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """Simulated seconds without scoring: what methods decide by."""
+        """Simulated seconds without scoring, on which methods base decisions."""
         return self.simulated_seconds - self.simulated_seconds_scoring
 
     @property
@@ -71,18 +72,18 @@ class Request:
     """What the server asks one client to do: train, or be scored.
 
     Args:
-        round: The server round, counted from 1; of a request to be scored: the last finished one.
+        round: The server round, counted from 1; for scoring, the last finished round.
         client_id: The receiver.
-        state: The shared entries of the global model, dense in memory; on the wire only what `mask` keeps.
+        state: The shared entries of the global model, dense; only the entries that `mask` keeps are sent.
         replaced: Entries that this client gets in place of those of `state`, such as batch norm statistics of its width.
         mask: A mask that the server chose, or None.
         ratio: A ratio that the server proposes, or None.
         extra: Further tensors of a method.
-        capability: What the client can do in this round.
-        memory_round: Round that wrote the client's valid memory; None: its memory is empty.
-        task: Train, or score.
+        capability: The client's capability in this round.
+        memory_round: Round in which the client's valid memory was written; None: its memory is empty.
+        task: "train" or "score".
         with_shared: Score the global model too.
-        with_model: Keep the personal model as a file, if it differs from the global one.
+        with_model: Save the personal model to a file, if it differs from the global one.
     """
 
     round: int
@@ -100,25 +101,25 @@ class Request:
 
     @property
     def received(self) -> dict[str, Tensor]:
-        """The shared entries as this client gets them, dense."""
+        """The shared entries that this client gets, dense: `state` with the entries in `replaced`."""
         return {**self.state, **self.replaced}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Update:
-    """The reply of a client.
+    """The outcome of a client's training: the changes of the shared entries, with counts and costs.
 
     Args:
         round: The round of the request.
         client_id: The sender.
-        examples: Training examples that the client has, n_k in the papers.
-        delta: trained - received, shared entries only: of each, what `mask` keeps (see `Kept`).
-        mask: What was uploaded; None means everything.
-        ratio: The ratio that was executed. The server takes the one of the task, or computes it from the mask.
+        examples: Number of the client's training examples, n_k in the papers.
+        delta: Key → trained - received, for the shared entries; of each, only what `mask` keeps (see `Kept`).
+        mask: Mask of the uploaded entries; None: all.
+        ratio: The ratio at which the client trained. The server replaces it by the task's, or computes it from the mask.
         share: Share of the whole model that was trained, as the server computes it from the mask.
         extra: Further tensors of a method.
         metrics: Training loss and accuracy, and metrics of a method.
-        cost: Cost of the work.
+        cost: Cost of the training.
     """
 
     __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)
@@ -137,9 +138,9 @@ class Update:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Checked):
-    """Scores of one client on its own data, test and validation: of its model, and of the global one (`shared`, if asked for).
+    """Scores of a client's model on its own test and validation data, and if requested of the global model (`shared`).
 
-    Validation scores are empty without such data, and `ratio` is None where the model is not sparse.
+    Validation scores are empty without validation data, and `ratio` is None if the model is not sparse.
     """
 
     client_id: NonNegativeCount
@@ -159,10 +160,10 @@ class Reply:
         client_id: The client of the request.
         update: The result of training.
         evaluation: The scores.
-        error: Why the client failed; empty: it did not.
-        traceback: Where it failed.
+        error: Why the client failed; empty if it did not.
+        traceback: Traceback of the failure.
         stored: Whether a memory of this client was written in the round of the request.
-        note: Text for the record of the round; empty: none.
+        note: Text for the record of the round; empty for none.
     """
 
     client_id: int
@@ -175,7 +176,7 @@ class Reply:
 
 
 def upload_dtype(dtype: torch.dtype, upload: Upload) -> torch.dtype:
-    """Return the type in which changes of an entry are sent."""
+    """Return the dtype in which changes of an entry are sent; integers and booleans are sent as int64."""
     if not dtype.is_floating_point:
         return dtype if dtype.is_complex else torch.int64
     return torch.bfloat16 if upload == "bfloat16" else dtype
@@ -185,7 +186,7 @@ _HOW = ("task", "memory_round", "with_shared", "with_model")
 
 
 def _tensors(message: Request | Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of a message outside of its state, and its other values."""
+    """Return the tensors of a message except its state, and its other values."""
     tensors, mask = pack_mask(message.mask)
     tensors |= {f"extra:{name}": tensor for name, tensor in message.extra.items()}
     if isinstance(message, Update):
@@ -198,14 +199,14 @@ def update_bytes(update: Update) -> int:
 
 
 def request_bytes(request: Request, graph: UnitGraph) -> int:
-    """Return the bytes of the tensors of a request to train: what its mask keeps of the state, mask and further tensors."""
+    """Return the size of a training request in bytes: the state that its mask keeps, the mask and extra tensors."""
     kept = Kept(graph, request.mask)
     state = sum(math.prod(kept.shape(name)) * tensor.itemsize for name, tensor in request.received.items())
     return state + sum(tensor.nbytes for tensor in _tensors(request)[0].values())
 
 
 def encode_request(request: Request, graph: UnitGraph, *, with_state: bool = True) -> bytes:
-    """Return a request as it is sent: of the state, only what its mask keeps, or nothing where many requests share one."""
+    """Encode a request with the part of the state that its mask keeps. `with_state=False` leaves the state out."""
     tensors, meta = _tensors(request)
     kept = Kept(graph, request.mask)
     tensors |= {f"replaced:{name}": tensor for name, tensor in kept.gather_all(request.replaced).items()}
@@ -217,9 +218,9 @@ def encode_request(request: Request, graph: UnitGraph, *, with_state: bool = Tru
 
 
 def decode_request(payload: bytes, graph: UnitGraph, *, state: StateDict | None = None) -> Request:
-    """Undo `encode_request`; dropped entries are zero, or come from `state`, if the request was sent without one.
+    """Undo `encode_request`. Dropped entries are zero; pass `state` if the request was encoded without one.
 
-    Clients trust the server.
+    The payload is trusted, since it comes from the server.
     """
     tensors, meta = unpack(payload)
     common = _common(tensors, meta, graph)
@@ -252,7 +253,7 @@ def encode_reply(reply: Reply) -> bytes:
 
 
 def decode_reply(payload: bytes, request: Request, graph: UnitGraph) -> Reply:
-    """Undo `encode_reply`, for the reply to a request, whoever sent it; raise DataError if it is not a reply to it."""
+    """Undo `encode_reply` for an untrusted reply to `request`; raise DataError unless it is a valid reply to it."""
     tensors, meta = unpack(payload)
     try:
         said = meta["reply"]
@@ -267,7 +268,7 @@ def decode_reply(payload: bytes, request: Request, graph: UnitGraph) -> Reply:
         )
     except DataError:
         raise
-    except Exception as error:  # no list of what a stranger's reply can raise would be complete
+    except Exception as error:  # an untrusted reply can raise any exception
         raise DataError(f"a malformed reply: {error!r:.{MAX_TEXT}}") from error
 
 
@@ -285,7 +286,7 @@ def _read_update(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], graph: 
     said = {name: meta[name] for name in ("examples", "metrics")} | {"cost": {name: meta["cost"][name] for name in _COUNTED}}
     update = _UPDATE.validate_python({**_common(tensors, meta, graph), **said, "delta": _section(tensors, "delta")})
     if not all(0 <= getattr(update.cost, name) < _MOST_COUNTED for name in _COUNTED):
-        raise DataError(f"costs that are negative, or no device's: {said['cost']}")
+        raise DataError(f"costs that are negative or implausibly large: {said['cost']}")
     return update
 
 
@@ -301,9 +302,9 @@ def _read_scores(raw: Mapping[str, Any], client_id: int) -> Evaluation:
 
 
 _COUNTED = ("flops", "flops_scoring", "flops_paper", "wall_seconds")
-"""What a client says of its cost; the server computes the rest."""
+"""The fields of `Cost` that a client reports; the server computes the others."""
 
 _MOST_COUNTED = 1e18
 
-# Messages from clients must have the annotated types, or are refused; the server checks their values.
+# These check that messages from clients have the annotated types; the server checks their values.
 _UPDATE, _EVALUATION = TypeAdapter(Update), TypeAdapter(Evaluation)

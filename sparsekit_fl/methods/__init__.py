@@ -1,7 +1,7 @@
 """Methods: one class per paper. `registry` finds them, and methods of plug-ins, by name; `make_method` makes one from text.
 
-Each class is an attribute of this module too, by that name with underscores: `fl.methods.fedprox(mu=0.1)`. They are imported
-here and not when asked for: a submodule that is imported later would take its class's name.
+Each class is also an attribute of this module, by its name with underscores: `fl.methods.fedprox(mu=0.1)`. They are imported
+eagerly, because a submodule that is imported later, such as `fedlps`, would replace the class of the same name.
 """
 
 # ruff: noqa: F401, I001 - each class goes into the table
@@ -42,7 +42,7 @@ registry = Registry(
 def make_method(text: str, *, settings: Mapping[str, Any] | None = None) -> Method:
     """Make a method from its name in the registry, or from `package.module:Class`; options may follow: `fedprox mu=0.1`.
 
-    `settings` are further options: name → value; text is read by the annotation of the field.
+    `settings` are further options, name → value. Text is converted as the annotation of the field says.
     """
     name, *own = text.split() or [text]
     found = registry.find(name)

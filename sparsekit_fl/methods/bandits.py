@@ -1,4 +1,4 @@
-"""Bandits that learn the ratio of a client: their state on the server, and E-UCB, the bandit of FedMP."""
+"""Bandits that learn the ratio of a client: `ClientBandit` stores their state on the server; `EUCB` is the bandit of FedMP."""
 
 import math
 from bisect import bisect_right
@@ -9,13 +9,13 @@ import numpy as np
 from sparsekit.bandit import PUCBV, Bandit, Pull
 from sparsekit_fl.client.context import Memory
 
-_DISCOUNT = 0.98  # of E-UCB; ours, as we know the paper in outline
+_DISCOUNT = 0.98  # λ of E-UCB; our choice, since we know only an outline of the paper
 
 
 class ClientBandit:
-    """The bandit of one client, whose state is in the server's `memory` of that client.
+    """A client's bandit, whose state is stored in the server's `memory` of that client.
 
-    A proposal without a reply is proposed again, unless it is dropped with `memory["pull"] = None`.
+    A ratio without a reply is proposed again, unless it is discarded with `memory["pull"] = None`.
     """
 
     def __init__(self, bandit: Bandit, memory: Memory) -> None:
@@ -30,28 +30,28 @@ class ClientBandit:
         return float(self.memory["pull"][1])
 
     def tell(self, reward: float, *, ran: float | None = None, eliminate: Literal["below"] | None = None) -> None:
-        """Credit the ratio that was trained, or else the proposed one. Without an open proposal, do nothing."""
+        """Credit a reward to the ratio `ran`, by default the proposed one. Without an open proposal, do nothing."""
         if (pull := self.memory.get("pull")) is not None:
             self.bandit.tell(Pull(pull[0], pull[1] if ran is None else ran), reward, eliminate=eliminate)
             self.memory.update(pull=None, bandit=self.bandit.state_dict())
 
     def forget(self) -> None:
-        """Credit a ratio that failed, as `Bandit.forget` does."""
+        """Give the proposed ratio, whose training failed, the worst reward; see `Bandit.forget`."""
         if (pull := self.memory.get("pull")) is not None:
             self.bandit.forget(Pull(*pull))
             self.memory.update(pull=None, bandit=self.bandit.state_dict())
 
 
 class EUCB(PUCBV):
-    """Extended Upper Confidence Bound, for rewards that drift. It splits arms as P-UCBV does, from one at first.
+    """Extended Upper Confidence Bound, a bandit for drifting rewards. It splits arms as P-UCBV does, by default from one arm.
 
-    With t rewards G_1 … G_t told so far, at values x_1 … x_t, an arm P has the discounted count, mean and index
+    After t rewards G_1 … G_t at values x_1 … x_t, an arm P has the discounted count, mean and index
 
         N(P) = Σ_s λ^(t−s) 1[x_s ∈ P],   Ḡ(P) = Σ_s λ^(t−s) G_s 1[x_s ∈ P] / N(P),
         U(P) = Ḡ(P) + sqrt(2 log(Σ_Q N(Q)) / N(P)).
 
-    λ is 0.98. After a split, a part keeps the rewards that were drawn within it, so one part is empty; it has an infinite index
-    and is drawn from next.
+    λ is 0.98. After a split, each part keeps the rewards at values inside it. One part has none; its index is infinite, so the
+    next value is drawn from it.
 
     Source: Jiang et al., ICDE 2022; the discount comes from Garivier, Moulines, "On Upper-Confidence Bound Policies for
         Switching Bandit Problems", ALT 2011.

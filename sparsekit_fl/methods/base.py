@@ -1,21 +1,21 @@
-"""Method: one class per paper. Its fields are its options; it overrides what its paper changes; all defaults are FedAvg.
+"""Base class of federated methods, one subclass per paper. Fields are options, and hooks that are not overridden are FedAvg's.
 
 Before the first round, a run calls `check`. In a round:
 
 1. The server calls `sample`, then `assign` for each client of the cohort.
 2. Each of these clients calls `train`.
-3. The server refuses each update that is not as the task says. A refused update changes nothing.
+3. The server refuses updates that do not match their task. A refused update changes nothing.
 4. With all valid updates, the server calls `aggregate`.
 
 To score a client, the server calls `offer`, and the client `deploy`.
 
-A method is never changed. State that must survive a round goes into `server.memory` or `client.memory`: tensors, numbers,
-strings, and lists and dicts of these. What the server must remember of one client goes into `server.client[id]`, which is read
-and written for the clients of a round alone. Random numbers come from `server.rngs` and `client.rngs`. This makes a run
-bit-identical on every engine and after every resumption.
+Methods are immutable. State that must survive a round goes into `server.memory` or `client.memory`: tensors, numbers, strings,
+and lists and dicts of these. The server's state about one client goes into `server.client[id]`, which is read and written only
+for the clients of the round. Random numbers come from `server.rngs` and `client.rngs`. This makes a run bit-identical on every
+engine and after every resumption.
 
-The types that hooks take and return, and their usual steps, can be imported from here. Sums of changes are in float64, in the
-order of the updates.
+The types that hooks take and return, and functions for their usual steps, can be imported from here. Changes are summed in
+float64, in the order of the updates.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ _LEAST_OFFER, _CLOSE = 1e-3, 1.05
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Setup:
-    """Parts of a run.
+    """The parts of a run that `Method.check` sees, and may replace, before the first round.
 
     Args:
         problem: Model, loss, metrics.
@@ -64,7 +64,7 @@ class Setup:
         layers: Its layers, in forward order.
         config: The options of the run.
         private: State-dict keys of entries that stay on each client from round to round; at first with the values of round 0.
-        groups: Names of the groups of units that may be cut: at first all whose units no frozen weight makes.
+        groups: Names of the unit groups that may be pruned; at first, all except those whose units come from frozen weights.
     """
 
     problem: Problem
@@ -85,7 +85,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class ClientInfo:
-    """A client as the server sees it: its number of training examples, and what the device can do in this round."""
+    """The server's view of a client: its number of training examples, and its capability in this round."""
 
     examples: int
     capability: Capability
@@ -101,18 +101,18 @@ class ServerContext:
         roster: Client id → examples and capability of this round.
         cohort_size: Number of clients to sample, C.
         rngs: Purpose, such as "sampling", "ratio" and "mask" → its generator in this round; they draw independently.
-        memory: State of the method, which lives from round to round; all of it is written in every round.
-        client: Client id → state of the method that belongs to one client; read when it is first asked for, written where it is
-            not empty. Ask for clients of the cohort alone, so that a round costs the same with any number of clients.
+        memory: State of the method, which is kept from round to round; all of it is written to disk in every round.
+        client: Client id → the method's state about one client; read on first access, and written unless empty. Access only
+            clients of the cohort, so that the cost of a round does not grow with the number of clients.
         graph: The units of the model.
         layers: Its layers, in forward order.
         state: The shared global state at the start of the round.
         costs: FLOPs of the model.
         parameters: State-dict keys of the shared entries that train; the others are buffers.
-        capability_of: The whole of a ratio: FLOPs or units.
-        trained: Whether the global state of round 0 was trained before.
+        capability_of: What ratios are shares of: "flops" or "units".
+        trained: Whether the global state of round 0 is trained, not random.
         tasks: Client id → its task in this round; complete in `aggregate`.
-        failed: Client id → ratio, of the clients whose own code raised an exception in this round; complete in `aggregate`.
+        failed: Client id → ratio, for the clients whose code raised an exception in this round; complete in `aggregate`.
     """
 
     round: int
@@ -133,13 +133,13 @@ class ServerContext:
     failed: dict[int, float] = field(default_factory=dict)
 
     def width(self, ratio: float) -> float:
-        """Return the share of the units of each group that a ratio of this run allows."""
+        """Return the share of units to keep in each group at a ratio, which may be a share of FLOPs."""
         return ratio if self.capability_of == "units" else width_of(self.costs, ratio)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A named method: a class with other defaults. `defaults`: option → value; `about`: one sentence; `note`: see `Method`."""
+    """Describes a named method, which is a class with other defaults (option → value). `about` is its docstring."""
 
     name: str
     about: str
@@ -152,10 +152,10 @@ class Method(Checked):
     """A federated method: FedAvg, unless a subclass overrides a hook.
 
     A subclass is a frozen, keyword-only dataclass. The attributes `called`, `source` and `note` are set without an annotation.
-    Annotated fields are its options: an annotation such as `NonNegative` or `Literal["a", "b"]` says what is allowed, and
-    `option(default, "…")` what it means. The command line then takes `--set FIELD=VALUE`.
+    Annotated fields are its options: an annotation such as `NonNegative` or `Literal["a", "b"]` states the allowed values, and
+    `option(default, "…")` the meaning. The command line then takes `--set FIELD=VALUE`.
 
-    A method can be called with options: it returns a copy of itself with these.
+    Calling a method with options returns a copy with these options.
 
     Raises:
         InvalidValueError: the value of an option is not allowed.
@@ -168,10 +168,10 @@ class Method(Checked):
     """Where the method was published."""
 
     note: ClassVar[str] = ""
-    """What a reader of its numbers must know, one sentence: tables print it as a footnote."""
+    """One sentence that readers of the method's results must know; tables print it as a footnote."""
 
     uses_capability: ClassVar[bool] = False
-    """Whether work or cohort depend on what devices can do."""
+    """Whether work or cohort depend on the capabilities of devices."""
 
     _variant: Variant | None = field(default=None, repr=False)
 
@@ -183,7 +183,7 @@ class Method(Checked):
 
     @classmethod
     def variant(cls, name: str, about: str, *, note: str = "", **defaults: Any) -> Self:
-        """Return a method of this class with other defaults and a name of its own."""
+        """Return a named method: this class with other defaults. `about` becomes its docstring."""
         return cls(**defaults, _variant=Variant(name, about, note, tuple(defaults.items())))
 
     def __call__(self, **options: Any) -> Self:
@@ -210,8 +210,7 @@ class Method(Checked):
     # Before the first round
 
     def check(self, setup: Setup) -> Setup:
-        """Return the setup with which this method runs, or raise if the model, the problem or the configuration does not fit
-        it.
+        """Return the setup that this method runs with; raise an error if model, problem or options do not fit the method.
 
         Use `dataclasses.replace` to change the model, to keep entries of the state private to each client, or to set an option
         of the run. The default changes nothing.
@@ -229,11 +228,11 @@ class Method(Checked):
         return sorted(drawn(list(server.roster), server.cohort_size, server.rngs["sampling"]))
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
-        """Return what one client of the cohort is to train, and what its update must hold; by default the whole model."""
+        """Return what one client of the cohort must train, and what its update must hold; by default, the whole model."""
         return Task()
 
     def offer(self, server: ServerContext, client_id: int) -> Task:
-        """Return what the server sends to a client that deploys now, whether or not it ever trained.
+        """Return what the server sends to a client that deploys a model now; the client may never have trained.
 
         By default, that is the global model, with the batch norm statistics of the width that the device can run.
         `client.request` in `deploy` has mask, ratio and tensors of this task.
@@ -248,7 +247,7 @@ class Method(Checked):
             updates: The valid updates of the round, at least one.
 
         Returns:
-            The state; or the state and the simulated length of the round in seconds, if it ended before its slowest client.
+            The state; or the state and the round's simulated seconds, if the round ended before its slowest client.
         """
         return mean(server, updates)
 
@@ -267,8 +266,8 @@ class Method(Checked):
         """Return the model that a client is scored with.
 
         By default, that is the newest global model, with the client's private entries. If the run deploys the "best", the
-        client chooses by its validation data among this model, what a device without a memory would deploy, the model that
-        it trained last, and the first of these after one more local training.
+        client chooses by its validation data among this model, the model that it would deploy without a memory, the model
+        that it trained last, and the first of these after one more local training.
 
         Args:
             client: The client's context. Changes to its memory are not kept.
@@ -291,10 +290,10 @@ def drawn(
 
 
 def offered(server: ServerContext, client_id: int, ratio: float) -> float:
-    """Return a ratio for a client: `ratio`, unless the client failed with one as large.
+    """Return the ratio to train at: `ratio`, or a smaller one if the client's code failed before (see `learn_limits`).
 
-    Then the ratio is halved until it works. After that, a bisection on a log scale approaches the limit. Each attempt that
-    fails doubles the number of participations before the next one.
+    After a failure, the ratio is halved until training succeeds. Then a bisection on a log scale approaches the limit. Each
+    attempt that fails doubles the number of participations before the next one.
     """
     limit = server.client[client_id].get("limit")
     if limit is None:
@@ -308,10 +307,7 @@ def offered(server: ServerContext, client_id: int, ratio: float) -> float:
 
 
 def learn_limits(server: ServerContext, updates: Sequence[Update]) -> None:
-    """Update which ratios work, from clients whose own code failed in this round, or had failed before.
-
-    A lost message changes nothing.
-    """
+    """Record at which ratios clients fail and succeed, for `offered`. A lost message is not a failure."""
     for client_id, ratio in server.failed.items():
         limit = server.client[client_id].setdefault("limit", {"works": 0.0, "pause": 1})
         if limit["works"] >= ratio:
@@ -331,7 +327,7 @@ Weights = Literal["examples", "uniform"]
 """How much a client counts: by its number of training examples, or equally."""
 
 Over = Literal["all", "holders"]
-"""The clients that an entry's mean is over; see `mean`."""
+"""The clients over which an entry is averaged; see `mean`."""
 
 
 def mean(
@@ -342,7 +338,7 @@ def mean(
     Args:
         server: The server's context.
         updates: The valid updates of the round.
-        weights: By the number of examples, or equal, or a number for each update.
+        weights: "examples": by number of training examples; "uniform": equal; or one weight for each update.
         over: "all": all clients; an entry that a client did not train counts as unchanged there. "holders": the clients that
             trained the entry; entries that no client trained stay unchanged.
 
@@ -363,7 +359,7 @@ def mean_change(
     """Return the weighted mean of the changes, as for `mean`: state-dict key → float64, dense, zero if no client trained it."""
     if isinstance(weights, str):
         weights = [float(update.examples) if weights == "examples" else 1.0 for update in updates]
-    # Divided by the first one, so that equal weights are exactly 1.
+    # Divide by the first weight, so that equal weights are exactly 1.
     unit = next((weight for weight in weights if weight), 1.0)
     weights = [weight / unit for weight in weights]
     total = reduce(operator.add, weights, 0.0)
@@ -389,7 +385,7 @@ def mean_change(
 
 
 def moved(state: StateDict, changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return `state` plus changes, float64, in its own types; integers are rounded to the nearest, halves to even.
+    """Return `state` plus float64 changes, in the dtypes of `state`. Integers are rounded to the nearest, halves to even.
 
     Booleans, which change by -1, 0 or 1, take the value of the majority.
     """
@@ -411,12 +407,12 @@ def moved(state: StateDict, changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def units(side: ServerContext | ClientContext, criterion: Criterion, ratio: float, state: StateDict | None = None) -> UnitMask:
-    """Return the mask of the units that a criterion ranks first.
+    """Return the mask that keeps the units of largest importance by a criterion.
 
     Args:
         side: The context of the server, or of a client; random criteria draw from its generator "mask".
-        criterion: Computes importance; it sees the weights.
-        ratio: What stays, in (0, 1]: a share of the FLOPs, or of the units of each group, as the run says.
+        criterion: Computes importance from the weights.
+        ratio: Share to keep, in (0, 1], of the FLOPs or of the units of each group; see `RunConfig.capability_of`.
         state: The weights, dense; None: the global state, on the server.
     """
     if state is None:

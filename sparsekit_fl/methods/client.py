@@ -1,4 +1,4 @@
-"""`Task`, `Result` and `Model`: a client's work, its outcome, and the model it deploys. `sgd` trains, `keep_model` keeps it."""
+"""`Task`, `Result` and `Model`: a client's work, its outcome, and the model that it deploys; `sgd` and other training steps."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +17,7 @@ from sparsekit_fl.config import TrainingConfig
 from sparsekit_fl.packing import Kept, Mask, mask_state, recall_mask, remember_mask
 
 Leaves = Mapping[str, Tensor]
-"""State-dict key → leaf of the narrow model, in the order of the state."""
+"""State-dict key → leaf tensor of the narrow model, in the order of the state."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -34,9 +34,10 @@ class Task:
         extra: Further tensors for the client, by name.
         own_mask: Whether the client chooses the mask of its update. Otherwise, the update has exactly `mask`.
         metrics: Names of metrics that the update must have.
-        returns: Name → tensor of the shape and type that a further tensor of the update must have; its values do not matter.
-            Empty: nothing is checked.
-        work: Largest work that an update may report, scoring included, in trainings of the whole model on the client's data.
+        returns: Name → tensor with the shape and dtype that an extra tensor of the update must have; its values do not matter.
+            Empty: extra tensors are not checked.
+        work: Limit for the FLOPs that an update may report, scoring included, in multiples of training the whole model on the
+            client's data.
     """
 
     state: StateDict = field(default_factory=dict)
@@ -117,20 +118,20 @@ def descend(
     only: Collection[str] | None = None,
     **training: Any,
 ) -> Result:
-    """Train the client's model from the state that it holds, and return the result, under the mask of the task.
+    """Train the client's loaded model under the mask of the task, and return the result.
 
     Args:
         client: The client's context.
         task: The state that training starts from, dense, and the mask to train under.
         leaves: The leaves of the model that train, from `load` or `trained_leaves`.
-        adjusts: Gives changes of the gradients of each step, applied in order, from the leaves that train: state-dict key →
-            leaf. A method that adds a term to the loss adds its gradient here.
+        adjusts: Takes the leaves that train (state-dict key → leaf), and returns functions that change the gradients of each
+            step, applied in order. A method that adds a term to the loss adds its gradient here.
         pull: Adds pull / 2 · ‖θ − anchor‖² to the loss (FedProx, Li et al., MLSys 2020); 0 adds nothing.
         anchor: A dense state; None: the state that training starts from.
-        batches: The batches to train on; None: new ones, as the options of the run say.
+        batches: The batches to train on; None: new ones, with the run's settings.
         forward: Replaces the forward pass and the loss of a batch: returns the outputs, which metrics score, and the loss.
-        only: State-dict keys of the entries that train; None: all. The others stay as they are.
-        **training: Replace options of `TrainingConfig`, as in `local_epochs=1`.
+        only: State-dict keys of the entries that train; None: all. The others stay unchanged.
+        **training: Options that replace those of `TrainingConfig`, as in `local_epochs=1`.
     """
     if training:
         client = replace(client, training=replace(client.training, **training))
@@ -165,7 +166,7 @@ def descend(
 def load(client: ClientContext, start: StateDict, mask: Mask | None) -> dict[str, Tensor]:
     """Load a dense state into the narrow model, and return the leaves that train: state-dict key → leaf.
 
-    Units outside a unit mask are cut away, and entries outside a weight mask become zero; None keeps everything.
+    Units outside a unit mask are removed, and entries outside a weight mask become zero; None keeps everything.
     """
     if isinstance(mask, WeightMask):
         start = mask_state(client.graph, mask, start)
@@ -195,17 +196,17 @@ def narrower(client: ClientContext, start: StateDict, widest: UnitMask | None, m
 
 
 def trained_leaves(masked: LearnableMask) -> dict[str, Tensor]:
-    """Return state-dict key → narrow leaf, of those that train."""
+    """Return state-dict key → leaf of the narrow model, for the leaves that train."""
     return {name: leaf for name, leaf in masked.named_weights().items() if leaf.requires_grad}
 
 
 def pull_towards(
     masked: LearnableMask, leaves: Leaves, anchor: StateDict, strength: float, *, training: TrainingConfig | None = None
 ) -> Adjust:
-    """Add strength · (leaf - anchor) to each gradient: the gradient of (strength / 2) · squared distance to a dense state.
+    """Return an adjust that adds strength · (leaf - anchor), the gradient of (strength / 2) · squared distance to `anchor`.
 
-    Whenever the mask changes, the anchors of kept units are gathered again. If `training` gives the options of the steps and
-    these are plain SGD, the pull is one interpolation of the leaves in place, several times as fast as a longer gradient.
+    Whenever the mask changes, the anchors of kept units are gathered again. If `training` is given and is plain SGD, the leaves
+    are interpolated in place instead, which is several times as fast.
     """
     narrow, version = masked.narrow_model, -1
     origin: dict[Tensor, Tensor] = {}
@@ -225,7 +226,7 @@ def pull_towards(
 
 
 def local_step(masked: LearnableMask, forward: Step, update: LocalStep, adjusts: Sequence[Adjust] = ()) -> Step:
-    """Return the step that every method takes: first the weights change, then the mask. `forward` gives outputs and loss."""
+    """Return a training step, which updates the weights, then the mask. `forward` returns outputs and loss."""
     if update.optimizer is not None:
         masked.add_optimizer(update.optimizer)
 
@@ -246,7 +247,7 @@ def keep_model(client: ClientContext, result: Result) -> None:
 
 
 def kept_model(client: ClientContext) -> Model | None:
-    """Return the model that the client keeps; None before its first participation."""
+    """Return the model that `keep_model` stored; None before that."""
     memory = client.memory.get("kept")
     if memory is None:
         return None

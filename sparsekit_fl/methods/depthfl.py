@@ -1,8 +1,8 @@
 """DepthFL: a client trains the first layers, as many as it can afford, with exits that learn from each other.
 
-Constants come from Flower's baseline, which follows the authors' code. The paper places four exits in a ResNet by hand,
-each with layers of its own. Here a model names the places, and each exit is one linear layer: VGG has one after each of its
-first four pools, the small CNN has three outputs in all and the LSTM two.
+Constants come from Flower's baseline, which follows the authors' code. The paper adds four exits to a ResNet by hand, each with
+several layers. Here a model names the positions of its exits, and each exit is one linear layer: VGG has one after each of its
+first four pools. With its own output, the small CNN has three outputs, and the LSTM two.
 """
 
 import copy
@@ -28,12 +28,12 @@ from sparsekit_fl.methods.client import Leaves, pull_towards, trained_leaves
 from sparsekit_fl.problem.metrics import IGNORED
 
 _ALPHA = 0.1  # α of FedDyn
-_RAMP = 0.3  # share of the rounds after which the exits teach each other with full weight: 300 of 1000
-_GRID = 4  # positions per axis that an exit sees of the features of a convolution
+_RAMP = 0.3  # share of the rounds after which distillation among exits has its full weight: 300 of 1000
+_GRID = 4  # positions per axis to which an exit averages convolutional features
 
 
 def exit_head(features: torch.Size, outputs: int, *, convolution: bool) -> nn.Module:
-    """Return one linear layer. Convolutional features, (N, C, H, W), are first averaged on a grid of at most 4 × 4."""
+    """Return an exit: one linear layer. Convolutional features (N, C, H, W) are first averaged to at most 4 × 4 positions."""
     layers, width = OrderedDict[str, nn.Module](), features[-1]
     if convolution:
         rows, columns = min(_GRID, features[2]), min(_GRID, features[3])
@@ -48,10 +48,10 @@ class _Stop(BaseException):
 
 
 class WithExits(nn.Module):
-    """A model with exits; called, it gives the mean of all outputs, its own among them. The model's state is under "model.".
+    """A model with exits. It returns the mean of all outputs, including the model's own. Keys of the model begin with "model.".
 
-    The exits `heads` are before the modules named by `places`, in forward order; each is called once per pass. Running to an
-    exit stops there: what comes after is neither computed nor differentiated.
+    The exits `heads` get the inputs of the modules named by `places`, in forward order; each is called once per pass. A pass
+    that ends at an exit computes none of the later layers.
     """
 
     def __init__(self, model: nn.Module, places: Sequence[str], heads: Sequence[nn.Module]) -> None:
@@ -61,7 +61,7 @@ class WithExits(nn.Module):
         self._places = tuple(places)
 
     def outputs(self, *inputs: Any, depth: int | None = None) -> list[Tensor]:
-        """Return the outputs of the first `depth` exits, at least 1; None gives all, the model's own last."""
+        """Return the outputs of the first `depth` exits (at least 1); None: all outputs, the model's own last."""
         found: list[Tensor] = []
 
         def leave(head: nn.Module, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG001 - torch's signature
@@ -87,9 +87,9 @@ class WithExits(nn.Module):
 
 
 def with_exits(build: Callable[[], nn.Module], inputs: tuple[Any, ...]) -> WithExits:
-    """Build a model, which names its places in `exits_before`, and give it exits, each one linear layer.
+    """Build a model and add exits of one linear layer before the modules that its attribute `exits_before` names.
 
-    The model is a chain: all layers before an exit have made what the exit reads from one call with `inputs`.
+    A call with `inputs` finds the features at each exit. The model must be a chain of these modules.
     """
     model = build()
     places, read = tuple(getattr(model, "exits_before", ())), list[tuple[str, Any]]()
@@ -133,16 +133,16 @@ def depth_flops(layers: Sequence[Layer], costs: CostModel, *, bias: bool = False
 def affordable_depth(layers: Sequence[Layer], costs: CostModel, ratio: float) -> int:
     """Return the largest depth whose work is at most `ratio` of the whole model's, exits included; at least 1.
 
-    The share of a depth gives that depth back, in spite of rounding.
+    A `ratio` that is exactly the share of a depth gives that depth, in spite of rounding.
     """
     work = depth_flops(layers, costs)
     return max([1, *(depth for depth, flops in enumerate(work, 1) if flops <= ratio * work[-1] * (1 + 1e-9))])
 
 
 def distillation_loss(outputs: Sequence[Tensor], targets: Tensor) -> Tensor:
-    """Return Σ_i Σ_{j≠i} KL(p_j ‖ p_i) / (d − 1), the mean over examples (or positions with a target), p_j held fixed.
+    """Return Σ_i Σ_{j≠i} KL(p_j ‖ p_i) / (d − 1), averaged over examples (or positions with a target).
 
-    `outputs` are d logits, classes last.
+    `outputs` are the logits of d exits, classes last. The teachers p_j get no gradient.
 
     Source: Kim et al., ICLR 2023, equation of the local loss.
     """
@@ -159,13 +159,14 @@ def distillation_loss(outputs: Sequence[Tensor], targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class DepthFL(Method):
-    """Depth by capability, with exits; each entry is averaged over the clients that hold it, by the rule of FedDyn.
+    """Depth by capability, with exits. Each entry is averaged over the clients that hold it, with FedDyn's correction.
 
-    A client runs the first layers and exits, as deep as its capability affords, and descends
-    Σ_i CE_i + w_r · distillation among the exits − ⟨h, θ⟩ + (α/2) ‖θ − ω‖². After training, h ← h − α (θ − ω). The server
-    takes the mean over the clients that hold an entry, minus h / α, h ← h − α · (holders / clients) · (mean − ω) of its own.
-    Both terms apply to parameters only; statistics are averaged. Entries that no client holds stay unchanged. α is 0.1, and w_r
-    = exp(−5 (1 − min(r, 0.3·R) / (0.3·R))²), which is 1 after three tenths of the R rounds.
+    A client runs the first layers and exits, as deep as its capability affords, and minimizes
+    Σ_i CE_i + w_r · distillation among the exits − ⟨h, θ⟩ + (α/2) ‖θ − ω‖². After training, h ← h − α (θ − ω). For each entry,
+    the server takes the mean over the clients that hold it. It subtracts h / α, with its own
+    h ← h − α · (holders / clients) · (mean − ω). Both terms apply to parameters only; statistics are averaged. Entries that no
+    client holds stay unchanged. α is 0.1. In round r of R, w_r = exp(−5 (1 − min(r, 0.3·R) / (0.3·R))²), which is 1 after three
+    tenths of the rounds.
 
     The attribute `exits_before` of a model names the modules before which it has exits, in forward order; the mean of all
     outputs is the prediction. FedDyn is by Acar et al., Federated Learning Based on Dynamic Regularization, ICLR 2021.
@@ -190,7 +191,7 @@ class DepthFL(Method):
         return Task(mask=mask, ratio=ratio)
 
     def least(self, server: ServerContext) -> float:
-        """Return the share of the first layers and their exit."""
+        """Return the share of the model's FLOPs in the layers of the first exit."""
         work = depth_flops(server.layers, server.costs)
         return work[0] / work[-1]
 
@@ -223,14 +224,14 @@ class DepthFL(Method):
         return replace(result, work=work)
 
     def _dynamic(self, client: ClientContext, start: StateDict, leaves: Leaves) -> list[Adjust]:
-        """Return adjusts that add the gradient of FedDyn's two terms, −h + α (θ − ω)."""
+        """Return adjusts that add the gradient of FedDyn's two terms, −h + α (θ − ω), to that of each step."""
         kept = client.memory.get("drift", {})
         drifts = {leaf: kept[name].to(leaf) for name, leaf in leaves.items() if name in kept}
         pull = pull_towards(client.masked, leaves, start, _ALPHA)
         return [pull, lambda gradients: {leaf: one - drifts.get(leaf, 0.0) for leaf, one in gradients.items()}]
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
-        """Return the mean over the holders, moved by FedDyn's h."""
+        """Return the mean over the holders of each entry, corrected by FedDyn's h."""
         drifts = server.memory.setdefault("drift", {})
         changes = mean_change(server.graph, server.state, updates, weights="uniform", over="holders")
         for name in list(changes):

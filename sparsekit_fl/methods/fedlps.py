@@ -1,4 +1,4 @@
-"""FedLPS: a nested submodel for each device, as large as it can run, from one network that all of them train.
+"""FedLPS: all clients train one network, each a nested submodel as large as its device can run.
 
 This is our version, with the parts that pay off in measurements. `FedLPSPaper` follows the paper.
 """
@@ -22,22 +22,22 @@ from sparsekit_fl.methods.base import Method, ServerContext, Setup, Update, lear
 from sparsekit_fl.methods.client import Model, Result, Task, narrower, sgd
 from sparsekit_fl.packing import Kept
 
-_APART = 0.05  # share of the variance of labels that lies between clients, above which each has its own head
+_APART = 0.05  # if a larger share of the variance of labels is between clients, each client has its own head
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedLPS(Method):
-    """Our FedLPS: each client trains the units that come first in one order, as many as its device can run.
+    """Our FedLPS: each client trains the first units of an order that all clients share, as many as its device can run.
 
-    The server fixes the order of units before round 1: by magnitude if the network was trained before, else as they are. So
-    submodels are nested, and a device receives and sends its own part only. In each step, a client also trains a narrower
-    level inside its submodel, drawn uniformly from the levels of the run. Each entry is averaged over its holders, and batch
-    norm statistics over the clients of a level.
+    The server fixes the order of units before round 1: by magnitude if the network is already trained, else by index. So
+    submodels are nested, and a device receives and sends only its submodel. In each step, a client also trains a narrower
+    submodel inside its own, whose level is drawn uniformly from the smaller levels of the run. Each entry is averaged over its
+    holders, and batch norm statistics over the clients of a level.
 
-    If the labels of clients differ, each client keeps a head of its own. All of them are averaged into the head of the server,
-    from which new devices start. A client deploys the newest entries of the server, under its units, with its head.
+    If the label distributions of clients differ, each client keeps its own head. The heads are also averaged into the server's
+    head, from which new clients start. A client deploys the newest global entries of its submodel, with its own head.
 
-    If a client's code raises an exception, it is offered a smaller ratio, and now and then a larger one; see `offered`.
+    If a client's code raises an exception, it is offered a smaller ratio, and from time to time a larger one; see `offered`.
 
     Source: the order is HeteroFL's (Diao, Ding, Tarokh, ICLR 2021), a narrower level in each step is like the sandwich rule of
         Yu, Huang, Universally Slimmable Networks, ICCV 2019. From the paper are personal heads, and submodels by capability.
@@ -49,11 +49,11 @@ class FedLPS(Method):
 
     order: Literal["auto", "magnitude", "given"] = option(
         "auto",
-        'Which units come first: those of largest "magnitude" in the network of round 0, or those that are first in their '
-        'layer ("given"). "auto": "magnitude" for a network that was trained before, else "given".',
+        'Which units come first: those of largest "magnitude" in the network of round 0, or those of lowest index in their '
+        'layer ("given"). "auto": "magnitude" for a network that is already trained, else "given".',
     )
     nested: bool = option(
-        True, "Whether each step also trains a narrower level, drawn at random. It costs about a quarter more FLOPs."
+        True, "Whether each step also trains a narrower submodel, of a random level. It costs about a quarter more FLOPs."
     )
     head: Literal["auto", "own", "shared"] = option(
         "auto",
@@ -81,7 +81,7 @@ class FedLPS(Method):
         return replace(task, extra={**task.extra, **wanted}, returns=wanted)
 
     def _order(self, server: ServerContext) -> Tensor:
-        """Return importance of the units of round 0, float (units,), in the order of the groups."""
+        """Return the importance that orders the units, float (units,), over all groups; it is computed in the first round."""
         if "order" not in server.memory:
             by = Magnitude() if self.order == "magnitude" or (self.order == "auto" and server.trained) else Ordered()
             found = by.scores(server.graph, ScoringContext(weights=server.state))
@@ -117,7 +117,7 @@ class FedLPS(Method):
                 spent[0] += flops * batch.size
                 spent[1] += paper * batch.size
                 more = loss_of(run(batch), batch.targets)
-                loss = loss + (more - more.detach())  # what is reported is the loss of the whole submodel
+                loss = loss + (more - more.detach())  # report the loss of the whole submodel only
             return outputs, loss
 
         result = sgd(client, replace(task, state=start), batches=batches, forward=forward)
@@ -129,7 +129,7 @@ class FedLPS(Method):
         return replace(result, extra=extra, work=work)
 
     def _narrower(self, client: ClientContext, task: Task, start: StateDict) -> list[tuple[int, int, Callable[[Batch], Any]]]:
-        """Return FLOPs of training on an example, the paper's count of them, and a run of a batch, for each narrower level."""
+        """Return for each narrower level the FLOPs of training on an example, also by the paper's count, and a forward pass."""
         levels = sorted({level for level in client.levels if level < task.ratio}) if self.nested else []
         masks, costs = [_first(client, task.extra["order"], level) for level in levels], client.costs
         return [
@@ -151,7 +151,7 @@ def _units(mask: Any) -> UnitMask | None:
 
 
 def _first(side: ServerContext | ClientContext, order: Tensor, ratio: float) -> UnitMask | None:
-    """Return the mask of the units that come first, at a ratio; None keeps all."""
+    """Return the mask of the units that come first in `order`, at a ratio; None keeps all."""
     if ratio == 1.0:
         return None
     scores = dict(zip(side.graph.groups, order.split([group.size for group in side.graph.groups.values()]), strict=True))
@@ -159,7 +159,7 @@ def _first(side: ServerContext | ClientContext, order: Tensor, ratio: float) -> 
 
 
 def _labels(server: ServerContext) -> int:
-    """Return the number of labels, which is the number of outputs of the head; 0 if there is none."""
+    """Return the number of labels, which is the number of outputs of the head; 0 if the head has no weights."""
     weights = server.layers[-1].weights if server.layers else {}
     return max((shape[0] for shape in weights.values()), default=0)
 
@@ -184,8 +184,9 @@ def _hear(memory: dict[str, Any], counts: Tensor) -> None:
 def _apart(memory: Mapping[str, Any]) -> float:
     """Return the between-client share of the variance of labels: about 0 if all have the same distribution.
 
-    With the probability w that two labels of one client are alike, and b that two labels of different clients are, it is
-    (w − b) / (1 − b). A Dirichlet distribution of labels with the sum of parameters a gives 1 / (a + 1).
+    If w is the probability that two labels of one client are equal, and b that two labels of different clients are, it is
+    (w − b) / (1 − b). If each client's label distribution is drawn from a Dirichlet distribution whose parameters sum to a, it
+    is 1 / (a + 1).
 
     Source: the fixation index of Wright, The genetical structure of populations, Annals of Eugenics 15, 1951, estimated as by
         Hudson, Slatkin, Maddison, Genetics 132, 1992.

@@ -1,8 +1,8 @@
-"""FedLPSPaper: the FedLPS paper as it is written, with its bandit, its learned pattern, and the variants of its Table II.
+"""FedLPSPaper: FedLPS as the paper describes it, with its bandit, its learned pattern, and the variants of its Table II.
 
-Where the paper is silent, the method is plain. The authors' released code learns no pattern (no task gradient reaches its
-importance, which stays sorted); that is not copied. In the ablations of Table II, one part of the paper's method is replaced,
-and regularizers are means.
+Where the paper leaves something open, the simplest choice is made. The authors' released code learns no pattern, because no
+task gradient reaches its importance, which stays sorted; this is not copied. Each ablation of Table II replaces one part of the
+method, and its regularizers are means.
 """
 
 import math
@@ -26,9 +26,9 @@ from sparsekit_fl.methods.client import Model, Result, Task, descend, keep_model
 
 _CRITERIA: Mapping[str, Criterion] = {"ordered": Ordered(), "magnitude": Magnitude(), "random": Random()}
 _EXPLORATION = 0.5  # ρ of P-UCBV, in the released code
-_IMPORTANCE_LR, _REFRESH_EVERY = 0.02, 4  # ours
+_IMPORTANCE_LR, _REFRESH_EVERY = 0.02, 4  # our choice, for literal=False
 _LEAST, _MOST = 32, 256  # examples that importance is computed from, and at most as many for a refit
-_NOISE = 0.01  # upper end of the noise on importance that starts at the absolute target; ours: targets that round to 1 tie
+_NOISE = 0.01  # upper end of the noise on the first importance, which breaks ties of targets that round to 1; our choice
 
 
 def utility(accuracy: float) -> float:
@@ -40,17 +40,17 @@ def utility(accuracy: float) -> float:
 class FedLPSPaper(Method):
     """FedLPS as written in the paper: a bandit chooses each client's ratio, and the units are learned during training.
 
-    The bandit is P-UCBV, one per client. The reward of a participation is (U(a) − U(a⁻)) / T: training accuracy a, the accuracy
-    a⁻ of the participation before (at first: of the global state of round 0), and the simulated seconds T. The ratio that ran
-    gets it. The loss is the task loss + μ‖θ − ω‖² + λ‖Q − σ(|θ|_J)‖². Importance Q stays in the client's memory and starts at
-    its target; the mask follows it after every step. The server takes the mean over all clients; an entry that a client did
-    not train counts as unchanged. A client deploys the model that it trained last.
+    The bandit is P-UCBV, one per client. The reward of a participation is (U(a) − U(a⁻)) / T, with the training accuracy a,
+    that of the previous participation a⁻ (at first, that of the global state of round 0), and the simulated seconds T. It is
+    credited to the executed ratio. The loss is the task loss + μ‖θ − ω‖² + λ‖Q − σ(|θ|_J)‖². Importance Q stays in the client's
+    memory and starts at its target; the mask follows it after every step. The server takes the mean over all clients; an entry
+    that a client did not train counts as unchanged. A client deploys the model that it trained last.
 
     With `literal=False`, regularizers are means: ‖θ − ω‖² over the entries of the whole model. The target is the sigmoid of
-    the absolute sums after each group's mean and deviation are removed; it, and the gradient from the regularizer, are
-    recomputed at every fourth step. A bandit is asked for a ratio within the capability.
+    the absolute sums, standardized within each group. The target and the gradient of the regularizer are recomputed at every
+    fourth step. The bandit proposes only ratios within the capability.
 
-    If a client's code raises an exception, it is offered a smaller ratio, and now and then a larger one; see `offered`.
+    If a client's code raises an exception, it is offered a smaller ratio, and from time to time a larger one; see `offered`.
 
     Source: Algorithms 1 and 2 of the paper; ξ = R / (K · ε), and I₀, ρ, Δ are not in it.
     """
@@ -62,8 +62,8 @@ class FedLPSPaper(Method):
 
     ratios: Literal["bandit", "capability", "random"] | Ratio = option(
         "bandit",
-        'What chooses the ratio of a client, a share of the FLOPs: a "bandit", its "capability", "random", uniform up to the '
-        "capability, or a number, the same for everybody.",
+        'How the ratio of a client is chosen, a share of the FLOPs: by a "bandit", as its "capability", "random" (uniform up '
+        "to the capability), or a number, the same for all clients.",
     )
     pattern: Literal["learned", "ordered", "magnitude", "random"] = option(
         "learned",
@@ -72,20 +72,20 @@ class FedLPSPaper(Method):
     )
     low: Fraction = option(1 / 16, "Least ratio; the bandit's arms cover [low, 1].")
     threshold: float = option(-0.05, "Δ: if accuracy changed by less than this, the bandit eliminates smaller ratios.")
-    strength: NonNegative = option(1.0, 'λ, of the pattern "learned".')
+    strength: NonNegative = option(1.0, 'λ, the weight of the importance regularizer of the pattern "learned".')
     mu: NonNegative = option(1.0, "μ, a pull towards the weights that training starts from; 0 switches it off.")
     redraw: bool | None = option(None, "Draw the clients' capabilities in every round or once; None leaves it to the run.")
     literal: bool = option(
         True,
-        "Follow the paper's words where variants differ. Both regularizers are sums of squares. The target of importance is "
-        "the sigmoid of the absolute sums, which is close to 1 for every unit of a wide network; a little noise on the first "
-        "importance breaks ties. Target and importance are read at every step with the learning rate of the weights. T counts "
-        "computation and upload. The executed ratio is credited, so with a capability that changes, its limits credit most "
-        "rewards to small arms.",
+        "Follow the paper literally where its variants differ. Both regularizers are sums of squares. The target of importance "
+        "is the sigmoid of the absolute sums, which is close to 1 for every unit of a wide network; a little noise on the "
+        "first importance breaks ties. Target and importance are updated at every step, with the learning rate of the weights. "
+        "T counts computation and upload. The executed ratio is credited; if capabilities change and limit it, most rewards "
+        "go to small arms.",
     )
 
     def describe(self) -> dict[str, str]:
-        """Return name, source and options; `redraw_capability`, an option of the run, only if the method decides it."""
+        """Return name, source and options. The run's option `redraw_capability` is included if the method sets it."""
         described = super().describe()
         del described["redraw"]
         return described if self.redraw is None else {**described, "redraw_capability": str(self.redraw).lower()}
@@ -112,7 +112,7 @@ class FedLPSPaper(Method):
         if self.ratios == "random":
             return capability if capability <= self.low else float(np.random.default_rng(seed).uniform(self.low, capability))
         if capability < self.low:
-            # No arm is that small: the client trains the largest ratio that it can, and its bandit does not learn from it.
+            # No arm is that small: the client trains at its capability, and its bandit does not learn from it.
             server.client[client_id]["pull"] = None
             return capability
         upper = None if self.literal else max(self.low, offered(server, client_id, capability))
@@ -120,7 +120,7 @@ class FedLPSPaper(Method):
 
     def _bandit(self, server: ServerContext, client_id: int, seed: int = 0) -> ClientBandit:
         horizon, rng = server.rounds / server.cohort_size, np.random.default_rng(seed)
-        if "bandit" in server.client[client_id]:  # cohorts may have changed since
+        if "bandit" in server.client[client_id]:  # keep the first horizon, since the cohort size may have changed
             horizon = server.client[client_id]["bandit"]["settings"]["horizon"]
         bandit = PUCBV(Interval(self.low, 1.0), horizon=horizon, exploration=_EXPLORATION, rng=rng)
         return ClientBandit(bandit, server.client[client_id])
@@ -135,7 +135,7 @@ class FedLPSPaper(Method):
         return mean(server, updates)
 
     def _observe(self, server: ServerContext, update: Update) -> None:
-        """Credit the ratio that ran with the utility gained per second."""
+        """Credit the executed ratio with the utility gained per second."""
         memory = server.client[update.client_id]
         accuracy = update.metrics["accuracy"]
         before = memory.get("accuracy", update.metrics.get("initial_accuracy", accuracy))
@@ -172,10 +172,10 @@ class FedLPSPaper(Method):
         return result
 
     def _first(self, client: ClientContext, ratio: float, mask: UnitMask | None) -> dict[str, float]:
-        """If a bandit learns from it, score a client's first submodel in the state of round 0, a⁻¹ in the paper.
+        """At the first participation, score the client's submodel in the state of round 0 (a⁻¹ in the paper) for its bandit.
 
-        A few training examples count, for a hundredth of the FLOPs of the training, drawn by the generator of the ratio, so
-        that batches are the same as in any other method. Without a mask, units are learned.
+        It is scored on a few training examples, at a hundredth of the FLOPs of training. They are drawn from the generator
+        "ratio", so that batches are the same as in other methods. `mask` is None if units are learned.
         """
         if self.ratios != "bandit" or "began" in client.memory:
             return {}
@@ -204,13 +204,13 @@ class FedLPSPaper(Method):
         return masked
 
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
-        """Return the client's model; before its first participation, the first units that its device affords."""
+        """Return the model that the client trained last; before its first participation, the first units that it affords."""
         return kept_model(client) or affordable(client, state)
 
 
 _MEANS: dict[str, Any] = {"literal": False}
-_ONCE: dict[str, Any] = {"redraw": False, "note": "Capabilities are drawn once, whatever the run says."}
-_AGAIN: dict[str, Any] = {"redraw": True, "note": "Capabilities are drawn in every round, whatever the run says."}
+_ONCE: dict[str, Any] = {"redraw": False, "note": "Capabilities are drawn once, regardless of the run's options."}
+_AGAIN: dict[str, Any] = {"redraw": True, "note": "Capabilities are drawn in every round, regardless of the run's options."}
 
 flst = FedLPSPaper.variant(
     "flst",
@@ -219,13 +219,13 @@ flst = FedLPSPaper.variant(
     **_MEANS,
     ratios=0.5,
 )
-p_ucbv_fix = FedLPSPaper.variant("p-ucbv-fix", "P-UCBV-Fix: the paper's parts; capabilities are drawn once.", **_MEANS, **_ONCE)
+p_ucbv_fix = FedLPSPaper.variant("p-ucbv-fix", "P-UCBV-Fix: the paper's bandit, capabilities drawn once.", **_MEANS, **_ONCE)
 p_ucbv_dyn = FedLPSPaper.variant("p-ucbv-dyn", "P-UCBV-Dyn: the same, drawn again in every round.", **_MEANS, **_AGAIN)
 _RCR = {**_MEANS, "ratios": "capability"}
 rcr_fix = FedLPSPaper.variant("rcr-fix", "RCR-Fix: ratios are the clients' capabilities, drawn once.", **_RCR, **_ONCE)
 rcr_dyn = FedLPSPaper.variant("rcr-dyn", "RCR-Dyn: ratios are capabilities, drawn again in every round.", **_RCR, **_AGAIN)
 fedlps_random, fedlps_ordered, fedlps_magnitude = (
-    FedLPSPaper.variant(f"fedlps-{pattern}", f"The paper's parts, and {what}.", **_MEANS, pattern=pattern)
+    FedLPSPaper.variant(f"fedlps-{pattern}", f"FedLPS as in the paper, with {what}.", **_MEANS, pattern=pattern)
     for pattern, what in (
         ("random", "random units, drawn for each client and round"),
         ("ordered", "the first units of every layer"),

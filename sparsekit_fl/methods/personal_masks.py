@@ -1,4 +1,4 @@
-"""Methods whose clients have masks of their own: LotteryFL and FedSpa of single weights, Hermes of units."""
+"""Methods with a separate mask for each client: LotteryFL and FedSpa mask single weights, Hermes masks units."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from sparsekit_fl.methods.client import Leaves, Model, Result, Task, sgd
 from sparsekit_fl.methods.weight_masks import SparseWeights, keep_largest, largest_weights, weight_count
 from sparsekit_fl.packing import Mask, recall_mask, remember_mask
 
-_STEP = 0.1  # share of what is left that one pruning removes, in the reference codes of LotteryFL and Hermes
+_STEP = 0.1  # share of the kept weights or units that one pruning step removes, in the reference codes of both methods
 _NEXT = "next_mask"
 
 
@@ -43,7 +43,7 @@ class OwnMasks(Method):
         return Task(mask=mask, ratio=self.offer(server, client_id).ratio, own_mask=True)
 
     def offer(self, server: ServerContext, client_id: int) -> Task:
-        """Return a task with the ratio of the client's last unit mask, by which statistics are chosen; 1 for weight masks."""
+        """Return a task with the ratio of the client's last unit mask, which selects its statistics; 1 for weight masks."""
         memory = server.client[client_id]
         return Task(ratio=memory["ratio"] if isinstance(recall_mask(memory), UnitMask) else 1.0)
 
@@ -59,9 +59,9 @@ class OwnMasks(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class PruneWhenAccurate(OwnMasks):
-    """A client prunes a little more whenever the received model does well enough on its validation data."""
+    """A client takes a pruning step whenever the received model is accurate enough on its validation data."""
 
-    rewinds: ClassVar[bool] = False  # whether a client that has just pruned trains from the values of round 0
+    rewinds: ClassVar[bool] = False  # whether a client that has just pruned restarts from the values of round 0
 
     threshold: Share = option(0.5, "Validation accuracy, a fraction, above which a client prunes; 1 never prunes.")
     target: Fraction = option(0.5, "A client prunes as long as it keeps more than this share; the last step may end below.")
@@ -75,7 +75,7 @@ class PruneWhenAccurate(OwnMasks):
         raise NotImplementedError
 
     def train(self, client: ClientContext, task: Task, **how: Any) -> Result:
-        """Prune if it is time, then train by SGD; `how` are the options of `sgd`."""
+        """Prune if the received model is accurate enough, then train by SGD; `how` are the options of `sgd`."""
         mask, kept = task.mask, float(client.memory.get("ratio", 1.0))
         if kept > self.target and _accuracy(client, task) > self.threshold:
             kept *= 1.0 - _STEP
@@ -89,7 +89,7 @@ class PruneWhenAccurate(OwnMasks):
 
 
 def _accuracy(client: ClientContext, task: Task) -> float:
-    """Return the accuracy of the received model on validation data, or else on training data."""
+    """Return the accuracy of the received model on the client's validation data, or without these on its training data."""
     client.load(task.state, task.mask)
     score, weight = client.score("val" if len(client.client.data.val) else "train").get("accuracy", (0.0, 0.0))
     return score / weight if weight else 0.0
@@ -99,18 +99,19 @@ def _accuracy(client: ClientContext, task: Task) -> float:
 class LotteryFL(PruneWhenAccurate, SparseWeights):
     """Each client prunes its model step by step to a lottery ticket; entries are averaged over the clients that hold them.
 
-    As in the reference code, a client prunes by magnitude within each layer, and rewinds all kept parameters to their initial
-    values when it has pruned. That code decides on test accuracy and reports each client's best; here the client's own
-    validation data decide, and the model of the last round is reported. The global model comes late: as long as clients prune,
-    each of their participations begins at round 0 again.
+    As in the reference code, a client prunes by magnitude within each layer, and after pruning rewinds all kept parameters to
+    their initial values. That code decides by test accuracy and reports each client's best score. Here, the client's validation
+    data decide, and the model of the last round is reported. The global model improves late: as long as a client prunes, it
+    starts each participation from the values of round 0.
 
-    `threshold` is 0.5 in the released code of Xue et al., ICDE 2025. The reference code has 0.2 for 60 local epochs, at which a
-    client of two classes and 5 epochs rewinds nearly every time. `target` is its `prune_end_rate`; the paper also goes lower.
+    `threshold` is 0.5 in the released code of Xue et al., ICDE 2025. The reference code has 0.2 for 60 local epochs; with that
+    value and 5 epochs, a client with two classes rewinds nearly every time. `target` is its `prune_end_rate`; the paper also
+    prunes further.
     """
 
     source = "Li et al., LotteryFL: Personalized FL with Lottery Ticket Hypothesis, arXiv 2008.03371, SEC 2021"
     rewinds = True
-    note = f"{SparseWeights.note} Clients that prune start again from round 0, from where a few local epochs do not lead far."
+    note = f"{SparseWeights.note} Clients that prune restart from round 0, from where a few local epochs gain little."
 
     def prune(self, client: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
         return largest_weights(state, layer_weights(client.layers), ratio, within=mask)
@@ -118,18 +119,19 @@ class LotteryFL(PruneWhenAccurate, SparseWeights):
 
 @dataclass(frozen=True, kw_only=True)
 class Hermes(PruneWhenAccurate):
-    """Each client prunes units step by step and trains the rest, physically small, under a group lasso.
+    """Each client prunes units step by step and trains the others, in a physically small model, under a group lasso.
 
-    The abstract says that the server averages overlapping parameters only. That can mean the entries that all clients of a
-    cohort hold, with the others kept per client (so an implementation in the library Plato), or each entry over its holders.
-    With cohorts that change, in the first reading the value of an entry depends on who else was sampled; we take the second, as
-    the method's predecessor LotteryFL does.
+    The abstract says that the server averages only overlapping parameters. That can mean the entries that all clients of a
+    cohort hold, with the others kept per client (as in the library Plato), or each entry over its holders. In the first
+    reading, the value of an entry depends on which other clients were sampled. We take the second, as the method's predecessor
+    LotteryFL does.
 
     The loss of a client has the term lasso · Σ over units ‖weights of the unit‖₂. The weights of a unit are the rows that
-    make it, in all its matrices; biases and norms are not penalized.
+    produce it, in all matrices; biases and norms are not penalized.
 
     In the released code of Xue et al., ICDE 2025, `threshold` is 0.5 on MNIST, 0.45 on CIFAR-10, 0.25 on CIFAR-100, 0.06 on
-    Tiny-ImageNet and 0.15 on Reddit, and `target` 0.5, 0.3, 0.3, 0.4 and 0.5. `lasso` is 0.001 there, but its gradient is lost.
+    Tiny-ImageNet and 0.15 on Reddit, and `target` 0.5, 0.3, 0.3, 0.4 and 0.5. `lasso` is 0.001 there, but its gradient does not
+    reach the weights.
     """
 
     source = "Li et al., Hermes: An Efficient FL Framework for Heterogeneous Mobile Clients, MobiCom 2021"
@@ -141,7 +143,7 @@ class Hermes(PruneWhenAccurate):
         return super().check(setup)
 
     def prune(self, client: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
-        """Return the units of largest L1 norm; dropped units are zero and come last."""
+        """Return the mask of the units with largest L1 norm. Units that were dropped before are zero, so they come last."""
         return units(client, Magnitude(), ratio, state)
 
     def train(self, client: ClientContext, task: Task, **how: Any) -> Result:
@@ -153,8 +155,8 @@ def _group_lasso(client: ClientContext, leaves: Leaves, strength: float) -> Adju
     """Return an adjust that adds the gradient of strength · Σ ‖weights of a unit‖₂: strength · weight / norm of its unit."""
     graph = client.graph
     offsets, kept = group_order(graph.groups.values()), graph.kept_indices(client.masked.unit_mask())
-    # Leaf → the axis along which it makes units, and the number of each position's unit, counted through all groups. One more
-    # number stands for positions that make no unit.
+    # Leaf → its axis of units, and the unit number of each position on this axis, counted through all groups. The number
+    # graph.units stands for positions without a unit.
     rows: dict[Tensor, tuple[int, Tensor]] = {}
     for name, leaf in leaves.items():
         pieces = [(group, piece) for group, piece in graph.slices_of.get(name, ()) if piece.side == "out"]
@@ -189,10 +191,10 @@ def _group_lasso(client: ClientContext, leaves: Leaves, strength: float) -> Adju
 class FedSpa(OwnMasks, SparseWeights):
     """Every client always trains its own sparse model. Its mask changes a little after each participation.
 
-    No code was released. What the paper leaves open is as in the reference code of DisPFL (Dai et al., ICML 2022), which trains
-    the same sparse models without a server: densities per layer by Erdős–Rényi–Kernel, one random initial mask for all clients,
-    a share of each layer pruned by magnitude and regrown by the gradient of one batch. An entry moves by the sum of changes
-    over the number of all clients; a client sends its next mask with its update.
+    No code was released. Details that the paper leaves open follow the reference code of DisPFL (Dai et al., ICML 2022), which
+    trains the same sparse models without a server: densities per layer by Erdős–Rényi–Kernel, one random initial mask for all
+    clients, and a share of each layer that is pruned by magnitude and regrown by the gradient of one batch. An entry changes by
+    the sum of changes, divided by the number of all clients of the round. A client sends its next mask with its update.
     """
 
     source = "Huang et al., Achieving Personalized FL with Sparse Local Models (FedSpa), arXiv 2201.11380"
@@ -206,7 +208,7 @@ class FedSpa(OwnMasks, SparseWeights):
     )
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
-        """Return the client's mask, or the random one. If masks move, the update names the next one."""
+        """Return the client's mask, at first the random one. If masks change, the update must have the next mask."""
         memory, shapes = server.memory.setdefault("initial", {}), layer_weights(server.layers)
         if not memory:
             shares = layer_densities(shapes, self.ratio)
@@ -224,7 +226,7 @@ class FedSpa(OwnMasks, SparseWeights):
             memory.update(bits={"mask": trained.extra[_NEXT]}, description={"kind": "weight", "shapes": shapes})
 
     def train(self, client: ClientContext, task: Task) -> Result:
-        """Train, then choose the next mask; the gradient of one batch of the dense model is counted as work."""
+        """Train, then choose the next mask. The cost includes the gradient of one batch of the dense model."""
         result = sgd(client, task)
         share = self.anneal / 2 * (1 + math.cos(math.pi * (client.round - 1) / client.rounds))
         if share and isinstance(task.mask, WeightMask):
@@ -239,7 +241,7 @@ class FedSpa(OwnMasks, SparseWeights):
 
 
 def _screen(client: ClientContext, mask: WeightMask) -> tuple[StateDict, int]:
-    """Return the gradients of one batch in evaluation mode, and its size."""
+    """Return the dense gradients of the masked weights on one batch, in evaluation mode, and the size of the batch."""
     module, leaves = client.masked.model, client.masked.named_weights()
     batch = next(next(iter(client.batches(epochs=1))))
     module.eval()
@@ -249,7 +251,7 @@ def _screen(client: ClientContext, mask: WeightMask) -> tuple[StateDict, int]:
 
 
 def random_weights(shapes: Mapping[str, torch.Size], shares: Mapping[str, float], *, generator: torch.Generator) -> WeightMask:
-    """Keep a share of the weights of each layer, drawn uniformly in the order of `shapes`."""
+    """Return a random mask that keeps a share of each layer's weights; layers are drawn in the order of `shapes`."""
     kept = {}
     for name, shape in shapes.items():
         chosen = torch.zeros(shape.numel(), dtype=torch.bool)
@@ -259,10 +261,10 @@ def random_weights(shapes: Mapping[str, torch.Size], shares: Mapping[str, float]
 
 
 def layer_densities(shapes: Mapping[str, torch.Size], density: float) -> dict[str, float]:
-    """Return Erdős–Rényi–Kernel densities: a layer keeps a share in proportion to Σ axes / Π axes, one share at most.
+    """Return Erdős–Rényi–Kernel densities: key → share of weights to keep, proportional to Σ lengths / Π lengths of the axes.
 
-    If a layer would need more than all its weights, it stays whole, and the others share what is left of `density`, the share
-    of all entries together. Source: Evci et al., Rigging the Lottery, ICML 2020 (arXiv 1911.11134).
+    `density` is the share over all layers together. A layer whose share would exceed 1 stays whole, and the others share the
+    remaining weights. Source: Evci et al., Rigging the Lottery, ICML 2020 (arXiv 1911.11134).
     """
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     raw = {name: sum(shape) / sizes[name] for name, shape in shapes.items()}
@@ -274,16 +276,17 @@ def layer_densities(shapes: Mapping[str, torch.Size], density: float) -> dict[st
         full = {name for name in rest if raw[name] * factor > 1.0}
         if not full:
             return {name: 1.0 if name in whole else raw[name] * factor for name in sizes}
-        # Fix the densest layer first, then solve for the others again: a layer kept whole leaves less for them.
+        # Keep only the densest layers whole, then solve for the others again, since fewer weights are left for them.
         top = max(raw[name] for name in full)
         whole |= {name for name in full if raw[name] == top}
     return dict.fromkeys(sizes, 1.0)
 
 
 def move_mask(mask: WeightMask, weights: StateDict, gradients: StateDict, share: float) -> WeightMask:
-    """Drop the ⌈share · active⌉ smallest active weights of each layer; activate as many others, by largest gradient.
+    """Drop the ⌈share · active⌉ smallest active weights of each layer, and activate as many others of largest gradient.
 
-    Weights that were just dropped may come back. Source: Rigging the Lottery; Dai et al., DisPFL, ICML 2022, for the counts.
+    Weights that were just dropped may be activated again. Source: Rigging the Lottery; for the counts, Dai et al., DisPFL, ICML
+    2022.
     """
     moved: dict[str, Tensor] = {}
     for name, active in mask.items():

@@ -1,4 +1,4 @@
-"""Methods that sample some clients rather than others: Oort by the loss of their examples, REFL by their availability."""
+"""Methods that do not sample clients uniformly: Oort samples by training loss and speed, REFL by availability."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,14 @@ Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 # Oort
 _SQUARES = "mean_squared_loss"
-# Share of the cohort that explores at first, its factor per round, and its least value while there are untried clients.
+# Share of the cohort that explores: at first, its factor per round, and its minimum while there are untried clients.
 _EXPLORATION, _DECAY, _LEAST = 0.9, 0.98, 0.2
 _PENALTY = 2.0  # exponent of the time penalty
 _CLIP = 0.95  # quantile at which utilities are clipped
 _CUT_OFF = 0.95  # of the paper; its code has 0.7, later versions 0.05
-_WINDOW = 5.0  # untried clients are drawn from the best N times the wanted number
-# Initial percentile of the times that defines T, step of the pacer, and rounds in a window of the pacer. The first two are as
-# FedScale and REFL run the code; the original has 101, which is no penalty at all, and 10.
+_WINDOW = 5.0  # untried clients are drawn from the best ones, 5 times as many as wanted
+# Initial percentile of the times that defines T, step of the pacer, and rounds in a window of the pacer. The first two are from
+# FedScale and REFL; the original code has 101, which means no penalty at all, and 10.
 _PERCENTILE, _PACE_STEP, _PACE_ROUNDS = 30.0, 5.0, 20
 # REFL
 _STAYS, _FORECAST = (0.5, 1.0), 0.9  # see `REFL`
@@ -39,35 +39,37 @@ _BETA = 0.35  # β of the paper
 class Oort(Method):
     """FedAvg with guided sampling: a part of the cohort exploits tried clients of high utility, the rest explores untried ones.
 
-    Algorithm 1 of the paper, and the reference code where it is silent. Over-commitment and the blacklist of often chosen
-    clients are left out: the first would give Oort more clients per round than its rivals, the second would exclude everybody
-    here, where a client trains tens of times. As in the reference code, clients report the mean squared loss of single examples
-    in their first epoch.
+    It follows Algorithm 1 of the paper, and the reference code where the paper leaves details open. Over-commitment and the
+    blacklist of often chosen clients are left out: the first would give Oort more clients per round than other methods, and the
+    second would exclude all clients here, since a client trains tens of times. As in the reference code, clients report the
+    mean squared loss of single examples in their first epoch.
 
-    A tried client of n examples, mean squared loss ℓ² and last round L scores n·sqrt(ℓ²), clipped and scaled to [0, 1] over the
-    tried clients, plus sqrt(0.1 · ln(round) / L); if it takes longer than the preferred time T, times (T / time)². T is a
-    percentile of the times of all clients; a pacer raises it when utility stops changing. Of those that score at least 0.95
-    times the score at the edge of the part, the part is drawn in proportion to score. An untried client counts with n, and with
-    the time that its examples and speed let expect. Nine tenths of the cohort explore at first, as in paper and code.
+    The utility of a tried client with n examples and mean squared loss ℓ² is n·sqrt(ℓ²). Its score is the utility, clipped and
+    scaled to [0, 1] over the tried clients, plus sqrt(0.1 · ln(round) / L) for its last round L. If the client takes longer
+    than the preferred time T, the score is multiplied by (T / time)². T is a percentile of the times of all clients, which a
+    pacer raises when utility stops changing. The exploiting part of the cohort is drawn in proportion to scores. Its candidates
+    have at least 0.95 times the score of the first client that this part would not take by rank. The score of an untried client
+    is n, with the same factor for the time expected from its examples and speed. At first, nine tenths of the cohort explore,
+    as in paper and code.
     """
 
     uses_capability = True
     source = "Lai et al., Oort: Efficient FL via Guided Participant Selection, OSDI 2021, arXiv 2010.06081"
 
     def least(self, server: ServerContext) -> float:
-        """Return 0: every device trains the whole model, in its own time."""
+        """Return 0, since every device trains the whole model, however slowly."""
         return 0.0
 
     def sample(self, server: ServerContext) -> list[int]:
         memory, rng, size = server.memory, server.rngs["sampling"], server.cohort_size
         roster = dict(server.roster)  # read once, since the first access of a client draws its capability
         tried = {key: item for key, item in memory.setdefault("tried", {}).items() if int(key) in roster}
-        # An untried client takes a time in proportion to its examples over its speed.
+        # The expected time of an untried client is proportional to its examples over its speed.
         pace = float(np.mean([item["pace"] for item in tried.values()])) if tried else 1.0
         times = {id: _relative_time(info) * pace for id, info in roster.items()}
         seconds = times | {int(key): item["seconds"] for key, item in tried.items()}
         order, percentile = sorted(seconds.values()), memory.get("percentile", _PERCENTILE)
-        # T, beyond which a client is penalised.
+        # T, above which the scores of clients are reduced.
         preferred = order[min(int(len(order) * percentile / 100.0), len(order) - 1)] if percentile < 100.0 else math.inf
         scores = _scores(server.round, tried, preferred)
         fresh = {id: one.examples * _late(seconds[id], preferred) for id, one in roster.items() if id not in scores}
@@ -140,12 +142,12 @@ def _scores(round: int, tried: Mapping[str, Any], preferred: float) -> dict[int,
 
 
 def _relative_time(info: ClientInfo) -> float:
-    """Return the number of examples over the speed of the device, to which its time is proportional."""
+    """Return the number of examples over the device's FLOPs per second, to which its training time is proportional."""
     return info.examples / info.capability.flops_per_second
 
 
 def _ranked(weights: Mapping[int, float]) -> list[int]:
-    """Sort ids by decreasing weight; among equal weights, the lower id is first."""
+    """Return ids by descending weight; among equal weights, the lower id is first."""
     return sorted(weights, key=lambda id: (-weights[id], id))
 
 
@@ -157,35 +159,37 @@ def _draw(weights: Mapping[int, float], count: int, rng: np.random.Generator) ->
 
 @dataclass(frozen=True, kw_only=True)
 class REFL(Method):
-    """FedAvg that samples first the clients expected to be away next, and ends a round before its stragglers have answered.
+    """FedAvg that prefers clients expected to be unavailable in the next round, and ends rounds before stragglers answer.
 
-    The paper's intelligent participant selection, adaptive participant target and staleness-aware aggregation. The server
-    optimizer of its reference code, YoGi, is left out: the server adds the weighted mean of the changes, as in other methods.
+    It has the paper's intelligent participant selection, adaptive participant target and staleness-aware aggregation. The
+    server optimizer of its reference code, YoGi, is left out: the server adds the weighted mean of the changes, as in other
+    methods.
 
-    A client is asked if it is there, is not still computing, and has rested; among those, the ones expected to be away in the
-    next round come first, and ties are drawn. If too few have rested, the others are asked too; if nobody is there at all,
-    those who are away, which stands for waiting. One client less is asked for each late update that is expected within an
-    average round. The round ends when the share `target` of its clients has answered, in simulated seconds; the others' updates
-    arrive in a later round, when they are ready.
+    A client can be sampled if it is available, does not still compute, and has not been sampled in the last `cool_down` rounds.
+    Clients expected to be unavailable in the next round come first; among equals, clients are drawn at random. If these are too
+    few, available clients in their cool-down follow. If no client is available, unavailable ones are sampled, which stands for
+    waiting. The cohort shrinks by one client for each late update that is expected within an average round. A round ends when
+    the share `target` of its clients has answered, in simulated seconds. The other updates count in the round in which they
+    arrive.
 
-    In the mean, an update that is τ rounds old weighs (1 − β) / (τ + 1) + β (1 − e^(−Λ / Λ_max)), and a fresh one 1.
-    Λ = ‖ū − (n·ū + u) / (n + 1)‖² / ‖ū‖² says how much the update u would move the mean ū of the n fresh ones; Λ_max is
+    In the mean, an update that is τ rounds old has the weight (1 − β) / (τ + 1) + β (1 − e^(−Λ / Λ_max)), and a fresh one 1.
+    Λ = ‖ū − (n·ū + u) / (n + 1)‖² / ‖ū‖² measures how much the update u would move the mean ū of the n fresh ones; Λ_max is
     the largest of the round's late updates. The reference code divides Λ by a further coefficient, which is 1 in its scripts.
 
-    The paper has traces of availability. Here a client stays there or away as in the round before with a probability of its
-    own, drawn once from 0.5 to 1. The forecast for the next round is right with probability 0.9, as in the paper.
+    The paper uses traces of availability. Here, a client stays available or unavailable from one round to the next with its own
+    probability, drawn once from [0.5, 1]. The forecast for the next round is right with probability 0.9, as in the paper.
     """
 
     source = "Abdelmoniem et al., REFL: Resource-Efficient Federated Learning, EuroSys 2023, arXiv 2111.01108"
-    note = "Its clients are intermittently available; the other methods may ask anybody at any time."
+    note = "Its clients are intermittently available; other methods may sample any client at any time."
 
     target: Ratio = option(
         0.8,
-        "Share of the cohort that a round waits for; 0.8 in the paper, 1 waits for everybody. A deadline at the moving "
-        "average of the lengths themselves would only ever shrink, so it is not used.",
+        "Share of the cohort that a round waits for; 0.8 in the paper, 1 waits for all. A deadline at the moving average of "
+        "round lengths is not used, since it could only become shorter.",
     )
     cool_down: NonNegativeCount = option(
-        5, "Rounds before a client is asked again while others have rested; 5 in the reference code."
+        5, "Rounds before a client is sampled again, as long as enough others are available; 5 in the reference code."
     )
 
     def sample(self, server: ServerContext) -> list[int]:
@@ -206,9 +210,10 @@ class REFL(Method):
         return sorted(cohort)
 
     def _presence(self, server: ServerContext, ids: Ids) -> tuple[Flags, Flags]:
-        """Advance the availability chains of all known clients by one round.
+        """Advance the Markov chains of availability of all known clients by one round.
 
-        For each of `ids`, which ascend, return whether it is available now, and whether that is expected in the next round.
+        Return for each of `ids`, in ascending order, whether it is available now, and whether it is expected to be in the next
+        round.
         """
         memory, rng = server.memory, server.rngs["sampling"]
         none = {"known": torch.zeros(0, dtype=torch.int64), "stay": torch.zeros(0).double(), "next": torch.zeros(0).bool()}
@@ -231,7 +236,7 @@ class REFL(Method):
         return mean(server, [*fresh, *late], weights=weights), seconds
 
     def _arrivals(self, server: ServerContext, updates: Sequence[Update]) -> tuple[list[Update], list[Update], float]:
-        """Return updates in time, late ones that are ready, and the length of the round; remember the others."""
+        """Return the updates in time, those of earlier rounds that arrive now, and the round's seconds. Store the others."""
         memory = server.memory
         start = memory.get("clock", 0.0)
         needed = max(1, math.ceil(self.target * len(updates) - 1e-9))
@@ -247,9 +252,9 @@ class REFL(Method):
 
 
 def _fill(tiers: Sequence[Ids | Sequence[int]], wanted: int, rng: np.random.Generator) -> list[int]:
-    """Choose `wanted` clients, or all where they are fewer: whole tiers first, then a draw from the tier that is too large.
+    """Return `wanted` clients, or all if there are fewer: whole tiers, then a random draw from the first too large tier.
 
-    A tier counts in ascending order.
+    Tiers are sorted before a draw, so that their order does not matter.
     """
     chosen: list[int] = []
     for tier in tiers:
@@ -264,7 +269,7 @@ def _packed(update: Update, arrives: float) -> dict[str, Any]:
 
 
 def _boosts(server: ServerContext, fresh: Sequence[Update], late: Sequence[Update]) -> list[float]:
-    """Return 1 − e^(−Λ / Λ_max) for each late update; a round has one fresh update at least."""
+    """Return 1 − e^(−Λ / Λ_max) for each late update; see `REFL`. A round has at least one fresh update."""
     if not late:
         return []
     found = mean_change(server.graph, server.state, fresh, weights="uniform")

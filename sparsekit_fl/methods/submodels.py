@@ -1,7 +1,7 @@
 """Submodels: the server sends each client as many units as it can train, and averages each entry over its holders.
 
 HeteroFL, FedRolex and eFD differ in the units that they choose. FjORD draws a width at every step. In FedMP, a bandit per
-client chooses how many units, and the mean is over all.
+client chooses the number of units, and entries are averaged over all clients.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,12 +27,12 @@ from sparsekit_fl.methods.base import Method, ServerContext, Setup, Weights, aff
 from sparsekit_fl.methods.client import Model, Result, Task, keep_model, narrower, sgd
 from sparsekit_fl.packing import Kept
 
-_LEAST_GAP = 0.1  # so that finishing exactly on time does not give FedMP an infinite reward; ours
+_LEAST_GAP = 0.1  # our choice, so that a client that takes exactly the mean time does not give FedMP an infinite reward
 
 
 @dataclass(frozen=True, kw_only=True)
 class Submodels(Method):
-    """The server sends each client as many units, chosen by a criterion, as its capability allows; holders average them."""
+    """Base class: the server sends each client as many units, by a criterion, as its capability allows; see the module."""
 
     uses_capability = True
     criterion: ClassVar[Criterion] = Ordered()  # ranks the units; the first units of each group come first
@@ -58,30 +58,30 @@ class Submodels(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class HeteroFL(Submodels):
-    """A prefix of ⌈z · J⌉ units per layer; entries are averaged over the clients that hold them, all alike.
+    """Each client trains the first ⌈z · J⌉ units of each layer. Entries are averaged equally over the clients that hold them.
 
-    Besides the nested submodels the paper has a scaler, static batch normalization, a masked loss, and in its reference code,
-    as in FedRolex, gradients clipped at norm 1. Batch norm statistics are running means of the clients of each width, where
-    the paper computes them after training from all clients' data. A client deploys the width that its device can run. The
-    masked loss, which counts classes that a client lacks as logit 0, is left out: it is
-    meant to be scored among a client's own classes, while here all methods are scored among all classes. On the digits (two
-    classes per client, 60 rounds, two seeds) it lowered the accuracy from 0.76 to 0.65.
+    Besides nested submodels, the paper has a scaler, static batch normalization and a masked loss; its reference code, like
+    FedRolex, also clips gradients at norm 1. Here, batch norm statistics are running means over the clients of each width,
+    while the paper computes them after training from all clients' data. A client deploys the width that its device can run.
+
+    The masked loss, which sets the logits of classes that a client lacks to 0, is left out: it is meant for scores among a
+    client's own classes, while here all methods are scored among all classes. On the digits (two classes per client, 60 rounds,
+    two seeds), it lowered the accuracy from 0.76 to 0.65.
     """
 
     source = "Diao, Ding, Tarokh, HeteroFL: Computation and Communication Efficient FL, ICLR 2021, arXiv 2010.01264"
 
     scaler: bool = option(
         True,
-        "While training, divide the outputs of every layer that lost units by the ratio, so that the next layers get "
-        "inputs of the size that the whole model would give them. It changes nothing before a batch norm. Without a batch "
-        "norm it needs `clip`: at a ratio of 1/16 it multiplies by 16 in every layer. Recurrent layers have no such "
-        "output and are left alone.",
+        "During training, divide the outputs of every layer that lost units by the ratio, so that the next layers get "
+        "inputs as large as in the whole model. It has no effect before a batch norm. Without a batch norm, it needs `clip`: "
+        "at a ratio of 1/16, it multiplies by 16 in every layer. Recurrent layers have no such output and are not scaled.",
     )
     clip: Positive | None = option(
         1.0,
-        "Largest norm of the gradient of a step, unless the run asks for a smaller one; None leaves it to the run. Units "
-        "that were trained in narrow models give too large sums in a wide one, whose first gradients may be so large that "
-        "training diverges.",
+        "Largest norm of the gradient of a step, unless the run's is smaller; None: only the run's counts. Units that were "
+        "trained in narrow models give too large sums in a wide model, whose first gradients may be so large that training "
+        "diverges.",
     )
 
     def train(self, client: ClientContext, task: Task) -> Result:
@@ -106,7 +106,7 @@ class HeteroFL(Submodels):
 
 
 def _without_scaler(client: ClientContext, layers: Iterable[nn.Module], width: float) -> StateDict:
-    """Return the narrow state of the loaded model for a device that runs it without the scaler: weights take it over."""
+    """Return the narrow state of the loaded model with the scaler folded into the weights, to run it without the scaler."""
     with torch.no_grad():
         for weight in {one for layer in layers for one in layer.parameters(recurse=False)}:
             weight.div_(width)
@@ -114,7 +114,7 @@ def _without_scaler(client: ClientContext, layers: Iterable[nn.Module], width: f
 
 
 def _unit_layers(client: ClientContext) -> Iterator[nn.Module]:
-    """Return every convolution and linear layer of the narrow model that trains, and whose outputs are units."""
+    """Yield the convolutions and linear layers of the narrow model that train and whose outputs are units."""
     for name, pieces in client.graph.slices_of.items():
         owner, _, attribute = name.rpartition(".")
         layer = client.masked.model.get_submodule(owner)
@@ -125,10 +125,10 @@ def _unit_layers(client: ClientContext) -> Iterator[nn.Module]:
 
 @dataclass(frozen=True, kw_only=True)
 class FedRolex(HeteroFL):
-    """HeteroFL with a window of ⌈z · J⌉ units per layer that begins at the round's number, modulo J: every unit is trained.
+    """HeteroFL with a rolling window of ⌈z · J⌉ units per layer, which starts at unit (round mod J), so that all units train.
 
-    Its reference code keeps HeteroFL's scaler, static batch normalization and clipping, and all clients weigh alike. There the
-    window moves towards lower indices; the direction is a matter of numbering, and ours moves upwards.
+    As in the reference code, HeteroFL's scaler, static batch normalization and clipping stay, and clients have equal weights.
+    The window of that code moves towards lower indices, ours towards higher ones, which only numbers units differently.
     """
 
     source = "Alam et al., FedRolex: Model-Heterogeneous FL with Rolling Sub-Model Extraction, NeurIPS 2022, arXiv 2212.01548"
@@ -136,7 +136,7 @@ class FedRolex(HeteroFL):
     def assign(self, server: ServerContext, client_id: int) -> Task:
         ratio, graph = self.ratio_of(server, client_id), server.graph
         counts = ratio_counts(graph, server.width(ratio))
-        # The nearer to the start of the window, the higher the score.
+        # Units closer to the start of the window have higher scores.
         scores = {
             name: -((torch.arange(group.size, dtype=torch.float64) - server.round) % group.size)
             for name, group in graph.groups.items()
@@ -148,9 +148,9 @@ class FedRolex(HeteroFL):
 class EFD(HeteroFL):
     """eFD, extended Federated Dropout: random units by capability; entries are averaged over their holders, by examples.
 
-    A baseline of FjORD's paper, which extends Federated Dropout by Caldas et al., where all clients drop the same share. FjORD
-    also bounds the number of distinct submodels ("diversity parameter"); here every client draws its own each round, which is
-    the unbounded case. HeteroFL's scaler is off, and its clipping on; the papers have neither.
+    It is a baseline of FjORD's paper, which extends Federated Dropout by Caldas et al., where all clients drop the same share.
+    FjORD's paper also bounds the number of distinct submodels ("diversity parameter"). Here every client draws a new submodel
+    in each round, which is the unbounded case. HeteroFL's scaler is off, and its clipping is on; the papers have neither.
     """
 
     source = "Horváth et al., FjORD, NeurIPS 2021, arXiv 2102.13451, after Caldas et al., arXiv 1812.07210"
@@ -164,12 +164,12 @@ class EFD(HeteroFL):
 class FjORD(Submodels):
     """Ordered dropout up to the client's capability; nested entries are averaged over the clients that hold them, by examples.
 
-    Every step trains a prefix of the client's submodel, of a width drawn uniformly from those it affords: the levels from which
-    the run draws capabilities, so that the widths of all clients coincide (0.2, 0.4, …, 1 in the paper). The widths are
-    physically narrow modules that share the leaves of the widest. One optimizer steps those: its momentum and weight decay also
-    move what the drawn width does not hold, as in the reference code. Batch norm statistics are separate per width; those of
-    a client's widest are averaged over the clients of this width. A client deploys the width that it can run. Distillation,
-    which the reference code leaves off unless asked for, is left out.
+    Every step trains the first units of the client's submodel. Their width is drawn uniformly from the levels of the run that
+    the client affords, so that the widths of all clients coincide (0.2, 0.4, …, 1 in the paper). The widths are physically
+    narrow modules that share the leaves of the widest one. One optimizer updates these leaves, so its momentum and weight decay
+    also change entries outside the drawn width, as in the reference code. Batch norm statistics are separate for each width;
+    those of a client's widest are averaged over the clients of this width. A client deploys the width that it can run.
+    Distillation, which is off by default in the reference code, is left out.
     """
 
     source = "Horváth et al., FjORD: Fair and Accurate FL with Ordered Dropout, NeurIPS 2021, arXiv 2102.13451, Algorithm 1"
@@ -181,7 +181,7 @@ class FjORD(Submodels):
         masks = [units(client, Ordered(), width, state) for width in widths]
         runs = [narrower(client, state, masks[-1], mask) for mask in masks[:-1]]
         batches = client.batches()
-        # With one width nothing is drawn, so that the run is FedAvg's to the bit.
+        # With one width, nothing is drawn, so that the run is bit-identical to FedAvg's.
         drawn = iter(client.rng.integers(len(widths), size=batches.steps).tolist() if runs else [0] * batches.steps)
         runs.append(lambda batch: client.masked.model(*batch.inputs))
         flops, paper = [3 * costs.forward_flops(mask) for mask in masks], [3 * rowmask_flops(costs, mask) for mask in masks]
@@ -215,7 +215,7 @@ class FedMP(Submodels):
     """
 
     source = "Jiang et al., FedMP: FL through Adaptive Model Pruning in Heterogeneous Edge Computing, ICDE 2022"
-    note = "Its ratios may exceed what a client can do; slowness, not a limit, keeps them low."
+    note = "Its ratios may exceed the capabilities of clients; they are not limited, but slowness lowers their rewards."
     uses_capability = False
     criterion = Magnitude()
 
@@ -225,7 +225,7 @@ class FedMP(Submodels):
         return offered(server, client_id, self._bandit(server, client_id, int(server.rngs["ratio"].integers(2**63 - 1))).ask())
 
     def _bandit(self, server: ServerContext, client_id: int, seed: int = 0) -> ClientBandit:
-        """Return the bandit of a client, which splits off no part narrower than a twentieth of the ratios."""
+        """Return the bandit of a client. No split leaves an arm narrower than a twentieth of the interval."""
         bandit = EUCB(Interval(self.low, 1.0), arms=1, min_width=0.05, rng=np.random.default_rng(seed))
         return ClientBandit(bandit, server.client[client_id])
 
@@ -234,7 +234,7 @@ class FedMP(Submodels):
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         learn_limits(server, updates)
-        for client_id in server.failed:  # nothing is known of what did not run
+        for client_id in server.failed:  # training that failed gives no reward: discard the proposal
             server.client[client_id]["pull"] = None
         average = sum(update.cost.seconds for update in updates) / len(updates)
         for update in updates:

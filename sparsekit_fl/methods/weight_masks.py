@@ -1,7 +1,7 @@
 """Masks of single weights: how they are chosen, and the methods with one mask for all clients, CS and PruneFL.
 
-A `WeightMask` saves entries on a wire or a disk. It does not save time: a network with scattered zeros executes what a whole
-one does. To save time, drop units.
+A `WeightMask` saves bytes when entries are sent or stored. It does not save time: a network with scattered zeros executes the
+same operations as the whole network. To save time, drop units.
 """
 
 import math
@@ -26,24 +26,25 @@ from sparsekit_fl.problem.data import Capability
 
 _PROCESSED = "processed_examples"
 _BYTES_PER_WEIGHT = 4
-_SETTLED, _SETTLED_TIMES = 0.1, 5  # of the reference code
-# Largest share of a layer's active weights that one step may drop, at the start. It halves over the run, as in the reference
-# code.
+# The initial pruning ends when the density changes by at most this share, so many times in a row. From the reference code.
+_SETTLED, _SETTLED_TIMES = 0.1, 5
+# Largest share of a layer's active weights that a reconfiguration may drop. It halves over the run, as in the reference code.
 _SHARE = 0.3
-# Time of a round that does not depend on the mask, over the time of all prunable weights: 17.4 s of 31.1 s in the reference
-# code's configuration for VGG11.
+# Time of a round that does not depend on the mask, divided by the time of all prunable weights: 17.4 s of 31.1 s in the
+# reference code's configuration for VGG11.
 _OVERHEAD = 1.27
 
 
 def weight_count(ratio: float, size: int) -> int:
-    """Return max(1, ⌈ratio · size⌉), at most `size`, safe against the last bit; 0 for a ratio of 0 or less."""
+    """Return max(1, ⌈ratio · size⌉), at most `size`, in spite of rounding errors; 0 for a ratio of 0 or less."""
     return 0 if ratio <= 0.0 or size == 0 else max(1, min(size, math.ceil(ratio * size - 1e-9)))
 
 
 def keep_largest(scores: Tensor, count: int, within: Tensor | None = None) -> Tensor:
-    """Return bool, shaped like `scores`: the `count` of largest absolute value, no NaN; ties go to the lower place, row by row.
+    """Return a bool tensor of the shape of `scores`: True for the `count` entries of largest absolute value.
 
-    `within`, bool, names what may be kept; if it has fewer than `count`, all of them stay.
+    Ties go to the lower row-major index. `scores` must have no NaN. `within` (bool) marks the entries that may be kept; if they
+    are fewer than `count`, all of them are.
     """
     flat = scores.detach().abs().reshape(-1)
     if within is not None:
@@ -51,7 +52,7 @@ def keep_largest(scores: Tensor, count: int, within: Tensor | None = None) -> Te
         flat, count = torch.where(alive, flat, -1.0), min(count, int(alive.sum()))
     if count <= 0 or count >= flat.numel():
         return torch.full(scores.shape, count > 0)
-    # Selecting a threshold takes linear time, where a sort of millions of entries does not.
+    # Selecting a threshold takes linear time; sorting millions of entries takes longer.
     threshold = torch.kthvalue(flat, flat.numel() - count + 1).values
     keep = flat > threshold
     ties = (flat == threshold).nonzero().reshape(-1)[: count - int(keep.sum())]
@@ -69,7 +70,7 @@ def largest_weights(
 
 @dataclass(frozen=True, kw_only=True)
 class SparseWeights(Method):
-    """A method that prunes single weights."""
+    """Base class of methods that prune single weights."""
 
     note = "Masks of single weights save bytes and not time; its FLOPs are those of the whole model."
 
@@ -86,10 +87,10 @@ class SparseWeights(Method):
 class CS(SparseWeights):
     """CS, Complement Sparsification: the server sends the large weights, the clients send back the others.
 
-    As in the reference code: the first round is plain FedAvg; then each client trains the whole model from the sparse one and
-    uploads the entries that the server had pruned, which are not pruned again; the server adds η times their mean, prunes by
-    magnitude per layer, and the pruned model is the global one. Biases and norms are exchanged whole and averaged; the output
-    layer is not pruned here, as the paper's FLOPs of Xue et al. imply.
+    As in the reference code, the first round is plain FedAvg. Then each client trains the whole model from the sparse one and
+    uploads the entries that the server had pruned; they are not pruned again. The server adds η times their mean and prunes by
+    magnitude per layer, which gives the global model. Biases and norms are exchanged whole and averaged. The output layer is
+    not pruned here, as the FLOPs in Xue et al. imply.
     """
 
     source = "Jiang and Borcea, Complement Sparsification: Low-Overhead Model Pruning for FL, AAAI 2023, arXiv 2303.06237"
@@ -106,7 +107,7 @@ class CS(SparseWeights):
         """Train the whole model from the sparse one, and upload the weights that the server had pruned.
 
         The row-mask FLOPs count the sparse model, as in the tables of Xue et al., ICDE 2025, although the model is dense
-        after the first step; the executed FLOPs count the whole model.
+        after the first step. The executed FLOPs count the whole model.
         """
         result, received = sgd(client, replace(task, mask=None)), task.mask
         upload = WeightMask({name: ~keep for name, keep in received.items()}) if isinstance(received, WeightMask) else None
@@ -127,13 +128,13 @@ class CS(SparseWeights):
 class PruneFL(SparseWeights):
     """One sparse model for all clients. Its mask is chosen to lower the loss most per second of a round.
 
-    As in the reference code: one client prunes the model first, by itself; from then on all train it, and every few rounds they
-    also send the squares of their summed dense gradients, from which the server reconfigures the mask (`search_weights`). The
-    number of weights that stay is an outcome.
+    As in the reference code, one client first prunes the model alone. From then on, all clients train it. Every few rounds,
+    they also send the squares of their summed dense gradients, from which the server reconfigures the mask (`search_weights`).
+    The number of kept weights is a result of this search.
 
-    What is ours: the initial pruning takes the first round, since a run has a fixed number of them; a client's gradients are
-    from the round that asks for them, and not of all rounds since the last reconfiguration, which would need a
-    dense tensor per client between participations; the seconds per weight assume a full device of our clock.
+    Our choices: the initial pruning takes the first round, since a run has a fixed number of rounds. A client's gradients are
+    only from the round that needs them, not from all rounds since the last reconfiguration, which would need a dense tensor per
+    client between participations. The seconds per weight are those of a device with full capability.
     """
 
     source = "Jiang et al., Model Pruning Enables Efficient FL on Edge Devices (PruneFL), IEEE TNNLS 2022, arXiv 1909.12326"
@@ -141,12 +142,12 @@ class PruneFL(SparseWeights):
     every: Count = option(
         5,
         "Rounds between two reconfigurations. The reference code takes 50 rounds of 5 steps; 5 rounds of some 45 steps "
-        "are as many.",
+        "are about as many steps.",
     )
     initial: NonNegativeCount = option(
         10,
-        "Most reconfigurations of the initial pruning, one after as many epochs as a round has; 0 leaves it out. As in "
-        "the reference code, it ends before when the density has changed by at most a tenth five times in a row.",
+        "Largest number of reconfigurations in the initial pruning, each after the local epochs of a round; 0 skips it. As in "
+        "the reference code, it ends early when the density has changed by at most a tenth five times in a row.",
     )
 
     def alone(self, round: int) -> bool:
@@ -185,7 +186,7 @@ class PruneFL(SparseWeights):
         return Result(state=mask_state(client.graph, mask, state), mask=mask, log=log, work=work, ratio=_density(mask))
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
-        """Return the mean; what the round's mask drops becomes zero, where a weight that comes back starts. Search the mask."""
+        """Return the mean, with zeros for dropped weights, from which they restart if they are kept again. Update the mask."""
         if self.alone(server.round):
             remember_mask(server.memory, updates[0].mask)
         mask = recall_mask(server.memory)
@@ -201,7 +202,7 @@ class PruneFL(SparseWeights):
 
 
 def _all_weights(layers: Sequence[Layer], mask: Mapping[str, Tensor] | None = None) -> WeightMask:
-    """Return a mask of exactly the prunable weights: from `mask` if it has them, else all kept."""
+    """Return a mask of exactly the prunable weights, with the entries of `mask` if it has them, else all True."""
     whole = {name: torch.ones(shape, dtype=torch.bool) for name, shape in layer_weights(layers).items()}
     return WeightMask({name: (mask or {}).get(name, keep) for name, keep in whole.items()})
 
@@ -213,7 +214,7 @@ def _density(mask: object) -> float:
 
 
 def _measured(client: ClientContext, task: Task) -> Result:
-    """Train, and return the squares of the dense gradients, summed over the steps, as `extra`."""
+    """Train, and return the squares of the dense gradients' sums over all steps, times the number of examples, as `extra`."""
     names = layer_weights(client.layers)
     sums: dict[str, Tensor] = {}
 
@@ -233,7 +234,7 @@ def _measured(client: ClientContext, task: Task) -> Result:
 
 
 def weight_seconds(costs: CostModel, mask: WeightMask, examples: float) -> dict[str, float]:
-    """Return the seconds that one weight of each layer costs a full device in a round of some examples, sent both ways."""
+    """Return key → simulated seconds per weight and round on a device with full capability: training, download and upload."""
     device = Capability()
     link = _BYTES_PER_WEIGHT / device.uplink_bytes_per_second + _BYTES_PER_WEIGHT / device.downlink_bytes_per_second
     return {
@@ -251,12 +252,12 @@ def search_weights(
     share: float,
     overhead: float = _OVERHEAD,
 ) -> WeightMask:
-    """Return the mask of largest gradient² per second.
+    """Return the mask with the largest sum of gradient² per second of a round.
 
-    In each layer the smallest ⌊share · active⌋ active weights and all dropped ones are candidates; the others stay. The
-    candidates are taken in by descending γ_j / t_j (`squares` over `seconds`) while that is above Γ = Σ γ / (c + Σ t) of what
-    is in so far, where c is `overhead` times the time of all weights; ties go to earlier layers and lower places. A layer
-    keeps one weight at least.
+    In each layer, the smallest ⌊share · active⌋ active weights and all dropped ones are candidates; the others stay. Candidates
+    are added by descending γ_j / t_j (`squares` over `seconds`), while this exceeds Γ = Σ γ / (c + Σ t) of the weights kept by
+    then; c is `overhead` times the time of all weights. Ties go to earlier layers and lower indices. A layer keeps at least one
+    weight.
 
     Source: Jiang et al., IEEE TNNLS 2022, Algorithm 2.
     """
@@ -271,7 +272,7 @@ def search_weights(
     candidates = (~kept).nonzero().reshape(-1)
     order = candidates[torch.sort(values[candidates] / times[candidates], descending=True, stable=True).indices]
     values, times = values[order], times[order]
-    # Γ before each candidate; once one does not raise it, no later one does.
+    # Γ before each candidate. Once a candidate does not raise it, no later one does.
     before = (gamma + values.cumsum(0) - values) / (time + times.cumsum(0) - times).clamp(min=1e-300)
     kept[order[: int((values / times > before).to(torch.int8).cumprod(0).sum())]] = True
     parts = torch.split(kept, [keep.numel() for keep in stays.values()])

@@ -1,6 +1,6 @@
 """Methods whose clients train the whole model: FedAvg, FedProx, Per-FedAvg, those with personal models or heads; and FedP3.
 
-`local` is the baseline to beat: on clients that hold few classes it is a strong rival, so every table should show it.
+`local` is the baseline to beat: it is strong if clients have few classes, so every table should include it.
 """
 
 import copy
@@ -31,21 +31,21 @@ _LARGEST_BATCH = 256  # of Per-FedAvg's adaptation step before deployment
 
 @dataclass(frozen=True, kw_only=True)
 class FedAvg(Method):
-    """FedAvg: local SGD, and the mean of the clients' models; every default of `Method`."""
+    """FedAvg: local SGD, and the mean of the clients' models. It has all defaults of `Method`."""
 
     source = "McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedProx(Method):
-    """FedAvg on loss + (mu / 2) · ‖θ − ω‖², Algorithm 2 of the paper. All clients do all their epochs."""
+    """FedAvg on loss + (mu / 2) · ‖θ − ω‖², Algorithm 2 of the paper. All clients run all local epochs."""
 
     source = "Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020, arXiv 1812.06127"
 
     mu: NonNegative = option(
         0.01,
         "μ, which the paper tunes per data set over {0.001, 0.01, 0.1, 1}; 0 is FedAvg. 0.01 is stable at every learning "
-        "rate of our presets, even at the 8 of the text tasks, at which 1 is not.",
+        "rate of our presets, even at 8 in the text tasks, where 1 is not.",
     )
 
     def train(self, client: ClientContext, task: Task) -> Result:
@@ -54,11 +54,11 @@ class FedProx(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class PerFedAvg(Method):
-    """FedAvg of meta-learned models: an initial model that does well after one step on a client's own data.
+    """FedAvg with meta-learning: it trains an initial model that does well after one step on a client's own data.
 
-    With independent batches D, D′ of the size of the run: w̃ = w − α ∇f(w; D), then w ← w − β ∇f(w̃; D′). This is the
-    first-order one of the paper's two approximations. β is the learning rate of the run, with its momentum, weight decay and
-    clipping; D′ are the batches that FedAvg would train on. Clients count equally.
+    With independent batches D, D′ of the run's batch size: w̃ = w − α ∇f(w; D), then w ← w − β ∇f(w̃; D′). Of the paper's two
+    approximations, this is the first-order one. β is the learning rate of the run, with its momentum, weight decay and
+    clipping; D′ are the batches that FedAvg would train on. Clients have equal weights.
     """
 
     called = "per-fedavg"
@@ -114,7 +114,7 @@ class PerFedAvg(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class Local(Method):
-    """Nothing is shared: a client continues from its own last state whenever it is sampled, on the schedule of the others."""
+    """No federation: a client continues training its own model whenever it is sampled, as often as in other methods."""
 
     source = "no federation"
 
@@ -126,18 +126,18 @@ class Local(Method):
 class Ditto(Method):
     """FedAvg, and a second model on each client, trained on loss + (lam / 2) · ‖v − ω‖²: Algorithm 1 of the paper.
 
-    As in the reference code, both models learn from the same batches, the personal one is pulled to the received global model,
-    and it continues from round to round, at first from the model of round 0.
+    As in the reference code, both models train on the same batches. The personal model is pulled to the received global model,
+    and continues from its last state, at first from the model of round 0.
     """
 
     source = "Li et al., Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021, arXiv 2012.04221"
 
     lam: NonNegative = option(
-        0.1, "λ; the paper chooses among 0.1, 1 and 2. Of these, 0.1 alone is stable at the learning rate 8 of the text tasks."
+        0.1, "λ; the paper chooses among 0.1, 1 and 2. Of these, only 0.1 is stable at the learning rate 8 of the text tasks."
     )
 
     def train(self, client: ClientContext, task: Task) -> Result:
-        """Train the global model, which is uploaded, then the client's own. Both are work."""
+        """Train the global model, which is uploaded, then the personal model. The cost includes both."""
         batches = client.batches()
         result = sgd(client, task, batches=batches)
         start = Task(state=self.deploy(client, task.state).state)
@@ -151,12 +151,12 @@ class Ditto(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class FedPer(Method):
-    """FedAvg on all but the head, which each client keeps and trains for itself, together with the rest."""
+    """FedAvg on all entries but the head, which each client keeps. Head and rest train together."""
 
     source = "Arivazhagan et al., Federated Learning with Personalization Layers, arXiv 1912.00818"
 
     layers: Count = option(
-        1, "Number of last layers that make the head. The paper takes the classifier alone, or with the last blocks."
+        1, "Number of last layers that form the head. The paper takes only the classifier, or also the last blocks."
     )
 
     def check(self, setup: Setup) -> Setup:
@@ -164,7 +164,7 @@ class FedPer(Method):
 
 
 def own_head(layers: Sequence[Layer], count: int) -> tuple[str, ...]:
-    """Return the entries that only the head reads; raise InvalidValueError if there are none, or nothing is left to share."""
+    """Return the entries that only the head uses; raise InvalidValueError if there are none, or nothing is left to share."""
     if not head_entries(layers, count) or len(layers) <= count:
         names = ", ".join(layer.name or "the model itself" for layer in layers)
         raise InvalidValueError(
@@ -176,7 +176,7 @@ def own_head(layers: Sequence[Layer], count: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class FedRep(FedPer):
-    """FedPer, trained in turns: SGD on the head with the rest frozen, then on the rest with the head frozen.
+    """FedPer with alternating training: SGD on the head with the rest frozen, then on the rest with the head frozen.
 
     Two fifths of the local epochs train the head (rounded), the others the rest of the model, at least one epoch each. With 5
     epochs, the cost then equals that in the comparison of Xue et al., ICDE 2025. The paper's experiments take 10 epochs for the
@@ -186,7 +186,7 @@ class FedRep(FedPer):
     source = "Collins et al., Exploiting Shared Representations for Personalized FL, ICML 2021, arXiv 2102.07078"
 
     def train(self, client: ClientContext, task: Task) -> Result:
-        """Train both in turn. An epoch of the head is a forward pass and the backward pass of the head alone."""
+        """Train the head, then the rest. Training the head costs a whole forward pass, and the backward pass of the head."""
         head = set(head_entries(client.layers, self.layers))
         epochs, parts = client.training.local_epochs, list[dict[str, Any]]()
         if epochs > 1:
@@ -199,12 +199,12 @@ class FedRep(FedPer):
         log = before.log + after.log
         whole, own = client.costs.forward_flops(None), part_flops(client.costs, head)
         compact = (whole + 2 * own) * before.log.examples + 3 * whole * after.log.examples
-        # The row-mask count charges whole epochs, as the published one does.
+        # The row-mask FLOPs count whole epochs, as the published ones do.
         return replace(after, log=log, work=Cost(flops=compact, flops_paper=client.work(None, log).flops_paper))
 
 
 def _halves(client: ClientContext) -> tuple[Batches, Batches]:
-    """Return the batches of one epoch in two parts; if there is one batch alone, it is both."""
+    """Return the batches of one epoch in two parts, for the head and the rest; a single batch is in both parts."""
     whole = client.batches(epochs=1)
     head, body = copy.copy(whole), copy.copy(whole)
     if len(whole.bounds) > 1:
@@ -219,10 +219,10 @@ def _halves(client: ClientContext) -> tuple[Batches, Batches]:
 class FedP3(Method):
     """Each client owns a few layers, receives the others pruned, trains a submodel, and sends its own layers back.
 
-    The layers are assigned as by "OPU2" in the reference code: two consecutive layers per client, in turn. The reference code
-    assigns them by group of clients, which fits its five-layer network only. The other layers are received pruned by magnitude,
-    and weights that arrive as zero train like all others. The head stays with the client. The reference code has no local
-    pruning; of the paper's strategies we take ordered dropout at the client's capability, which is the same first units at
+    Layers are assigned as by "OPU2" in the reference code, two consecutive layers per client, but in turn: the reference code
+    assigns them by group of clients, which only fits its five-layer network. The other layers are received pruned by magnitude,
+    and weights that arrive as zero train like all others. The head stays on the client. The reference code has no local
+    pruning. Of the paper's strategies, we take ordered dropout at the client's capability. It keeps the same first units at
     every step, so the client trains one narrow model. Each entry is averaged over the clients that send it.
     """
 
@@ -231,8 +231,8 @@ class FedP3(Method):
 
     layers: Count = option(
         2,
-        'Number of layers that a client owns; 1, 2 and 3 are "LowerB", "OPU2" and "OPU3" of the reference code. It owns '
-        "all but the head if there are no more.",
+        'Number of layers that a client owns; 1, 2 and 3 are "LowerB", "OPU2" and "OPU3" of the reference code. If the model '
+        "has fewer, the client owns all layers but the head.",
     )
     kept: Ratio = option(0.9, "Share of the weights of each other layer that is sent.")
 
@@ -241,7 +241,7 @@ class FedP3(Method):
         return replace(setup, private=own_head(setup.layers, 1))
 
     def own_layers(self, layers: Sequence[Layer], client_id: int) -> tuple[Layer, ...]:
-        count = len(layers) - 1  # the head is nobody's
+        count = len(layers) - 1  # the head stays on each client, so it is not assigned
         return tuple(layers[(client_id + step) % count] for step in range(min(self.layers, count)))
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
