@@ -21,21 +21,21 @@ from sparsekit.measure import BudgetError
 Scale = Literal["relative", "none"]
 """How scores of different groups are made comparable.
 
-"relative" divides by the rest of the group when the unit goes (as LAMP does for weights), once for each layer that
-makes the units; "none" compares scores as they are.
+"relative" takes s² / Σ s² over the units of the group that remain when the unit is removed (as LAMP does for weights), times
+the number of layers that produce the units. "none" compares scores directly.
 """
 
 _HUGE = 1e30
 _SLACK, _NARROW, _DOWN = 0.005, 100, (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
-"""Unused share of a budget from which a local search is made, the largest number of widths for it, and the numbers of blocks
-that it tries to remove from one width."""
+"""Unused share of a budget above which a local search is made, the largest number of widths for it, and the numbers of blocks
+of units that it tries to remove from one width."""
 
 
 def by_cost(problem: Problem, *, scale: Scale = "relative", width_penalty: float = 1.0) -> Counts:
     """Remove the unit with the lowest importance per saved cost, again and again, until the budget is met.
 
-    The saving of a unit is exact and taken at the present widths: the fewer channels a layer has, the less one more input
-    channel costs. In the end, units that still fit are put back. With several limits, the saving is the sum over the limits
+    The saving of a unit is exact and computed at the current widths: the fewer channels a layer has, the less one more input
+    channel costs. At the end, units that still fit are put back. With several limits, the saving is the sum over the limits
     that are still exceeded, each as a share of its limit.
 
     Args:
@@ -59,9 +59,9 @@ def by_cost(problem: Problem, *, scale: Scale = "relative", width_penalty: float
 
 
 def by_loss(problem: Problem) -> Counts:
-    """Remove units as `by_cost` does, for scores that estimate the loss without a unit, which need no scaling.
+    """Remove units as `by_cost` does, without scaling the scores, which must estimate the rise of the loss without a unit.
 
-    Whole layers may lose most of their units if the loss hardly depends on them. Use it with `Fisher(per_position=True)`.
+    If the loss hardly depends on a layer, most of its units may be removed. Use it with `Fisher(per_position=True)`.
     """
     return by_cost(problem, scale="none")
 
@@ -116,7 +116,7 @@ def _makers(graph: UnitGraph, group: str) -> int:
 
 
 def _walk(problem: Problem, importance: Mapping[str, npt.NDArray[np.float64]], *, by_cost: bool) -> Counts:
-    """Walk from the largest counts to the budget, by the importance of blocks per cost or per unit; then fill.
+    """Start at the largest counts, remove units by importance per cost or per unit until the budget is met; then fill.
 
     `importance` is group name → float64 (units,), from the best unit to the worst.
     """
@@ -128,7 +128,7 @@ def _walk(problem: Problem, importance: Mapping[str, npt.NDArray[np.float64]], *
 
 
 class _Width(NamedTuple):
-    """Groups that keep equally many units, their allowed numbers, ascending, and the loss from each to the one before.
+    """Groups that keep equally many units, their allowed numbers, ascending, and the importance lost by each step down.
 
     The first loss is 0.
     """
@@ -139,7 +139,10 @@ class _Width(NamedTuple):
 
 
 class _Walk:
-    """Widths that are reduced and restored in blocks of units, with their costs. `places` says which count each width has."""
+    """Reduces and restores widths by blocks of units, and tracks their costs.
+
+    A block is the units between two successive allowed counts. `places` has, for each width, the index of its count.
+    """
 
     def __init__(self, problem: Problem, importance: Mapping[str, npt.NDArray[np.float64]]) -> None:
         self.widths: list[_Width] = []
@@ -189,14 +192,14 @@ class _Walk:
             now = priority(number)
             if now is None:
                 continue
-            if now > rank and heap and (now, taken, number, place) > heap[0]:  # costs have changed since: look again later
+            if now > rank and heap and (now, taken, number, place) > heap[0]:  # costs have changed since it was pushed
                 heapq.heappush(heap, (now, taken, number, place))
                 continue
             self._go(number, self.places[number] - 1)
             push(number)
 
     def fill(self, without: int | None = None) -> None:
-        """Put blocks back while one fits, the most important per cost first, except in the width number `without`."""
+        """Put blocks back while one fits, the most important per cost first, except in the width with index `without`."""
         widths, places = self.widths, self.places
         left = [number for number, width in enumerate(widths) if places[number] < len(width.counts) - 1 and number != without]
         while left:
@@ -217,11 +220,11 @@ class _Walk:
             left = [-n for _, n in fitting if places[-n] < len(widths[-n].counts) - 1]
 
     def tighten(self) -> None:
-        """Search locally if no further unit fits and much of the budget is unused: exchange one group's units for others'.
+        """If no further unit fits and much of the budget is unused, exchange units of one group for units of others.
 
         In a small network, one channel may cost a tenth of the budget, and three channels less of one layer may let another
-        keep eight more. Among solutions that leave hardly anything unused, the most important units win; if there is none, the
-        smallest rest.
+        keep eight more. Of the solutions that use almost all of the budget, the one with the most important units is chosen; if
+        there are none, the one that leaves least unused.
         """
         if len(self.widths) > _NARROW:
             return

@@ -26,11 +26,11 @@ class PreferredMultiple:
     With AVX-512, kernels of PyTorch and ONNX Runtime compute 16 channels at a time. In MobileNetV2, eight channels in place of
     16 in one early layer make the whole network a seventh slower in eager PyTorch. Groups narrower than the step, and groups
     whose limits hold no multiple, take any number. Within a budget, `allocate` tries the step, its halves down to 4, and then
-    any number. It stops when at most 2 % of the budget is unused, and groups at their minimum contain at most a third of the
-    removable cost.
+    any number. It stops when at most 2 % of the budget is unused. Steps are skipped if they raise the smallest possible model
+    by more than a third of the budget beyond it.
 
     Args:
-        step: Width of the layers, a power of two.
+        step: The preferred divisor of widths, a power of two.
     """
 
     step: int = 16
@@ -85,7 +85,7 @@ def step_of(group: UnitGroup, multiple_of: Multiples) -> int:
     if isinstance(multiple_of, Mapping):
         return multiple_of.get(group.name, multiple_of.get(group.kind, 1))
     if group.kind == "expert":
-        return 1  # no kernel is faster for it
+        return 1  # no multiple makes kernels faster
     if isinstance(multiple_of, PreferredMultiple):
         return step_of(group, multiple_of.step) if group.size * _span(group) >= multiple_of.step else 1
     if group.kind != "head":
@@ -94,7 +94,7 @@ def step_of(group: UnitGroup, multiple_of: Multiples) -> int:
 
 
 def _span(group: UnitGroup) -> int:
-    """Return the features of a layer for one unit: several for a head, else 1."""
+    """Return the number of features per unit: several for a head, else 1."""
     return min((piece.span for piece in group.slices if piece.side == "out"), default=1) if group.kind == "head" else 1
 
 

@@ -22,8 +22,8 @@ from sparsekit.graph import UnitGraph
 from sparsekit.measure import Budget, BudgetError, CostModel, format_cost
 
 _UNUSED, _HELD = 0.02, 1 / 3
-"""Of a budget, the share that preferred multiples may leave unused, and the share that groups at their minimum may hold: where
-narrow groups hold more, there is nothing left to choose, and accuracy suffers."""
+"""The share of a budget that preferred multiples may leave unused, and the share of the budget beyond the smallest possible
+model that they may add to the minimum. If they add more, hardly any choice is left, and accuracy suffers."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Problem:
     """The input of an allocation, which decides how many units each group keeps.
 
     Args:
-        graph: The groups.
+        graph: Unit graph with the groups.
         scores: Group name → float (units,), larger stays.
-        costs: The cost of numbers of units.
+        costs: The cost model of the graph.
         limits: Metric → absolute limit; empty without a budget.
         free: Tied groups → the numbers of units that they may keep, ascending.
         budget: The budget as it was given, for messages.
@@ -96,7 +96,7 @@ class Problem:
 
 
 Allocation: TypeAlias = Callable[[Problem], Counts]
-"""How many units stay in each group: for every group one of the numbers in `Problem.free`. `functools.partial` sets options."""
+"""Returns how many units each group keeps: for every group, a number in `Problem.free`. `functools.partial` sets options."""
 
 
 def allocate(
@@ -113,13 +113,13 @@ def allocate(
 
     Args:
         allocation: The rule, such as `by_cost`.
-        graph: The groups.
+        graph: Unit graph with the groups.
         scores: Group name → float (units,), larger stays.
-        costs: The cost of numbers of units.
+        costs: The cost model of the graph.
         budget: Upper limits for the model; None for allocations that need none, such as `by_ratio`.
         limits: Group name → (least, largest) share of its units that stays.
-        multiple_of: The counts are multiples of a number for the widths of layers, or kind or group name → number of units. A
-            `PreferredMultiple` gives way if much of the budget would be left.
+        multiple_of: Divisor of the widths of layers, or kind or group name → divisor of the number of units. A
+            `PreferredMultiple` is lowered if much of the budget would be unused.
 
     Returns:
         Group name → units kept, for every group.
@@ -161,7 +161,7 @@ def allocate(
 def _solve(allocation: Allocation, problem: Problem) -> Counts:
     problem.check_reachable()
     counts: Counts = {}
-    for slack in (0.0, 1e-9, 1e-6, 1e-3):  # a tracker adds up floats; the exact costs decide
+    for slack in (0.0, 1e-9, 1e-6, 1e-3):  # trackers have rounding errors; the exact costs decide
         counts = allocation(replace(problem, limits={name: limit * (1 - slack) for name, limit in problem.limits.items()}))
         if problem.fits(counts):
             return counts
@@ -196,8 +196,8 @@ SHAPES: Mapping[str, Callable[[float], float]] = {
 class Schedule:
     """Progress over steps: from the dense model to the budget.
 
-    "one_shot" cuts everything at the first step, "linear" equal parts, "cubic" much at first and little at the end, "cosine"
-    little at both ends.
+    "one_shot" removes everything in the first step, "linear" equal parts, "cubic" much at first and little at the end,
+    "cosine" little at both ends.
 
     Args:
         shape: "one_shot", "linear", "cubic" or "cosine".

@@ -1,4 +1,4 @@
-"""Shares of units: the only rounding from a share to a number, and the only place that turns scores into a mask."""
+"""Convert shares to numbers of units, and scores to masks. No other module rounds shares or selects units by scores."""
 
 import math
 import re
@@ -30,7 +30,7 @@ def check_ratio(ratio: float) -> float:
 
 
 def keep_count(ratio: float, size: int) -> int:
-    """Return max(1, ⌈ratio · size⌉), safe against the last bit: ⌈0.1 · 10⌉ is 1."""
+    """Return max(1, ⌈ratio · size⌉), robust to rounding errors: ⌈0.1 · 10⌉ is 1."""
     return max(1, min(size, math.ceil(check_ratio(ratio) * size - 1e-9)))
 
 
@@ -90,9 +90,9 @@ def _ratio_counts(graph: UnitGraph, free: Free, ratios: float | Mapping[str, flo
 
 
 def uniform(problem: Problem) -> Counts:
-    """Return the largest ratio at which max(1, ⌈ratio · size⌉) units of each group meet the budget, rounded down to multiples.
+    """Keep max(1, ⌈ratio · size⌉) units of each group, rounded down to multiples, for the largest ratio within the budget.
 
-    Nothing is put back afterwards, so that layers of one kind keep one width, as a configuration file can say.
+    No units are put back afterwards, so layers of equal size keep equal widths, which a configuration file can describe.
 
     Args:
         problem: Groups, costs and budget.

@@ -1,4 +1,4 @@
-"""Interval and Box, the spaces of a search; Pull, one trial there; Bandit, the search itself."""
+"""Interval and Box: search spaces. Pull: one trial. Bandit: the protocol of a search."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ def check_number(value: float, what: str) -> float:
     """Return `value`, an int, a float, a numpy scalar or a tensor of one entry, as a Python float.
 
     Raises:
-        InvalidValueError: not a number (text and booleans are not), or NaN; the message names it `what`.
+        InvalidValueError: `value` is text, a boolean, NaN or not a number; the message calls it `what`.
     """
     if not isinstance(value, (bool, np.bool_, str, bytes)):
         try:
@@ -31,7 +31,7 @@ def check_number(value: float, what: str) -> float:
 
 @dataclass(frozen=True)
 class Interval:
-    """The numbers in [low, high], and the scale on which they are evenly spread.
+    """A search space of the numbers in [low, high], with the scale on which they are evenly spread.
 
     Args:
         low: The smallest value; above 0 if the scale is "log".
@@ -102,13 +102,13 @@ class Interval:
 
 @dataclass(frozen=True)
 class Box:
-    """All combinations of one value from each of some named intervals.
+    """A search space of several named numbers: a point has one value from each interval.
 
     Args:
         intervals: Name → interval, at least one, in the order of the coordinates. Copied.
 
     Raises:
-        InvalidValueError: no interval, a name that is not text, or something that is not an interval.
+        InvalidValueError: no interval, a name that is not text, or a value that is not an `Interval`.
     """
 
     intervals: Mapping[str, Interval]
@@ -198,14 +198,14 @@ class Bandit(Protocol):
 
         Raises:
             InvalidValueError: the pull is not open, the value is outside the interval, the reward is not finite, or
-                `eliminate` is another word.
+                `eliminate` has another value.
         """
         ...
 
     def forget(self, pull: Pull) -> None:
-        """Close a pull whose trial failed: it counts as a trial with the worst reward so far, or the first one to come.
+        """Close a pull whose trial failed. It counts as a trial with the worst reward known; if there is none, with the next.
 
-        Leave a pull open if its value is not to blame, for example after a lost message.
+        Leave a pull open if its value did not cause the failure, for example after a lost message.
 
         Args:
             pull: From `ask`; or its id with another value, if that was tried instead.

@@ -27,10 +27,10 @@ _BROAD = 3
 
 
 class Field(Tree):
-    """Arms with their rewards. Arm k belongs to cell k; its points are in the unit cube."""
+    """The arms of a `SplitUCBV` with their rewards. Arm k belongs to cell k; row k of `points` is its position in the cube."""
 
     def __init__(self, axes: int, rng: np.random.Generator) -> None:
-        """Cut the cube into a few equal cells, in random order, each with an arm near its middle."""
+        """Divide the unit cube into a few equal cells, in random order, each with an arm near its middle."""
         super().__init__(_LINE if axes == 1 else _CUBE, axes, rng)
         self._rng = rng
         self._begin = size = self.size
@@ -40,7 +40,7 @@ class Field(Tree):
         self._weights: Floats = np.zeros(self.capacity)
         self._rewards: Floats = np.zeros(self.capacity)
         self._failures: Floats = np.zeros(self.capacity)
-        # Rewards of points that were executed in place of the arm, and whether there were any.
+        # Number of times that another point was executed in place of the arm, and whether this has happened at all.
         self._tries: Floats = np.zeros(self.capacity)
         self._tried = False
         self._asked = 0
@@ -55,9 +55,9 @@ class Field(Tree):
         self._void: Integers = np.zeros(0, dtype=np.int64)
         self._floor, self._worst = -math.inf, 0.0  # rewards below the floor have diverged; the reward of a failure
         self._shown = self.means  # the means that other cells see
-        # Of repeated rewards: sum of squared deviations from the mean before them, effective number, and number. Differences
-        # between points never count as noise: if noise counts as variation, cells are split, points are not repeated, and the
-        # mistake is never noticed.
+        # Of repeated rewards: sum of squared deviations from the mean before them, effective number, and number. Noise is
+        # estimated from these only. If it were taken for variation between points, cells would be split and points never
+        # repeated, so the error would persist.
         self._within = self._replicates = self._repeats = 0.0
         self._distinct = False  # whether the rewards of the first arms differ, as they do unless rewards are counts or classes
         self._fall = 0.0  # S of `_falls`
@@ -67,7 +67,7 @@ class Field(Tree):
         # Number of rewards since the last `_refresh`, and whether it must run before the next proposal.
         self._since = 0.0
         self._stale = True
-        self._clock = 0.0  # rewards since the first, or since arms fell
+        self._clock = 0.0  # number of rewards since the start, or since rewards of arms fell
         self.open: dict[int, int] = {}  # open pull → arm; -1 if no cell could hold one
 
     def _middle(self, low: Floats, high: Floats) -> Floats:
@@ -88,10 +88,10 @@ class Field(Tree):
         return max((expected + self._within) / (_GUESS_WEIGHT + self._replicates), _LEAST * self.scale)
 
     def _falls(self, surprise: float, share: float) -> bool:
-        """Return whether the rewards of arms have fallen (CUSUM). `surprise`: repeated reward − mean, of variance `share` ·
-        noise.
+        """Return whether the rewards of arms have fallen, by a CUSUM test.
 
-        A cumulative sum counts how far repeated rewards are below the mean of earlier ones of the same arm, in deviations.
+        `surprise` is a repeated reward minus the mean of earlier ones of the same arm; its variance is `share` · noise. The
+        test sums up how far repeated rewards are below these means, in standard deviations:
 
             S ← max(0, S - z - k),   z = (reward - mean) / sqrt(σ² (1/w + 1/n)) within ±3;   alarm if S > h,
 
@@ -111,7 +111,7 @@ class Field(Tree):
         return True
 
     def learn(self, arm: int, reward: float, place: int) -> None:
-        """Learn from a reward; `place` is its position among all rewards."""
+        """Update an arm with a reward; `place` is the index of this reward among all rewards."""
         had, mean, fallen = self._weights.item(arm), self._rewards.item(arm), False
         if self._pulls.item(arm):
             self._repeats += 1.0
@@ -138,12 +138,12 @@ class Field(Tree):
         if self._stale:
             self._index = None
         elif self._index is not None and self.scale:
-            self._index[arm] = self._index_of(arm, 0)  # only this arm has learned anything yet
+            self._index[arm] = self._index_of(arm, 0)  # only this arm has changed since the last refresh
 
     def fail(self, arm: int) -> None:
-        """Count a failed trial as a visit with the worst reward, which says nothing about the noise or about other arms.
+        """Record a failed trial. It counts as a visit with the worst reward, but does not affect the noise or other arms.
 
-        The arm's cell is split before the arm is pulled again.
+        The cell of the arm is split before the arm is pulled again.
         """
         self._failed.add(arm)
         self._failures[arm] += 1.0
@@ -159,10 +159,10 @@ class Field(Tree):
         self._pulls[arm] += 1
 
     def miss(self, arm: int) -> None:
-        """Count an arm as told, in place of which another point was executed.
+        """Record that another point was executed in place of an arm.
 
-        Otherwise, a proposal that is always executed elsewhere, such as rounded, would be repeated forever. Among the first
-        arms, the first time does not count, so that all of them are tried.
+        Otherwise, a proposal that is always executed elsewhere, for example rounded, would be repeated forever. Before there is
+        a scale, the first time does not count, so that all of the first arms are tried.
         """
         if self.scale or arm in self._missed:
             self._tries[arm] += 1.0
@@ -171,12 +171,11 @@ class Field(Tree):
         self._tried = True
 
     def _sort_out(self) -> None:
-        """Find the arms whose rewards are so far below all others that their size carries no information, as if a loss
-        diverged.
+        """Find diverged arms: their rewards are so far below all others that the size carries no information.
 
         Sorted from the best, arms from k + 1 on have diverged if the step from arm k is many times as large as the distance
-        from the best to arm k, and the cells of the first k are a good part of the cube; or if they are many times further
-        below the best than the better half of the cube.
+        from the best to arm k, and the cells of the first k arms fill a good part of the cube. They have also diverged if they
+        are many times further below the best than the arms in the better half of the cube.
         """
         ran = np.flatnonzero(self._weights[: self.size])
         order = ran[np.argsort(-self._rewards[ran], kind="stable")]
@@ -202,7 +201,7 @@ class Field(Tree):
         self._void = np.array(sorted(self._diverged.union(arm for arm in failed if not self._weights[arm])), dtype=np.int64)
 
     def _set_scale(self) -> None:
-        """Take the scale and the level from the first arms."""
+        """Set scale and level of the prior from the rewards of the first arms."""
         arms = np.flatnonzero(self._pulls[: self._begin if self.scale else self.size])
         means = np.where(np.isin(arms, self._void), self._worst, self._rewards[arms])
         # Equal rewards have no scale; any will do.
@@ -218,10 +217,10 @@ class Field(Tree):
         for side in range(self.facing.shape[1]):
             beyond = self.facing[order, side ^ 1]
             chosen = np.isin(beyond, self._void)
-            self.facing[beyond[chosen], side] = order[chosen]  # the last one counts
+            self.facing[beyond[chosen], side] = order[chosen]  # the last one, which is the best, overwrites the others
 
     def _refresh(self) -> None:
-        """Share rewards between all arms if an update is due. The first rewards set the scale."""
+        """Update the posteriors of all arms if this is due. The first rewards set the scale."""
         if not self.scale:
             if not self._told or self._told + len(self._failed) < self._begin:
                 return
@@ -248,7 +247,7 @@ class Field(Tree):
             self._shown = self.means.copy()
             self._shown[self._void] = self._worst - self.level
             self._face_the_best()
-        # Along the first axis: numpy reduces a short last one slowly.
+        # Transposed, since numpy is slow to reduce a short last axis.
         better = np.maximum.reduce(self._shown.take(self.facing[:size].T))
         self._beside = better + np.sqrt(_FACING * self.room.take(self.depth[:size]))
 
@@ -256,7 +255,7 @@ class Field(Tree):
         """Return the index of each arm, float (arms,). `pending`: arm → number of open pulls."""
         size = self.size
         if not self.scale:
-            # Nothing is known yet: the arms in turn, from the widest cells to the narrowest.
+            # Nothing is known yet: pull the arms in turn, from the widest cells to the narrowest.
             index: Floats = -(self._pulls[:size] + self._tries[:size]) - self.depth[:size] / (DEEPEST + 1.0)
             for arm, times in pending.items():
                 index[arm] -= times
@@ -342,7 +341,7 @@ class Field(Tree):
         return self._halve(cell) if self._ripe(cell, cell, pending) else cell
 
     def _ripe(self, arm: int, cell: int, pending: Mapping[int, int]) -> bool:
-        """Return whether an arm varies less than its cell and the noise is known well enough, or the arm has failed."""
+        """Return whether to split: the arm is known better than its cell varies, and the noise is known; or it has failed."""
         if arm in self._failed:
             return True
         within = self.variation.item(self.depth.item(cell) + 1)
@@ -350,14 +349,14 @@ class Field(Tree):
         return self._variance(arm, pending.get(arm, 0)) < _PATIENCE * within and self._repeats >= least
 
     def _split(self, cell: int, axis: int, at: float, point: Floats, *, keeps_low: bool | None = None) -> int:
-        """Cut a cell in two and return the new arm, at `point`. `keeps_low`: the part of the old arm, if that is on the cut."""
+        """Split a cell, and return the new arm, at `point`. `keeps_low`: whether the old arm is below; None: by position."""
         new = self.cut(cell, axis, at, keeps_low=bool(self.points[cell, axis] < at) if keeps_low is None else keeps_low)
         self.points[new] = point
         self._stale = True
         return new
 
     def _halve(self, cell: int) -> int:
-        """Split a cell across its longest side; return the new arm, or its own if there is no room."""
+        """Split a cell across its longest side, and return the new arm; its own arm if the cell cannot be split."""
         half = self.halves(cell)
         if half is None or self.full:
             return cell
@@ -377,14 +376,14 @@ class Field(Tree):
         between = at >= middle if above else at < middle
         (low if above else high)[axis] = at if between else middle
         point = self._middle(low, high)
-        if cell in self._failed:  # at the place of the better arm along the other axes
+        if cell in self._failed:  # take the coordinates of the better arm on the other axes
             better = self.points[self.facing[cell, side]].copy()
             better[axis] = point[axis]
             point = np.clip(better, low, high)
         return self._split(cell, axis, 0.5 * (at + float(point[axis])) if between else middle, point)
 
     def _below(self, index: Floats, upper: float) -> int:
-        """Return the arm with the largest index below a bound, and make it if it is new; -1 if there is no room."""
+        """Return the arm with the largest index below a bound, creating one if needed; -1 if no cell has room for it."""
         for arm in np.argsort(-index, kind="stable").tolist():
             if index[arm] == -math.inf:
                 break
@@ -403,7 +402,7 @@ class Field(Tree):
         return self._split(cell, axis, 0.5 * float(point[axis] + self.points[cell, axis]), point)
 
     def arm_at(self, point: Floats) -> int:
-        """Return the arm at a point of the cube, made if necessary; without room, the arm of the cell around it."""
+        """Return the arm at a point of the cube, creating it if needed; without room, the arm of the cell around it."""
         cell = self.find(point)
         if self.full or float(np.abs(point - self.points[cell]).max()) < 2.0 * NARROWEST:
             return cell

@@ -14,18 +14,18 @@ from sparsekit.bandit.base import Box, Interval, Pull, Side, check_number
 from sparsekit.errors import InvalidValueError
 
 LARGEST_REWARD = 1e100
-"""Sums of squares of larger rewards overflow, and an infinite variance would poison every later comparison."""
+"""Largest magnitude of a reward. Squares of larger ones overflow, and an infinite variance would spoil all comparisons."""
 
 
 class LoggedBandit(ABC):
-    """The common part of our bandits: open and told pulls, their checks, and a state.
+    """Base of the bandits of this package: checks and records pulls, and saves and restores the state.
 
     The state holds the settings, the first state of the generator, and every `ask`, `tell` and `forget` in order. A bandit is
     restored by repeating them, so subclasses may have any attributes.
     """
 
     def __init__(self, space: Interval | Box, settings: Mapping[str, Any], rng: np.random.Generator) -> None:
-        """Open an empty log. `settings`: the other arguments of the subclass, as plain JSON values."""
+        """Start with an empty log. `settings`: the other arguments of the subclass, as plain JSON values."""
         if not isinstance(rng, np.random.Generator):
             raise InvalidValueError(f"rng must be a numpy.random.Generator, got {rng!r}; pass np.random.default_rng(0), say")
         self.space = space
@@ -46,7 +46,7 @@ class LoggedBandit(ABC):
 
     @abstractmethod
     def _choose(self, bound: float | None) -> Any:
-        """Return the value of the pull `self._next`, at most `bound` unless that is None."""
+        """Return the value to propose in the pull `self._next`, at most `bound` unless that is None."""
 
     @abstractmethod
     def tell(self, pull: Pull, reward: float, *, eliminate: Side | None = None) -> None:
@@ -61,14 +61,14 @@ class LoggedBandit(ABC):
         """Close a pull that has failed; see `Bandit.forget`."""
 
     def _close(self, pull: Pull) -> tuple[Any, bool]:
-        """Check, note and close a failed pull; return the executed value, and whether another had been proposed."""
+        """Check, log and close a failed pull; return the executed value, and whether another value was proposed."""
         value, elsewhere = self._executed_value(pull)
         del self._open[pull.id]
         self._log.append({"forget": pull.id, "value": value} if elsewhere else {"forget": pull.id})
         return value, elsewhere
 
     def _take(self, pull: Pull, reward: float, eliminate: Side | None) -> tuple[Any, float, bool]:
-        """Check, note and close a told pull; return the executed value, the reward, and whether another value was proposed."""
+        """Check, log and close a told pull; return the executed value, the reward, and whether another value was proposed."""
         value, elsewhere = self._executed_value(pull)
         number = reward if type(reward) is float else check_number(reward, "reward")
         if not abs(number) <= LARGEST_REWARD:
@@ -91,7 +91,7 @@ class LoggedBandit(ABC):
         return tuple(self._told)
 
     def ask(self, *, upper: float | None = None) -> Pull:
-        """Propose a value; see `Bandit.ask`. A bound is for an `Interval` alone.
+        """Propose a value; see `Bandit.ask`. `upper` is for an `Interval` only.
 
         Raises:
             InvalidValueError: `upper` is below the interval, NaN, or given for a `Box`.
@@ -152,7 +152,7 @@ class LoggedBandit(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state; see `Bandit.load_state_dict`.
 
-        The bandit then has a generator of its own, of the same kind as the constructor's, which is left alone.
+        The bandit then has a new generator, of the same type as the one passed to the constructor, which is not changed.
         """
         try:
             mine, theirs = self._all_settings(), dict(state["settings"])

@@ -1,4 +1,4 @@
-"""make_bandit: a bandit by its name, so that a command line can choose one."""
+"""make_bandit: build a bandit by its name, so that a command line can choose one."""
 
 import inspect
 from typing import Any
@@ -24,14 +24,14 @@ def make_bandit(name: str, space: Any, *, rng: np.random.Generator, horizon: flo
     """Build a bandit by its name.
 
     Args:
-        name: In `registry`, or `package.module:object`.
+        name: Name in `registry`, or `package.module:object`.
         space: An `Interval`, or for some bandits a `Box`.
         rng: Draws its proposals.
-        horizon: About the number of pulls to come, for a bandit that takes it; None if it is unknown.
+        horizon: Approximate number of pulls, for a bandit that takes it; None if it is unknown.
         options: Further arguments of that bandit.
 
     Returns:
-        A fresh bandit.
+        A new bandit.
 
     Raises:
         UnknownNameError: no such bandit.

@@ -1,4 +1,4 @@
-"""BanditSampler: any bandit as a sampler of Optuna. Needs the extra `tune`; nothing else here imports it."""
+"""BanditSampler: any bandit as a sampler of Optuna. Needs the extra `tune`."""
 
 import math
 import threading
@@ -24,7 +24,7 @@ except ImportError:
     raise
 
 _TIMES = 2  # equal rewards or failures after which a value is not tried again
-_REPLAYS = 64  # known values in a row that a bandit may ask for before one is proposed anyway
+_REPLAYS = 64  # successive known values that a bandit may ask for before one is proposed anyway
 
 _Range: TypeAlias = FloatDistribution | IntDistribution
 
@@ -60,7 +60,7 @@ class _Bandits:
         intervals = {name: _interval(axis) for name, axis in self.axes.items()}
         self._groups: list[tuple[tuple[str, ...], Bandit]] = []
         if len(intervals) > 1:
-            with suppress(InvalidValueError):  # a bandit over an interval alone: one for each parameter
+            with suppress(InvalidValueError):  # the bandit takes no Box, so each parameter gets its own
                 self._groups = [(tuple(intervals), make(Box(intervals)))]
         if not self._groups:
             self._groups = [((name,), make(interval)) for name, interval in intervals.items()]
@@ -123,15 +123,15 @@ class _Bandits:
 
 
 class BanditSampler(BaseSampler):
-    """A sampler for `optuna.create_study(sampler=…)` that asks a bandit.
+    """A sampler for `optuna.create_study(sampler=…)` that proposes values by a bandit.
 
     One bandit proposes the numeric parameters that all finished trials have in common (float and int; linear, log, or in
     steps), over a box if there are several. If a bandit takes only intervals, each parameter gets its own bandit. Everything
     else, such as categories, parameters of a branch, and the first trial, comes from `independent_sampler`.
 
-    The sampler keeps nothing that is not in the study: before each proposal, it tells its bandit about every new finished
-    trial, by the value that was run, whoever ran it. So a study continues from its storage, several processes share one, and
-    several threads (`n_jobs`) have several pulls open. The outcomes of a trial:
+    The sampler has no state beyond the study: before each proposal, it tells its bandit about every new finished trial, with
+    the values that were run, also by other processes. So a study can be resumed from its storage, several processes can share
+    one, and several threads (`n_jobs`) have several pulls open. The outcomes of a trial:
 
     | trial | the bandit |
     |---|---|
@@ -140,18 +140,18 @@ class BanditSampler(BaseSampler):
     | pruned | is told its last intermediate value, since a bad value is worth knowing |
     | pruned before any intermediate value that is a number, or failed | counts it as the worst known: `Bandit.forget` |
     | running, or its process has died | waits; that costs nothing |
-    | with a value outside the space, or parameters of another | is not told |
+    | with a value outside the space, or other parameters | is not told |
 
     Values that have given the same reward twice, or failed twice (once, if `deterministic`), are not proposed again: the bandit
     is told that reward, and asked again. Equal seeds give equal studies if trials run one after the other.
 
     Args:
-        bandit: Its name in `sparsekit.bandit.registry`, or `package.module:object`.
+        bandit: Name in `sparsekit.bandit.registry`, or `package.module:object`.
         seed: Seed of all draws; None takes one from the system.
         failed: "worst" counts a failed trial as the worst known, which keeps the bandit away from values that fail, as by
             running out of memory. With "forget", the bandit is not told: for failures that have nothing to do with the values.
         deterministic: Whether equal parameters give equal values, so that none are worth running twice.
-        space: The parameters of every trial by name, if they are known before the first; then the bandit proposes that too.
+        space: Name → distribution of the parameters of every trial. With it, the bandit also proposes the first trial.
         independent_sampler: For parameters that the bandit does not propose; None takes a TPESampler.
         options: Further arguments of the bandit.
 
@@ -180,7 +180,7 @@ class BanditSampler(BaseSampler):
         self._times = 1 if deterministic else _TIMES
         self._seeds = np.random.SeedSequence(seed)
         self._rngs: list[np.random.Generator] = []
-        make_bandit(bandit, Interval(0.0, 1.0), rng=np.random.default_rng(0), **options)  # refused options are refused now
+        make_bandit(bandit, Interval(0.0, 1.0), rng=np.random.default_rng(0), **options)  # raise errors for wrong options now
         first = int(self._seeds.spawn(1)[0].generate_state(1)[0])
         self._independent = TPESampler(seed=first) if independent_sampler is None else independent_sampler
         self._lock = threading.RLock()
@@ -232,9 +232,9 @@ class BanditSampler(BaseSampler):
             }
 
     def recommended(self, study: Study) -> FrozenTrial | None:
-        """Return the trial that the bandit recommends: it counts neighboring trials, not one lucky value.
+        """Return the trial that the bandit recommends. Neighboring trials count too, so one lucky value does not decide.
 
-        None if nothing is known yet, or if each parameter has a bandit of its own.
+        None if nothing is known yet, or if each parameter has a separate bandit.
         """
         with self._lock:
             self._check(study)

@@ -14,7 +14,7 @@ from sparsekit.errors import InvalidValueError
 
 
 def _hold(arms: Sequence[Arm], value: float, space: Interval) -> tuple[int, bool]:
-    """Return the position of the arm that contains `value`, True; or of the nearest on the scale of the space, False."""
+    """Return the index of the arm that contains `value`, and True; or of the nearest one on the space's scale, and False."""
     at = bisect_right(arms, value, key=lambda arm: arm.low) - 1
     if at >= 0:
         high = arms[at].high
@@ -29,7 +29,7 @@ def _hold(arms: Sequence[Arm], value: float, space: Interval) -> tuple[int, bool
 
 
 class PUCBV(LoggedBandit):
-    """Search an interval with P-UCBV, the bandit of the FedLPS paper; random search finds better values on most functions.
+    """Searches an interval with P-UCBV, the bandit of the FedLPS paper. On most functions, random search finds better values.
 
     Use it to reproduce the paper (Prompt Upper Confidence Bound with Variance), or if a trial can rule out one side of its
     value. For anything else, take `SplitUCBV`.
@@ -37,7 +37,7 @@ class PUCBV(LoggedBandit):
     The interval is divided into arms. The next value is drawn uniformly from the arm with the largest upper bound U. Its reward
     (G in the paper) splits the arm there: both parts inherit all rewards of the arm and get the new one. `eliminate` removes
     the part "below" or "above" the value for good. FedLPS eliminates below if the accuracy fell by more than Δ, because smaller
-    submodels would lose more. After t rewards and with I arms, an arm with h rewards of mean ḡ and variance v̄ has
+    submodels would be less accurate still. After t rewards and with I arms, an arm with h rewards of mean ḡ and variance v̄ has
 
         U = ḡ + sqrt(ρ (v̄ + 2) · max(0, log(ξ ψ ε)) / (4 (h + 1))),   ψ = ξ / I²,   ε = max(decay^t, floor).
 
@@ -60,7 +60,7 @@ class PUCBV(LoggedBandit):
     | `upper` | only arms that begin below it compete, cut off at it; without any, `upper` itself is proposed |
     | another value was tried | the value passed to `tell` counts, not the proposed one |
     | several open pulls | are told in any order; a reward goes to the arm that contains its value at that time |
-    | a reply that never comes | costs nothing |
+    | a pull that is never told | changes nothing |
     | a pull that failed | `forget` credits it with the worst reward known, then or as soon as there is one; ε stays |
     | a reward of NaN or infinity | is refused, and the pull stays open |
     | `best` | the pull with the largest reward in the arm with the largest mean; ties: the first one |
@@ -84,13 +84,13 @@ class PUCBV(LoggedBandit):
         floor: float = 0.0,
         min_width: float = 1e-3,
     ) -> None:
-        """Cut the space into equal arms.
+        """Divide the space into equal arms.
 
         Args:
             space: The interval to search.
-            horizon: ξ in the paper, about the number of pulls to come; None if it is unknown. FedLPS has one bandit per client
+            horizon: ξ in the paper, the approximate number of pulls; None if it is unknown. FedLPS has one bandit per client
                 and sets ξ = R / (K·ϵ), rounds over clients per round.
-            arms: Number of arms to begin with; I_0 in the paper.
+            arms: Initial number of arms; I_0 in the paper.
             exploration: ρ in the paper, at least 0; 0 is greedy.
             rng: Draws the first arm and the values.
             decay: Factor of ε after each reward, in (0, 1]; the paper halves it.

@@ -1,4 +1,4 @@
-"""Search spaces written as text, `lr=1e-4:1e-1:log`, read into Optuna's distributions; and their values written as text."""
+"""Parse search spaces such as `lr=1e-4:1e-1:log` into Optuna's distributions, and write their values as text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SIGNIFICANT = 6
 
 
 def parse_axes(texts: Sequence[str]) -> dict[str, Axis]:
-    """Read one text per axis, and return name → distribution; anything else is an InvalidValueError."""
+    """Parse one text per axis, and return name → distribution. Raises InvalidValueError for text in another format."""
     axes: dict[str, Axis] = {}
     for text in texts:
         name, equals, rest = (part.strip() for part in text.partition("="))

@@ -6,8 +6,8 @@ and its rewards, and the other part gets a new arm. For the mean reward f
     f(new arm) - f(arm from which it was split) ~ N(0, D[h]),   h = number of earlier splits of the cell.
 
 Each arm therefore has a posterior mean μ and variance v, given its own rewards, its parent's posterior and its children's
-rewards. Failed trials, and rewards many times further below the best than the others, as of a loss that diverges, count for
-the index of their own arm alone, as the worst reward. D is learned: at each depth it is the squared difference between a new
+rewards. Failed trials, and rewards many times further below the best than the others, as from a diverging loss, count as the
+worst reward, and only in the index of their own arm. D is learned: at each depth it is the squared difference between a new
 arm's rewards and its parent's posterior, minus the share of noise, shrunk towards r D[h - 1]. The noise σ² comes from
 repeated rewards of one point only. The next cell has the largest index
 
@@ -19,10 +19,10 @@ rewards, q is ν/2 (t^(2 / (ν + 1)) - 1). If many arms have shown the variation
 have, q grows faster, so that a narrow peak in a wide cell is found in the end. The arm of the chosen cell, or the better one
 that it faces, is pulled until v < κ D[h + 1]. Then the cell is split across its longest side, or towards that arm.
 
-Rewards are taken relative to the first ones, so shifting or scaling them changes no proposal except for rounding. All arms
-learn from one another when a new one has its first reward, and whenever the number of rewards has grown by a twenty-fifth, so
-the time per step hardly grows. Next to failures in a box, every third proposal is of a cell that is wide enough. At most 2048
-cells are made.
+Rewards are taken relative to the first ones, so shifting or scaling them changes no proposal except for rounding. The
+posteriors of all arms are updated when a new arm has its first reward, and whenever the number of rewards has grown by 4 %, so
+the time per step hardly grows. In a box with failures, every third proposal is limited to cells above some depth. At most 2048
+cells are created.
 
 Source: ours. After Bubeck, Munos, Stoltz, Szepesvári, "X-Armed Bandits", JMLR 2011 (optimism over a tree of cells, with a bound
     for the variation within); Azar, Lazaric, Brunskill, "Online Stochastic Optimization under Correlated Bandit Feedback", ICML
@@ -47,11 +47,11 @@ _LOST_AFTER = 64
 
 
 class SplitUCBV(LoggedBandit):
-    """Find the value of largest mean reward from noisy trials, in an interval or a box.
+    """Finds the value of largest mean reward from noisy trials, in an interval or a box.
 
-    Use it where each trial costs something and earns its own reward: it keeps trying the best regions more finely, and
-    neither a horizon nor a scale of the rewards is needed. It notices when rewards fall, and a loss that diverges, however
-    large, misleads it no more than a failure does.
+    Use it if each trial is expensive and its reward counts: it searches the best regions more and more finely, and needs
+    neither a horizon nor a scale of the rewards. It adapts when rewards fall. A diverged loss counts like a failure, however
+    large it is.
 
     ```python
     bandit = SplitUCBV(Interval(1e-4, 1.0, scale="log"), rng=np.random.default_rng(0))
@@ -62,12 +62,12 @@ class SplitUCBV(LoggedBandit):
     ```
 
     - Several pulls may be open. Each counts as told with its expected reward, until 64 more were proposed.
-    - If you tried another value than the proposed one, tell that: it becomes a point of its own.
+    - If you tried another value than the proposed one, tell that value: it becomes a separate arm.
     - `ask(upper=…)` proposes no value above the bound.
     - A reward that is NaN or infinite is refused, and the pull stays open. `forget` is for a trial that failed: its point
       gets the worst reward known.
-    - It is not for several threads at once: guard it with a lock, as `BanditSampler` does.
-    - `best()` returns the first told pull at the point whose mean, less one deviation, is largest.
+    - It is not thread-safe: guard it with a lock, as `BanditSampler` does.
+    - `best()` returns the first told pull at the point with the largest mean minus one standard deviation.
 
     How it chooses is described at the top of `sparsekit/bandit/split_ucbv.py`.
     """

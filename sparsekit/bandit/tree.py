@@ -1,4 +1,4 @@
-"""Tree: cells that make up the unit cube, split one by one, and the beliefs about the arm of each."""
+"""Tree: a partition of the unit cube into cells, which are split one by one, with the posterior of each cell's arm."""
 
 import math
 from typing import TypeAlias
@@ -17,10 +17,10 @@ _BASE, _GROWTH, _DEEPER = 0.25, 0.07, 0.1  # a, b and c of the index
 
 
 class Tree:
-    """A partition of the unit cube; arm k belongs to cell k, the first `size` rows of all arrays.
+    """A partition of the unit cube. Row k of each array is for cell k and its arm; the first `size` rows are in use.
 
-    Each cell faces one cell on each of its sides, or the border, -1. In a box, a side may touch many cells; the last one that
-    was split off there is known, or the common one before a split.
+    Each cell faces one cell on each of its sides, or the border, -1. With several axes, a side may touch many cells. `facing`
+    then has the last one that was split off there, or the one that both parts of a split faced before.
 
     Posterior means and variances are relative to a level, under f(arm) - f(its parent) ~ N(0, D[depth at its birth]). An arm
     without a parent is around 0 with variance D[0] = `scale`, which is 0 until there are rewards.
@@ -37,12 +37,12 @@ class Tree:
         self.low: Floats = np.zeros((most, axes))
         self.high: Floats = np.zeros((most, axes))
         self.low[:size], self.high[:size] = places / cuts, (places + 1) / cuts
-        # Number of splits of the cell, and of its parent when they were parted; the largest depth.
+        # Depth of each cell (number of splits), its depth when it was created, and the largest depth.
         self.depth: Integers = np.zeros(most, dtype=np.int64)
         self.born: Integers = np.zeros(most, dtype=np.int64)
         self.deepest = 0
         self.parent: Integers = np.arange(most)  # the cell from which each was split off; the cell itself at the start
-        # Columns 2 axis and 2 axis + 1: below and above.
+        # Columns 2 · axis and 2 · axis + 1: neighbors below and above.
         self.facing: Integers = np.full((most, 2 * axes), -1)
         numbers = np.full([parts + 2 for parts in cuts], -1)
         numbers[tuple(places.T + 1)] = self.parent[:size]
@@ -52,7 +52,7 @@ class Tree:
             self.facing[:size, side] = numbers[tuple(beside.T)]
         self.scale = self.level = 0.0
         self._ratio = _SHRINK ** (2.0 / axes)
-        # The last place stays free and below all others: arm -1 stands for none.
+        # The last element has the mean -inf, since index -1 stands for no arm.
         self.means: Floats = np.zeros(most + 1)
         self.means[-1] = -math.inf
         self.variances: Floats = np.zeros(most + 1)
@@ -74,7 +74,7 @@ class Tree:
         return (axis, 0.5 * (low[axis] + high[axis])) if longest >= 2.0 * NARROWEST else None
 
     def cut(self, cell: int, axis: int, at: float, *, keeps_low: bool) -> int:
-        """Cut a cell, which keeps one side, strictly within it; returns the number of the new cell, the other side."""
+        """Split a cell at a position strictly within it; return the new cell. `keeps_low`: whether the old one is below it."""
         new = self.size
         self.size = new + 1
         self.low[new], self.high[new] = self.low[cell], self.high[cell]
@@ -109,7 +109,7 @@ class Tree:
         self.variation = scale * self._ratio ** np.arange(DEEPEST + 2.0)
 
     def observe(self, arm: int, reward: float, noise: float) -> None:
-        """Learn from a reward with variance `noise`; the other arms learn from it with the next `sweep`."""
+        """Update the posterior of one arm with a reward of variance `noise`; the next `sweep` updates the other arms."""
         mean, variance = self.means.item(arm), self.variances.item(arm)
         gain = variance / (variance + noise)
         self.means[arm] = mean + gain * (reward - self.level - mean)
@@ -146,11 +146,11 @@ class Tree:
         np.divide(weighed, precision, out=self.means[:size])
 
     def _learn_variation(self, counts: list[float], squares: list[float], best: int, log_told: float) -> None:
-        """Learn D and B by depth, from the number of arms born there and their squared distances from their parents."""
+        """Estimate D and B by depth, from the number of arms created there and their squared distances from their parents."""
         prior = _SHRINK_WEIGHT * self._ratio
         freedom, variation = _TAIL, self.scale
         variations, rooms = [variation], []
-        # By the next sweep, cells are one level deeper, and their halves one more.
+        # Until the next sweep, cells may become one level deeper, and their halves one more.
         for depth in range(1, min(self.deepest + 2, DEEPEST + 1) + 1):
             count = counts[depth]
             variation = (prior * variation + squares[depth]) / (_SHRINK_WEIGHT + count)

@@ -43,7 +43,7 @@ registry = Registry(
 
 
 def as_criterion(criterion: Criterion | type | str | None) -> Criterion:
-    """Return the criterion of a name or a class, a criterion itself, and the magnitude of the weights for None."""
+    """Return a criterion, given the criterion itself, its class or its name; `Magnitude` for None."""
     if criterion is None:
         return Magnitude()
     found = registry.find(criterion) if isinstance(criterion, str) else criterion
@@ -60,7 +60,10 @@ def as_criterion(criterion: Criterion | type | str | None) -> Criterion:
 def with_data(
     criterion: Criterion | type | str | None, batches: Batches, loss: Loss | None, *, progress: bool | None = False
 ) -> Criterion:
-    """Return a criterion; if it reads data and has none, it gets these, at most 40 of them. None is `Fisher`."""
+    """Return a criterion as `as_criterion` does, but `Fisher` for None. If it needs batches and has none, it gets these.
+
+    Such a criterion uses at most 40 batches, unless it has another limit.
+    """
     made = Fisher() if criterion is None else as_criterion(criterion)
     if not isinstance(made, DataDriven) or made.batches is not None:
         return made

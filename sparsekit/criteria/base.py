@@ -16,9 +16,9 @@ class ScoringContext:
     """The data that a criterion may use.
 
     Args:
-        weights: The dense state.
-        generator: The source of randomness of criteria that draw.
-        model: The dense model, for criteria that run it on data. Its modes, flags and gradients are put back afterwards.
+        weights: State of the dense model.
+        generator: Source of randomness, for criteria that need one.
+        model: The dense model, for criteria that run it on data. Its modes, flags and gradients are restored afterwards.
         call: Positional and keyword inputs of one call of the model.
     """
 
@@ -30,24 +30,24 @@ class ScoringContext:
 
 @runtime_checkable
 class Criterion(Protocol):
-    """The importance of units. An allocation says how many stay; `mask_from_scores` keeps the units of the largest scores.
+    """Scores the importance of units. `mask_from_scores` then keeps the units with the largest scores in each group.
 
-    The attribute `comparable` is optional, and False where it is absent: scores of units of different groups mean the same, so
-    that one ranking of all units makes sense.
+    The optional attribute `comparable` says whether scores of different groups have the same meaning, so that all units can be
+    ranked together. Without it, they do not.
     """
 
     def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
         """Score every unit.
 
         Args:
-            graph: The groups.
-            context: What the scores may depend on.
+            graph: Unit graph with the groups to score.
+            context: The data that the scores may depend on.
 
         Returns:
             Group name → float (units,), for every group; larger stays, NaN is not allowed. Any device, any float dtype.
 
         Raises:
-            MissingImportanceError: the context is incomplete for the criterion, or a criterion that reads data has none.
+            MissingImportanceError: the context lacks an entry that the criterion needs, or the criterion has no batches.
             InvalidValueError: scores that are not finite, or groups that the criterion cannot score.
         """
         ...

@@ -29,12 +29,12 @@ Loss = Callable[..., Tensor]
 """`loss(outputs, target)`, a scalar: the mean over the examples of the batch, as torch's losses are by default."""
 
 TARGETS = ("labels", "label", "targets", "target", "y")
-"""Keys of a mapping that hold the target rather than an input; the first that is there counts."""
+"""Keys of a mapping for the target; the first one present counts. All other keys are inputs."""
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The inputs of a call, and the target or None; `key` is the name under which a mapping had the target."""
+    """The inputs of a call, and the target or None. `key` is the key of the target if the batch was a mapping."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -69,8 +69,10 @@ class Batch:
 
     @cached_property
     def examples(self) -> int:
-        """The number of examples: the first axis of the first input, or what the target has of its first two axes, or of its
-        list; 1 without axes."""
+        """Number of examples: the length of the first axis of the first tensor that has axes; 1 without one.
+
+        If the target has the length of the second axis of that tensor, or of a list that is the first input, that counts.
+        """
         first = next(iter([*self.args, *self.kwargs.values()]), None)
         scalar = isinstance(self.target, Tensor) and not self.target.dim()
         asked = len(self.target) if isinstance(self.target, list | Tensor) and not scalar else 0
@@ -81,7 +83,7 @@ class Batch:
 
     @property
     def terms(self) -> int:
-        """Examples, or tokens if the inputs are token ids."""
+        """Number of examples, or of tokens if the inputs are token ids."""
         first = next((value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor)), None)
         tokens = first is not None and first.dim() == 2 and not first.is_floating_point()
         return first.numel() if first is not None and tokens else self.examples
@@ -104,7 +106,7 @@ class Batch:
         return loss_of(self.run(model, with_target=loss is None), self.target, loss)
 
     def has_loss(self, model: nn.Module) -> bool:
-        """Return whether there is a target, or the model computes a loss of its own."""
+        """Return whether there is a target, or the model computes a loss itself."""
         if self.target is not None:
             return True
         with scoring(model), torch.no_grad():
@@ -116,7 +118,7 @@ class Batch:
         return Batch(args, kwargs, target, self.key)
 
     def divide(self, place: int) -> tuple["Batch", "Batch | None"]:
-        """Divide before an example; the second part is None unless all tensors have examples on the first axis."""
+        """Split the batch before the example `place`. The second part is None if a tensor has no examples on its first axis."""
         leaves = tree_leaves([self.args, dict(self.kwargs), [] if self.target is None else self.target])
         if not all(isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == self.examples for leaf in leaves):
             return self, None
@@ -202,7 +204,7 @@ def read_batches(
 
 
 def _usable(tensor: Tensor) -> Tensor:
-    """Return a tensor that gradients may need: a copy if it was made in inference mode."""
+    """Return a tensor that autograd can save: a copy if it was made in inference mode."""
     with torch.inference_mode(mode=False):
         return tensor.clone() if tensor.is_inference() else tensor
 
@@ -238,13 +240,13 @@ def batch_count(batches: Batches) -> int | None:
 
 @dataclass(frozen=True)
 class DataDriven:
-    """The base of criteria that run the model on data.
+    """Base of the criteria that run the model on data.
 
     Args:
         batches: Any iterable of batches that can be read again, such as a loader or a list. A batch is a tensor, a tuple
-            (input, …, target) or a mapping of keyword inputs; it is on the device of the model.
+            (input, …, target) or a mapping of keyword inputs, on the device of the model.
         loss: `loss(outputs, target)`, a scalar, the mean over the examples; None takes `outputs.loss`.
-        limit: Batches to use at most; None uses all.
+        limit: Maximum number of batches; None uses all.
         progress: Whether to draw a progress bar on stderr; None draws if that is a terminal.
     """
 

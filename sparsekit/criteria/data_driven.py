@@ -18,7 +18,7 @@ from sparsekit.graph import UnitGraph
 from sparsekit.graph.index import wide
 
 _Sums: TypeAlias = tuple[Tensor, Tensor]
-"""Of each expert: the sum over its tokens, float (experts,), and their number."""
+"""Of each expert: the sum over its tokens, float (experts,), and the number of tokens, float (experts,)."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Taylor(DataDriven):
     comparable: ClassVar[bool] = True
 
     def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
-        """Average the gradients over the batches and sum up the products: float64, at least 0."""
+        """Return the scores: float64 (units,), at least 0."""
         model = self._model(context, graph)
         entries = unit_entries(model, graph)
         touched = {id(entry): entry for pairs in entries.values() for entry, _ in pairs if entry.is_floating_point()}
@@ -63,10 +63,10 @@ class Taylor(DataDriven):
 
 @dataclass(frozen=True)
 class Fisher(DataDriven):
-    """½·E[(∂L/∂gate)²]: the rise of the loss without the unit, near a minimum.
+    """½·E[(∂L/∂gate)²]: estimates by how much the loss rises without a unit, near a minimum of the loss.
 
-    One gate multiplies everything that a group ties together, such as all blocks of a residual stage. The sum over all of them
-    is squared.
+    If a group ties several layers, such as all blocks of a residual stage, one gate multiplies all of them, and the sum of
+    their gradients is squared.
 
     Args:
         per_position: Square at each position of an example (token, pixel), and add up the squares. If the gradients at
@@ -87,7 +87,7 @@ class Fisher(DataDriven):
         return "Fisher per position" if self.per_position else "Fisher"
 
     def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
-        """Average the squares over the examples of all batches: float64, at least 0, in units of the loss."""
+        """Return the scores, averaged over the examples: float64 (units,), at least 0, in units of the loss."""
         squares = gate_squares(self, self._model(context, graph), graph, positions=self.per_position)
         return {name: check_finite(name, 0.5 * square, self.name) for name, square in squares.items()}
 
@@ -99,19 +99,19 @@ def position_fisher() -> Fisher:
 
 @dataclass(frozen=True)
 class Wanda(DataDriven):
-    """Σ |w|·‖x‖ over the weights w that read a unit; ‖x‖ is the root mean square of their inputs.
+    """Σ |w|·‖x‖ over the weights w that consume a unit; ‖x‖ is the root mean square of their inputs.
 
-    An expert of a mixture scores gate · ‖output‖, averaged over the tokens that are routed to it; 0 without any. Features
-    inside of experts score Σ |w| alone: no layer shows their inputs.
+    The score of an expert in a mixture is gate · ‖output‖, averaged over the tokens that are routed to it; 0 without tokens.
+    The score of a feature inside of experts is Σ |w|, since hooks do not see the inputs of single experts.
 
-    No loss and no target is needed; a tuple's last item and a mapping's labels are ignored.
+    No loss and no targets are needed; a tuple's last item and a mapping's labels are ignored.
 
     Source: Sun et al., A Simple and Effective Pruning Approach for Large Language Models (Wanda), ICLR 2024, there for single
         weights; for experts Lasby et al., REAP the Experts, arXiv 2510.13999.
     """
 
     def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
-        """Score from forward passes over the batches: float64, at least 0."""
+        """Return the scores, from forward passes over the batches: float64 (units,), at least 0."""
         model = self._model(context, graph)
         squares: dict[nn.Module, Tensor] = {}
         counts: dict[nn.Module, int] = {}

@@ -61,7 +61,7 @@ def unit_readers(model: nn.Module, graph: UnitGraph) -> dict[str, list[ReadBy] |
                 axis = _channel_axis(module, piece)
                 if axis is None or getattr(module, "weight", None) is not entry:
                     return None
-                found.setdefault((module, piece.dim), (module, piece, axis))  # a tied name is of the same parameter
+                found.setdefault((module, piece.dim), (module, piece, axis))  # tied names have the same parameter
         return list(found.values())
 
     return {name: readers(group) for name, group in graph.groups.items()}
@@ -77,7 +77,7 @@ def inputs_of(layers: Iterable[nn.Module], *, differentiable: bool = False) -> I
             return None
         x = args[0]
         if differentiable:
-            if torch.is_inference_mode_enabled():  # nothing in here gets a gradient
+            if torch.is_inference_mode_enabled():  # no tensor gets a gradient in it
                 return None
             x = x.clone() if x.is_inference() else x
             # A separate view, whose gradient leaves out other layers that take the same tensor.
@@ -96,18 +96,17 @@ def sum_up(parts: Sequence[Tensor]) -> Tensor:
 
 
 def gate_squares(criterion: DataDriven, model: nn.Module, graph: UnitGraph, *, positions: bool = False) -> dict[str, Tensor]:
-    """Run the model over the criterion's batches, and return the mean of (∂L/∂gate)²: group name → float64 (units,), on the
-    CPU.
+    """Return the mean of (∂L/∂gate)² over the criterion's batches: group name → float64 (units,), on the CPU.
 
-    Single examples are squared if the units are read by linear layers and convolutions that have the examples on the first axis
-    of their input, alone or merged with time or windows. Elsewhere, the mean square is estimated by B·g² from the gradient g of
-    a batch of B examples, which is exact in expectation if the mean is zero.
+    The gradients of single examples are squared if the units are inputs of linear layers and convolutions that have the
+    examples on the first axis of their input, alone or merged with time or windows. Otherwise, the mean square is estimated by
+    B·g² from the gradient g of a batch of B examples, which is exact in expectation if the mean is zero.
 
-    With `positions`, each position of an example (token, pixel) is squared, and the squares are added up. If positions are
-    independent, both have one expectation, and this one far less noise.
+    With `positions`, the gradient at each position of an example (token, pixel) is squared, and the squares are added up. If
+    positions are independent, both estimates have the same expectation, and this one has far less noise.
 
     Raises:
-        InvalidValueError: a group's units have no part in the loss, or all gradients are zero.
+        InvalidValueError: the loss does not depend on the units of a group, or all gradients are zero.
     """
     readers = unit_readers(model, graph)
     gated = {name: [pair for pair in pairs if pair[1].gated] for name, pairs in unit_entries(model, graph).items()}
@@ -192,14 +191,14 @@ def _doubled(values: Tensor) -> Tensor:
 
 
 def _by_example(inputs: Sequence[Tensor], axis: int, examples: int) -> bool:
-    """Return whether a layer was called, always with a multiple of this many rows on the first axis."""
+    """Return whether a layer was called, and always with a multiple of `examples` rows on the first axis."""
     return bool(inputs) and all(x.dim() >= 1 - axis and x.shape[0] and x.shape[0] % examples == 0 for x in inputs)
 
 
 def _mixing(model: nn.Module, batch: Batch, layers: Iterable[nn.Module], *, with_target: bool) -> set[nn.Module]:
     """Return the layers that do not keep the rows of an example together on the first axis, such as layers with time first.
 
-    They are together if only the last rows change when the first example replaces the last one.
+    To find them, the first example replaces the last one. Only the last rows may change then.
     """
     examples = batch.examples
     if examples < 2:

@@ -1,4 +1,4 @@
-"""TorchPruning: an importance class of the library Torch-Pruning as a criterion, with the numbers that the class gives."""
+"""TorchPruning: use an importance class of the library Torch-Pruning as a criterion."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -30,9 +30,9 @@ def _function(library: Any, layer: nn.Module, piece: UnitSlice) -> Any:
 
 
 def _cuts_of(group: UnitGroup, model: nn.Module) -> list[_Cut]:
-    """Return a group in the form that importance classes read: one cut for each layer and side, makers of the units first.
+    """Return a group in the format of importance classes: one cut per layer and side, first those that produce the units.
 
-    Root positions are along the first cut. A layer with another number of positions per unit gets them spread evenly.
+    Root positions are along the first cut. If a layer has another number of positions per unit, they are spread evenly.
     """
     library, modules = require("torch_pruning"), dict(model.named_modules())
     cuts: list[_Cut] = []
@@ -61,13 +61,13 @@ class TorchPruning(DataDriven):
     """Score units by an importance object of Torch-Pruning: magnitude, LAMP, FPGM, Taylor, or your own.
 
     Classes that read gradients (`GroupTaylorImportance`) get the gradients of the batches, summed into `.grad`, as after a
-    `backward()` on each. The model's gradients are restored. Classes that watch other passes (`GroupHessianImportance`,
-    `ActivationImportance`) are refused: use `Fisher` or `Wanda` in their place.
+    `backward()` on each. The model's gradients are restored. Classes that need separate passes (`GroupHessianImportance`,
+    `ActivationImportance`) raise an error: use `Fisher` or `Wanda` in their place.
 
     Args:
         importance: Called on a group; returns one number for each channel of its first layer.
-        batches: Data for classes that need it, as for `Fisher`.
-        loss: As for `Fisher`.
+        batches: Data for classes that need it, as in `DataDriven`.
+        loss: As in `DataDriven`.
         comparable: Whether its scores can be compared between groups. The library's global ranking takes this for granted,
             with scores divided by their group's mean by default.
 

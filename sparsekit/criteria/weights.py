@@ -1,4 +1,4 @@
-"""Criteria that need no data: Magnitude, from the weights as operators read them, and Ordered, Random and Scored."""
+"""Criteria that need no data: Magnitude, from the weights as operators use them, Ordered, Random and Scored."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STATISTICS = ("running_mean", "running_var")
 
 @dataclass(frozen=True, eq=False)
 class UsedWeight:
-    """A weight, float, that is computed in the forward pass from the entries of some names."""
+    """A weight that the forward pass computes from state entries; `names` are their keys."""
 
     names: frozenset[str]
     value: Tensor
@@ -38,7 +38,7 @@ class UsedWeight:
 
 
 class _Watch(TorchFunctionMode):
-    """Track tensors that are computed only from entries, and record them when they are combined with other tensors."""
+    """Tracks tensors that are computed from state entries only, and records them when they are combined with other tensors."""
 
     def __init__(self, entries: Iterator[tuple[str, Tensor]]) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def used_weights(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def unit_entries(model: nn.Module, graph: UnitGraph) -> dict[str, list[tuple[nn.Parameter, UnitSlice]]]:
-    """Return group name → the parameters that hold its units, with their slices, each once; of tied names the first counts."""
+    """Return group name → the parameters that hold its units, with their slices. Tied parameters occur once."""
     entries = dict(model.named_parameters(remove_duplicate=False))
     found: dict[str, list[tuple[nn.Parameter, UnitSlice]]] = {}
     for name, group in graph.groups.items():
@@ -98,7 +98,7 @@ def along_axis(values: Tensor, dim: int) -> Tensor:
 
 
 def unit_magnitudes(group: UnitGroup, weights: StateDict) -> Tensor:
-    """Return Σ |θ| over the entries that make each unit, |θ|_J in the paper: float (units,), at least float32.
+    """Return Σ |θ| over the entries that produce each unit, |θ|_J in the paper: float (units,), at least float32.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), importance regularization term.
     """
@@ -106,9 +106,9 @@ def unit_magnitudes(group: UnitGroup, weights: StateDict) -> Tensor:
 
 
 def unit_sums(group: UnitGroup, weights: StateDict, *, order: Order, used: Sequence[UsedWeight] = ()) -> Tensor:
-    """Return Σ |θ| or Σ θ² over the entries that make each unit, without running statistics: float (units,), or 0.
+    """Return Σ |θ| or Σ θ² over the entries that produce each unit, without running statistics: float (units,).
 
-    Weights that are `used` replace the entries from which they are computed.
+    Weights in `used` replace the entries from which they are computed. Without any entries, the sums are 0.
     """
     total: Tensor | None = None
     done: set[tuple[int, int]] = set()
@@ -133,18 +133,18 @@ def unit_sums(group: UnitGroup, weights: StateDict, *, order: Order, used: Seque
 
 @dataclass(frozen=True)
 class Magnitude:
-    """The size of a unit's own parameters: filter rows, bias, norm scale.
+    """The magnitude of the parameters that produce a unit: filter rows, bias, norm scale.
 
     Weights that the model computes from several entries, as with weight norm or `torch.nn.utils.prune`, count as the model
     uses them.
 
-    Scores depend on the scale of a layer; allocations compare groups by shares of them.
+    Scores depend on the scale of a layer, so allocations normalize them within each group.
 
     Args:
         order: 1 for the sum of absolute values, 2 for the square root of the sum of squares.
 
     Raises:
-        InvalidValueError: another order.
+        InvalidValueError: `order` is neither 1 nor 2.
 
     Source: Li et al., Pruning Filters for Efficient ConvNets, ICLR 2017.
     """
@@ -156,7 +156,7 @@ class Magnitude:
             raise InvalidValueError(f"order must be 1 (absolute values) or 2 (squares), got {self.order!r}")
 
     def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
-        """Sum up each unit's weights, in their dtype."""
+        """Return the magnitudes: float (units,), at least float32."""
         found, weights = {}, context.weights
         if weights is None:
             raise MissingImportanceError("Magnitude needs the weights; pass ScoringContext(weights=model.state_dict())")
@@ -169,7 +169,7 @@ class Magnitude:
 
 @dataclass(frozen=True)
 class Ordered:
-    """Keep a prefix of each group, units 0 to count − 1, so that smaller submodels nest inside larger ones.
+    """Keeps a prefix of each group, units 0 to count − 1, so that smaller submodels are nested in larger ones.
 
     Source: Horváth et al., FjORD, NeurIPS 2021; Diao et al., HeteroFL, ICLR 2021.
     """
@@ -181,13 +181,13 @@ class Ordered:
 
 @dataclass(frozen=True)
 class Random:
-    """Keep a uniformly random subset, fresh each time; the context must have a generator.
+    """Keeps a uniformly random subset, a new one in each call. The context must have a generator.
 
     Source: Caldas et al., Federated Dropout, arXiv 1812.07210.
     """
 
     def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
-        """Draw an order of each group's units."""
+        """Draw a random order of each group's units."""
         generator = context.generator
         if generator is None:
             raise MissingImportanceError("Random needs a generator; pass ScoringContext(generator=torch.Generator())")
@@ -197,14 +197,17 @@ class Random:
 
 @dataclass(frozen=True)
 class Scored:
-    """Importance scores that were computed before. Use it to prune to several budgets without scoring again (`Pruned.scores`
-    holds such criteria), or to supply your own scores.
+    """Importance scores that were computed before.
+
+    Use it to prune to several budgets without scoring again (`Pruned.scores` holds such criteria), or to supply your own
+    scores.
 
     Args:
         values: Group name → float (units,), larger stays.
         name: Name of the criterion in reports.
-        comparable: Whether scores of units of different groups mean the same.
-        of: Hash of the weights that were scored, as `Pruned.scores` have it; `prune` refuses them for others. Empty: any.
+        comparable: Whether scores of different groups have the same meaning.
+        of: Hash of the weights that were scored, as in `Pruned.scores`. `prune` raises an error for other weights. Empty: not
+            checked.
     """
 
     values: Mapping[str, Tensor] = field(repr=False, compare=False)
