@@ -1,4 +1,4 @@
-"""Calibration: the batches that score, refit and judge cuts, and the loss that judges them."""
+"""Calibration: the batches to score units, refit layers and compare candidates, and the loss to compare them by."""
 
 import contextlib
 import functools
@@ -23,17 +23,19 @@ from sparsekit.rng import torch_generator
 from sparsekit.tracing.modes import scoring
 
 _BATCHES, _BYTES = 48, 2**30
-"""Batches that are read at most, and the bytes that they may take; at least two are read."""
+"""Maximum number of batches that are read, and of bytes after which reading stops; at least two batches are read."""
 _JUDGES, _FEW = 64, 12
-"""Examples that judge at least, or tokens where inputs are token ids; batches whose order is judged by their ends."""
+"""Minimum number of held-out examples, or of tokens if inputs are token ids; and the number of batches from which on the order
+of labels is checked across batch boundaries only."""
 
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """Batches for a cut: `fit` scores units, refits layers and renews statistics, and `judge`, maybe empty, compares
-    candidates.
+    """Batches for a cut.
 
-    `loss` is as given; None takes `outputs.loss`, or else the distance to `wanted`, the dense model's outputs on `judge`.
+    `fit` is used to score units, refit layers and recalibrate batch norms, and `judge`, which may be empty, to compare
+    candidates. `loss` is as given; None takes `outputs.loss`, or else the distance to `wanted`, the dense model's outputs on
+    `judge`.
     """
 
     fit: Sequence[Batch]
@@ -45,7 +47,7 @@ class Calibration:
     def read(cls, model: nn.Module, batches: Batches, loss: Loss | None) -> "Calibration":
         """Read batches once, and hold out the last of their examples: a fifth, and at least 64 or half of them.
 
-        Of examples whose labels come in order, or in batches of one class, these are drawn with a seed.
+        If labels are sorted, or each batch has one class, the examples are first shuffled with a fixed seed.
         """
         found: list[Batch] = []
         held = 0
@@ -62,7 +64,7 @@ class Calibration:
         return cls(fit, (), loss, None).of(model, judge)
 
     def of(self, model: nn.Module, judge: Sequence[Batch]) -> "Calibration":
-        """Return the same with other held-out examples; `model` is the dense one."""
+        """Return a copy with other held-out examples. `model` is the dense model."""
         wanted = None
         if self.loss is None and not self.fit[0].has_loss(model):
             with scoring(model), torch.no_grad():
@@ -70,7 +72,7 @@ class Calibration:
         return replace(self, judge=judge, wanted=wanted)
 
     def notes(self, criterion: str, allocation: str) -> list[str]:
-        """Return remarks on a comparison that rests on few examples; the first candidate has this criterion and allocation."""
+        """Return remarks if candidates were compared on few examples or none. The arguments are labels of the first one."""
         held = sum(batch.terms for batch in self.judge)
         if not held:
             return [
@@ -85,8 +87,8 @@ class Calibration:
     def gradient_loss(self) -> Loss | None:
         """The loss for criteria that need gradients.
 
-        The squared distance to the model's own output has no gradient there. With targets drawn from a normal distribution
-        around the output, it has one: a random projection of the output's Jacobian. Its mean square is the curvature of the
+        The gradient of the squared distance to the model's own output is zero. With targets drawn from a normal distribution
+        around the output, it is a random projection of the output's Jacobian, whose mean square is the curvature of the
         distance.
 
         Source: Kunstner et al., Limitations of the empirical Fisher approximation, NeurIPS 2019, for sampled targets.
@@ -109,7 +111,7 @@ class Calibration:
     def losses(self, model: nn.Module) -> Losses:
         """Return the losses on the held-out examples, or the distances to the dense outputs: lower is better.
 
-        Where the loss of a batch is not the mean over its examples, it counts as one.
+        If the loss of a batch is not the mean over its examples, the batch has one loss.
         """
         found: list[tuple[float, int]] = []
         with scoring(model), torch.no_grad():
@@ -129,7 +131,7 @@ def _distance(outputs: Tensor, wanted: Tensor, *, variance: Tensor) -> Tensor:
 
 
 def _of_examples(outputs: Any, target: Any, loss: Loss | None, count: int) -> list[tuple[float, int]]:
-    """Return the loss of each example if the loss of the batch is their mean, or else that one, with numbers of examples."""
+    """Return (loss, 1) for each example if the loss of the batch is their mean, else (loss of the batch, `count`)."""
     whole = float(loss_of(outputs, target, loss))
     if count > 1 and all(isinstance(each, Tensor) and each.dim() and len(each) == count for each in (outputs, target)):
         with contextlib.suppress(Exception):  # a loss may need a whole batch
@@ -140,10 +142,10 @@ def _of_examples(outputs: Any, target: Any, loss: Loss | None, count: int) -> li
 
 
 def drawn(batches: Batches, limit: int) -> Batches:
-    """Return batches in an order drawn with a seed, since many data sets are stored by class; of a list, from all its parts.
+    """Return batches in random order, from a fixed seed, since many data sets are sorted by class.
 
-    This is done for a `DataLoader` that reads a data set in order, and for a list of more than `limit` batches; others are
-    read as they come.
+    Of a list of more than `limit` batches, `limit` are drawn from evenly spaced parts. A `DataLoader` that does not shuffle is
+    replaced by one that does. Other batches are returned unchanged.
     """
     if isinstance(batches, list | tuple) and len(batches) > limit:
         rng = np.random.default_rng(0)
@@ -200,9 +202,9 @@ def _has_batches_of_one_class(batches: Sequence[Batch]) -> bool:
 
 
 def _mixed(batches: list[Batch]) -> list[Batch]:
-    """Return batches of the same sizes with all examples in an order drawn with a seed.
+    """Return batches of the same sizes with all examples shuffled, from a fixed seed.
 
-    Where examples of different batches cannot be joined, batches and the examples inside of each are in such an order.
+    If tensors of different batches cannot be concatenated, the batches, and the examples inside each batch, are shuffled.
     """
     rng = np.random.default_rng(0)
     columns = list(zip(*(batch.tensors for batch in batches)))
@@ -229,7 +231,7 @@ def _taken(places: list[int], leaf: Tensor) -> Tensor:
 
 
 def _held_out(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """Split batches by examples: the last ones are held out, in whole batches as far as they fit, then a part of one."""
+    """Split batches: the last examples are held out, as whole batches where possible, and a part of one batch."""
     total = sum(batch.examples for batch in batches)
     fit, judge, held = list(batches), list[Batch](), 0
     while fit and (held < total / 5 or sum(batch.terms for batch in judge) < _JUDGES) and held < total // 2:
@@ -237,7 +239,7 @@ def _held_out(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
         if batch.examples > room:
             first, last = batch.divide(batch.examples - room)
             fit.append(first)
-            if last is None:  # it cannot be divided
+            if last is None:  # the batch cannot be split
                 return fit, judge
             batch = last
         judge.insert(0, batch)

@@ -1,4 +1,4 @@
-"""Stage: the choice among candidate cuts in a step of the schedule, and the cut itself, refitted."""
+"""Stage: a step of the schedule, which chooses among candidates, cuts the model and refits it."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -38,10 +38,10 @@ T = TypeVar("T")
 _TRIES = 8
 _CLOSE = 0.95
 _INSIDE = 0.1
-"""Part of the bracket at both ends that is never tried."""
+"""Share of the search bracket at each end that is not tried."""
 _STARVED = 0.15
 LEFT_OUT = "left_out"
-"""Key among the measurements of a step: the repairs that did harm and were undone."""
+"""Key in the measurements of a step for corrections that raised the loss and were undone."""
 
 
 class StarvedGroupsWarning(UserWarning):
@@ -73,8 +73,10 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """A step of the schedule: the model to cut, its units, the budget, and the units of the dense model that earlier steps
-    kept.
+    """A step of the schedule.
+
+    `model` is to be cut, and `graph` has its units. `target` is the budget after this step. `before` has the units of the dense
+    model that earlier steps kept.
     """
 
     settings: Settings
@@ -88,10 +90,10 @@ class Stage:
 
         The first candidate stays unless the loss of another is clearly lower.
 
-        A single candidate is not compared. Otherwise, each layer of a candidate is refitted by itself: a refit in sequence
-        takes twice the time and lowers all losses alike.
+        A single candidate is not compared. For comparison, the layers of each candidate are refitted independently: a refit in
+        sequence takes twice the time and lowers all losses alike.
 
-        If none can be made, the error of the last one is raised.
+        If all candidates fail, the error of the last one is raised.
         """
         calibration = self.settings.calibration
         if len(candidates) == 1 or calibration is None or not calibration.judge:
@@ -167,7 +169,7 @@ class Stage:
             call=(self.settings.call.args, self.settings.call.kwargs),
         )  # fmt: skip
         criterion = candidate.criterion
-        if isinstance(criterion, Scored):  # of the dense model
+        if isinstance(criterion, Scored):  # with scores of the dense model
             kept = self.before
             values = {
                 name: own[kept[name].to(own.device)] if name in kept and own.shape == kept[name].shape else own
@@ -219,7 +221,7 @@ class Stage:
         return replace(cut, model=small), partial(_milliseconds, self.settings, small, small_pass, cut.turns)
 
     def _refit(self, small: nn.Module, mask: UnitMask, *, sequential: bool) -> Mapping[str, Any]:
-        """Refit the layers that read dropped units, then recalibrate batch norms; returns measurements."""
+        """Refit the layers with dropped inputs, then recalibrate batch norms; returns measurements."""
         measured: dict[str, Any] = {}
         calibration, wanted, progress = self.settings.calibration, self.settings.reconstruct, self.settings.progress
         if calibration is None or _keeps_all(mask):
@@ -233,7 +235,7 @@ class Stage:
         return measured
 
     def _recalibrate(self, small: nn.Module, mask: UnitMask) -> None:
-        """Renew the statistics of batch norms. The prior of every step is that of the dense model."""
+        """Recalibrate batch norms. In every step, the prior is that of the dense model."""
         assert self.settings.calibration is not None
         indices = self.settings.graph.kept_indices(within(self.before, mask))
         prior = {name: value[indices[name][0]] if name in indices else value for name, value in self.settings.prior.items()}
@@ -264,7 +266,7 @@ def meet_latency(
             share = (low + high) / 2
             continue
         measured = measure()
-        if measured <= limit_ms:  # not by luck
+        if measured <= limit_ms:  # measure again, to exclude luck
             measured = max(measured, measure())
         fastest = min(fastest, measured)
         if measured > limit_ms:
@@ -304,7 +306,7 @@ def _milliseconds(settings: Settings, small: nn.Module, small_pass: Callable[[],
 
 
 def notes_on_time(cut: Cut) -> list[str]:
-    """Return how well the milliseconds of a cut are known; warn if they are not."""
+    """Return a note on how precisely the latency of a cut was measured; warn if it is not measurable."""
     if not cut.turns:
         return []
     pair = cut.turns[-1]

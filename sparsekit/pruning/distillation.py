@@ -24,7 +24,7 @@ class Distillation:
     - classes: T²·KL(teacher ‖ student), both softened by the temperature T. If the shape of the targets is that of the outputs
       without their axis 1, as for `torch.nn.functional.cross_entropy`, the classes are along axis 1; else along the last axis,
       as in language models. Positions whose target is −100 do not count, in language models those that predict it.
-    - binary labels, one output for each (also a single one): the same for each label alone.
+    - binary labels, with one output for each (also a single one): the same distance for each label.
     - values outside [0, 1], as in regression: the mean squared error to the teacher.
 
     Args:
@@ -71,7 +71,7 @@ class Distillation:
 
     @property
     def settings(self) -> str:
-        """All but the teacher, as text."""
+        """All fields but the teacher, as text."""
         return ", ".join(f"{each.name}={getattr(self, each.name)!r}" for each in fields(self) if each.name != "teacher")
 
     @staticmethod
@@ -123,8 +123,8 @@ def _kind_of(own: Tensor, target: Tensor | None, axis: int) -> Kind:
 def _layout(own: Tensor, target: Tensor | None, axis: int | None, loss: float) -> tuple[int, Tensor | None]:
     """Return the axis of classes, and bool (outputs without it), True where a target counts; None if all do.
 
-    Targets say which axis it is by their shape, and language models predict the next token. Where several readings are
-    possible, the one whose cross entropy is nearest to the loss is right.
+    The shape of the targets shows the axis. In language models, outputs may predict the target of the next position. If several
+    interpretations fit, the one whose cross entropy is nearest to the loss is taken.
     """
     usual = (1 if own.dim() > 3 else -1) if axis is None else axis
     if target is None or target.is_floating_point() or own.dim() < 2:
@@ -158,21 +158,21 @@ class Teaching(nn.Module):
                 " made before a cut in place: copy.deepcopy(model)"
             )
         self.projections = nn.ModuleList()
-        self._seen: dict[str, list[tuple[int, Tensor]]] | None = None  # outputs in a pass, while one is watched
+        self._seen: dict[str, list[tuple[int, Tensor]]] | None = None  # hidden outputs of the current pass
 
     @property
     def teacher(self) -> nn.Module:
         return self._settings.teacher
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Make projections where the widths of hidden outputs differ, with the inputs of one batch."""
+        """Create a projection for each pair of hidden outputs of different widths, with the inputs of one batch."""
         with self.watching(), torch.no_grad():
             self.teach(args, kwargs)
             self._student[0](*args, **kwargs)
             for own, other in self._hidden():
                 made: nn.Module = nn.Identity()
                 if own.shape[-1] != other.shape[-1]:
-                    # The projection that fits best, so that training begins near the teacher.
+                    # The least-squares fit, so that training begins near the teacher.
                     rows = (tensor.flatten(0, -2).double().cpu() for tensor in (own, other))
                     made = nn.Linear(own.shape[-1], other.shape[-1], bias=False)
                     made.weight = nn.Parameter(torch.linalg.lstsq(*rows, driver="gelsd").solution.T.to(own))
@@ -180,7 +180,7 @@ class Teaching(nn.Module):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch the hidden modules of teacher and student inside the block."""
+        """Record the outputs of the hidden modules of teacher and student inside the block."""
         pairs, handles = self._settings.pairs, []
 
         def watch(side: str, number: int) -> Callable[..., None]:
@@ -188,7 +188,7 @@ class Teaching(nn.Module):
                 if self._seen is not None:
                     self._seen[side].append((number, Distillation.outputs(outputs)))
 
-            return hook  # a function, which copies of a model share; another object would be copied, and the teacher with it
+            return hook  # a function: copies of a model share it, but would copy another object together with the teacher
 
         try:
             for side, model, names in (("student", self._student[0], pairs.keys()), ("teacher", self.teacher, pairs.values())):
@@ -206,7 +206,7 @@ class Teaching(nn.Module):
                 handle.remove()
 
     def _hidden(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the hidden outputs of student and teacher in the pass that was watched, features last."""
+        """Return the hidden outputs of student and teacher in the recorded pass, with features on the last axis."""
         found, count = [], len(self._settings.pairs)
         for side, seen in (self._seen or {}).items():
             numbers = sorted(number for number, _ in seen)
@@ -236,7 +236,7 @@ class Teaching(nn.Module):
 
 
 def _features_last(own: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Move features to the last axis: they are on axis 1 of images and volumes, and where only that axis differs."""
+    """Move features to the last axis: from axis 1 for images and volumes, and if only the sizes of that axis differ."""
     first = own.dim() > 3 or (own.dim() == 3 and own.shape[1] != other.shape[1] and own.shape[2] == other.shape[2])
     own, other = (tensor.movedim(1, -1) if first else tensor for tensor in (own, other))
     if own.shape[:-1] != other.shape[:-1]:

@@ -40,10 +40,10 @@ class EpochRecord:
     """One epoch of fine-tuning.
 
     Args:
-        epoch: From 1.
+        epoch: Number of the epoch, from 1.
         loss: Mean training loss over its batches, distillation included.
-        score: On validation; None without validation.
-        learning_rate: Rate of the first group of parameters, at the end of the epoch.
+        score: Score on validation data; None without validation.
+        learning_rate: Learning rate of the first parameter group, at the end of the epoch.
         seconds: Wall-clock time, validation included.
     """
 
@@ -103,13 +103,14 @@ def finetune(
 
     Each submodule trains in its given mode, so that frozen batch norms stay frozen. If the model itself is in eval mode, all of
     it trains. If anything fails, or you press Ctrl-C, the model gets the weights of the best epoch so far; without validation,
-    of the last complete epoch, and before that its own. A loss that is not finite is detected before its step.
+    of the last complete epoch. Before the first epoch is complete, it gets its initial weights. A loss that is not finite is
+    detected before its step.
 
     Args:
-        model: Changed in place; on the device of the batches.
+        model: The model to train in place, on the device of the batches.
         batches: A loader or a list, read once an epoch; batches as for data-driven criteria. A torch loader that shuffles draws
             from its own generator, or from torch's global one, which is seeded here.
-        loss: `loss(outputs, target)`; None takes `outputs.loss`. The parameters of a loss that is a module train along.
+        loss: `loss(outputs, target)`; None takes `outputs.loss`. If it is a module, its parameters are trained too.
         epochs: Number of all epochs, at least 1; a resumed call trains the remaining ones.
         steps: Number of all steps of the optimizer, in place of `epochs`. The batches are read again as often as needed, and
             the last epoch ends early.
@@ -133,7 +134,8 @@ def finetune(
         resume: Whether to continue from the checkpoint if the file exists; False overwrites it. The result is bit-identical to
             an uninterrupted call on the same machine, if batches depend only on torch's generators. A file of another training,
             from other weights or with other settings, is refused.
-        seed: Seed of torch's global generator in the call, for dropout and loaders without one; it is put back afterwards.
+        seed: Seed of torch's global generator in the call, for dropout and loaders without a generator. Its state is restored
+            afterwards.
         progress: Whether to draw a progress bar for each epoch on stderr; None draws if that is a terminal.
         on_epoch: Called after each epoch.
 
@@ -144,7 +146,7 @@ def finetune(
         InvalidValueError: a number out of range, no trainable parameter, an optimizer of another model, a loss that is not
             finite, a score that is not a number, or a checkpoint of another training.
         DataError: an empty loader, or a batch on another device than the model.
-        UnsupportedModelError: the model was made inside `torch.inference_mode`, or `average` is asked of a mask that changes.
+        UnsupportedModelError: the model was made inside `torch.inference_mode`, or `average` is used with a changing mask.
     """
     if (epochs is None) == (steps is None):
         raise InvalidValueError(f"pass epochs= or steps=, one of the two; got epochs={epochs!r} and steps={steps!r}")
@@ -204,7 +206,7 @@ def finetune(
             for batch in group:
                 value = compute(model, batch, teaching)
                 losses.append(float(value.detach()))
-                if not math.isfinite(losses[-1]) and not scaler.is_enabled():  # a scaler leaves such a step out
+                if not math.isfinite(losses[-1]) and not scaler.is_enabled():  # a scaler skips such a step
                     raise InvalidValueError(
                         f"the loss is {losses[-1]} in batch {len(losses) - 1} of epoch {epoch}; lower the learning rate, clip"
                         " gradients with clip_norm=1.0, or look for NaN in the data"
@@ -225,7 +227,7 @@ def finetune(
     def validate() -> float | None:
         if validation is None:
             return None
-        with measured(result):  # what validation draws must not move the draws of training
+        with measured(result):  # random numbers drawn in validation must not affect training
             if callable(validation):
                 with calling("validation"):
                     found: Any = validation(result)
@@ -261,7 +263,7 @@ def finetune(
                 kept = best[0] or copy.deepcopy(result.state_dict())
             while len(history) < epochs if epochs else done < (steps or 0):
                 epoch, begun = len(history) + 1, time.perf_counter()
-                if getattr(model, "narrows", False):  # epochs of a wider model do not compete
+                if getattr(model, "narrows", False):  # scores of a wider model are not comparable
                     best = None, None, 0
                 mean, score = train(epoch), validate()
                 if schedule is not None and follows_metric:
@@ -340,7 +342,7 @@ def _schedule(make: MakeScheduler | None, optimizer: torch.optim.Optimizer) -> A
 
 
 def _check_schedule(schedule: Any, planned: int) -> None:
-    """Warn if a scheduler is made for another number of steps than it will make."""
+    """Warn if a scheduler is made for a number of steps that differs from the planned one by more than 10 %."""
     asked = getattr(schedule, "total_steps", None) or getattr(schedule, "T_max", None)
     if asked and abs(planned - asked) > 0.1 * asked:
         warnings.warn(

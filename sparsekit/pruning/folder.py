@@ -1,4 +1,4 @@
-"""prune_folder(): a folder of transformers is pruned to another folder, and the model is never in memory."""
+"""prune_folder(): prune a transformers model from its folder to another one, without loading all of it into memory."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def prune_folder(
     """Prune a dense model of transformers from its folder into another one, shard by shard.
 
     Units are traced and verified on the meta device, without values. Weights are read one at a time, scored by magnitude, and
-    written as shards of half a GiB. The result equals `prune` without data in memory, so a large cut needs training. A call
-    that was interrupted continues after the last shard if it is made again.
+    written as shards of half a GiB. The result equals that of `prune` without data, so a model that is pruned much needs
+    training. If a call was interrupted, the same call continues after the last complete shard.
 
     Args:
         source: A folder with `config.json` and safetensors weights, such as `snapshot_download` makes.
-        out: The folder to write, made if it does not exist. `load_pretrained` reads it, and so does transformers.
+        out: The folder to write, created if it does not exist. `load_pretrained` reads it, and so does transformers.
         budget: As for `prune`, without `latency_ms`.
-        criterion: As for `prune`, of those that need no data.
+        criterion: As for `prune`, but one that needs no data.
         allocation: As for `prune`.
         exclude: As for `prune`.
         limits: As for `prune`.
@@ -79,14 +79,14 @@ def prune_folder(
         progress: Whether to draw progress on stderr. None draws if that is a terminal.
 
     Returns:
-        The mask, the units, the report and the scores.
+        The plan, with mask, unit graph, report and scores.
 
     Raises:
         InvalidValueError: `out` holds a model, or a part of another one, or the budget limits milliseconds.
-        UnsupportedModelError: A mixture of experts.
+        UnsupportedModelError: The model is a mixture of experts.
         CompactFileError: `source` names no class of transformers, or its weights are damaged or incomplete.
         BudgetError: As for `prune`.
-        OSError: Files are missing, or the disk is full; what was written is complete, and the same call continues.
+        OSError: Files are missing, or the disk is full. Written shards are complete, and the same call continues.
 
     Warns:
         UncalibratedWarning: No data was used.
@@ -130,7 +130,7 @@ def prune_folder(
         if (generation := Path(source, "generation_config.json")).exists():
             shutil.copyfile(generation, target / generation.name)
         shutil.rmtree(target / ".weights", ignore_errors=True)
-        describe_folder(narrow, kind, config, widths, target)  # late, so that a folder with a configuration is complete
+        describe_folder(narrow, kind, config, widths, target)  # last, so that a folder with a configuration is complete
     before.unlink()
     return plan
 
@@ -139,7 +139,7 @@ def _plan(
     twin: nn.Module, weights: FolderWeights, call: ModelInputs, graph: UnitGraph, budget: Budget,
     limits: Mapping[str, tuple[float, float]], multiples: Any, criterion: Criteria | None, allocation: Allocations | None,
 ) -> PrunePlan:  # fmt: skip
-    """Decide which units stay, as `plan` does without data."""
+    """Decide which units to keep, as `plan` does without data."""
     costs = cost_model(twin, call, graph)
     refuse_unreachable(graph, costs, budget, limits, multiples)
     (candidate,) = make_candidates(criterion, allocation, None, progress=None)
@@ -160,7 +160,7 @@ def _plan(
 
 
 def _fingerprint(source: str | os.PathLike[str], plan: PrunePlan) -> str:
-    """Return a text that another source or another plan changes."""
+    """Return a hash of the source files and the plan."""
     files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in Path(source).glob("*.safetensors"))
     kept = {name: keep.nonzero().flatten().tolist() for name, keep in plan.mask.items()}
     return hashlib.sha256(json.dumps([digest(plan.graph), kept, files]).encode()).hexdigest()
@@ -169,7 +169,7 @@ def _fingerprint(source: str | os.PathLike[str], plan: PrunePlan) -> str:
 def _write(
     narrow: nn.Module, weights: FolderWeights, plan: PrunePlan, buffers: Iterable[str], folder: Path, fingerprint: str
 ) -> None:
-    """Write the kept part of every tensor, shard by shard; complete shards of an earlier call stay."""
+    """Write the kept part of every tensor, shard by shard; complete shards of an earlier call are not written again."""
     entries = named_entries(narrow)
     first = {id(entry): name for name, entry in reversed(entries.items())}
     shapes = {name: entry for name, entry in entries.items() if first[id(entry)] == name}

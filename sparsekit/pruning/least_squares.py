@@ -1,4 +1,4 @@
-"""Fit: least squares for one layer, so that it computes from its kept inputs the same outputs as from all inputs."""
+"""Fit: refit one layer by least squares, so that its outputs from the kept inputs are close to those from all inputs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,16 +11,16 @@ from sparsekit._torch import ConvNd
 from sparsekit.graph.index import wide
 
 _ROWS = 4096
-"""Rows of one call that a layer's statistics take at most."""
+"""Maximum number of rows from one call in the statistics of a layer."""
 _HELD = 8
-"""One of so many examples is held out of a fit, and judges it."""
+"""One in this number of examples is held out of a fit, to judge it."""
 _RIDGES = (1.0, 10.0, 100.0, 1000.0)
-"""Multiples of the ridge that are tried on unseen rows."""
+"""Multiples of the ridge that are compared on held-out rows."""
 
 
 @dataclass(frozen=True, eq=False)
 class LossyLayer:
-    """A layer that loses inputs when units are dropped."""
+    """A layer some of whose inputs are dropped."""
 
     name: str
     layer: nn.Linear | ConvNd
@@ -31,7 +31,7 @@ class LossyLayer:
         """Return random rows of the matrix of inputs of one call, spread over examples and positions.
 
         Returns:
-            Float (rows, weights of an output), and int64 (rows,): the place on the first axis of `x`.
+            Float (rows, features), with a feature for each weight of an output, and int64 (rows,): index on axis 0 of `x`.
         """
         x = wide(x)
         if isinstance(self.layer, nn.Linear):
@@ -61,7 +61,7 @@ class LossyLayer:
         return weight, (self.kept[:, None] * span + torch.arange(span)).reshape(-1).to(weight.device)
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return kept columns of rows, float (rows, kept), and what the others add to the outputs, (rows, outputs)."""
+        """Return kept columns of rows, float (rows, kept), and the contribution of the others to outputs, (rows, outputs)."""
         weight, kept = self.dense_weight()
         gone = torch.ones(weight.shape[1], dtype=torch.bool, device=rows.device).index_fill_(0, kept, False)
         return rows[:, kept], rows[:, gone] @ weight[:, gone].t()
@@ -88,7 +88,7 @@ def _padding(layer: ConvNd) -> list[tuple[int, int]]:
 
 
 class _Sums:
-    """Running sums over rows of kept inputs x, float (rows, kept), and of the lost contribution r, (rows, outputs)."""
+    """Running sums over rows of kept inputs x, float (rows, kept), and of the contribution r of the others, (rows, outputs)."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -123,9 +123,9 @@ class Fit:
             self.unseen.add(*self.layer.split(rows[away]))
 
     def add(self, x: Tensor, lost: Tensor, first: int) -> None:
-        """Add inputs of the narrow linear layer, float (…, kept), and the missing part of its outputs, float (…, outputs).
+        """Add inputs of the narrow linear layer, float (…, kept), and the errors of its outputs, float (…, outputs).
 
-        If there are several axes, the first one counts examples, from `first`.
+        If there are several axes, the first one is of examples, numbered from `first`.
         """
         examples = x.shape[0] if x.dim() > 1 else 1
         x, lost = wide(x).reshape(-1, x.shape[-1]), wide(lost).reshape(-1, lost.shape[-1])
@@ -135,16 +135,16 @@ class Fit:
         self.unseen.add(x[chosen[away]], lost[chosen[away]])
 
     def solve(self, small: nn.Module, ridge: float) -> float:
-        """Write new weights into the small layer if they are better on unseen rows; returns the share of the error left."""
+        """Write new weights into the small layer if they are better on held-out rows; returns the share of the error left."""
         weight = small.get_parameter("weight")
         bias = small.bias if isinstance(small.bias, nn.Parameter) else None
         x0, r0, inner, cross = (self.seen.moment(place) for place in range(4))
         if bias is None:
             x0, r0 = torch.zeros_like(x0), torch.zeros_like(r0)
-        # Of a wide layer, each matrix is a multiple of its weights: one at a time is made, and changed in place.
+        # These matrices may be several times as large as the weights, so as few as possible exist, and they change in place.
         inner.sub_(torch.outer(x0, x0))
         cross.sub_(torch.outer(r0, x0))
-        judge = self.unseen if self.unseen.count else self.seen  # of a single example nothing can be held out
+        judge = self.unseen if self.unseen.count else self.seen  # a single example cannot be held out
         if judge is self.unseen:
             self.seen = _Sums()
         there_x, there_r, there_rr = judge.moment(0), judge.moment(1), judge.moment(4)

@@ -117,32 +117,31 @@ def prune(
         ratio: Share of the units that each layer keeps, in (0, 1], in place of a budget: 0.5, or layer, as in `exclude`, →
             share. Of several that select a layer, the name of its group or else the first one counts.
         batches: Training data: a loader or a list of tensors, of tuples (input, …, target), or of mappings of keyword inputs.
-            They are read once, at most 48 batches or 1 GiB; of a list and of a loader without `shuffle`, in an order drawn with
-            a seed. The last fifth of the examples, and at least 64 (or half, if there are fewer than 128), is set aside to
-            compare candidates; the rest scores units and reconstructs. Without targets and
-            without `loss`, the cut model is compared with the outputs of the dense model.
+            They are read once, at most 48 batches or 1 GiB. A loader without `shuffle`, and a list of more batches, are read in
+            an order drawn with a fixed seed. The last fifth of the examples, and at least 64 (or half, if there are fewer than
+            128), is set aside to compare candidates; the rest scores units and reconstructs. Without targets and without
+            `loss`, the pruned model is compared with the outputs of the dense model.
         loss: `loss(outputs, target)`, the mean over the examples of a batch. None takes `outputs.loss`, as models of
             transformers return it.
         reconstruct: Correction after every cut, with batches: True refits the layers that follow pruned units, and recalibrates
-            batch norms; "layers" or "batchnorm" does one of the two; False does neither. What raises the loss on the
-            examples that were set aside is undone.
+            batch norms; "layers" or "batchnorm" does one of the two; False does neither. A correction that raises the loss on
+            the examples that were set aside is undone.
         metric: Scores a model, such as accuracy on validation data; called in eval mode and without gradients. The report shows
             the scores of the dense model, after each cut and after each call of `finetune`. A number, larger is better.
         choose_by: What chooses among candidates: the "loss" on the examples that were set aside, or the "metric", which is then
             called for each of them.
-        criterion: The importance of a unit: an object or name, or several of them to compare, such as the `scores` of an
-            earlier result, which are not computed again. A criterion that needs data and has none gets `batches` and `loss`.
-            None compares the default candidates; without batches, it takes weight magnitudes. Several criteria or allocations
-            need batches.
-        allocation: The number of units that stay in each group: a function or name ("by_cost", "by_loss", "global", "uniform"),
-            or several of them to compare. None takes "by_cost", or the allocations of the default candidates.
+        criterion: How to score units: an object or name, or several of them to compare, such as the `scores` of an earlier
+            result, which are not computed again. A criterion that needs data and has none gets `batches` and `loss`. None
+            compares the default candidates; without batches, it takes weight magnitudes. Several criteria or allocations need
+            batches.
+        allocation: How many units each group keeps: a function or name ("by_cost", "by_loss", "global", "uniform"), or several
+            of them to compare. None takes "by_cost", or the allocations of the default candidates.
         exclude: Layers that keep all their units, by name, regular expression, type or module; or kinds of unit, such as
             "channel".
         limits: Layers, named in the same way → (smallest, largest) share of their units that stays, each in [0, 1].
-        multiple_of: The width of each layer is a multiple of this number; or kind of unit → number. A layer that loses no unit
-            keeps its width. None prefers multiples of 16, for which runtimes have fast kernels, in layers of 16 channels or
-            more. If more than 2 % of the budget would be left unused, all layers take multiples of 8 or 4, or any width. Pass 1
-            to allow any width.
+        multiple_of: The width of each pruned layer is a multiple of this number; or kind of unit → number. None prefers
+            multiples of 16, for which runtimes have fast kernels, in layers of 16 channels or more. If more than 2 % of the
+            budget would be left unused, all layers take multiples of 8 or 4, or any width. Pass 1 to allow any width.
         schedule: Steps towards the budget, such as `Schedule("cubic", 4)`. Units are scored again before each step.
         finetune: Called after every step with the narrow model and the number of the step, from 1. It trains the model in
             place, or returns the model to continue with, of the same shapes.
@@ -152,12 +151,12 @@ def prune(
         generator: Source of randomness for criteria that draw. None always draws the same numbers.
         depth: How many residual blocks, such as those of a ResNet or the layers of a language model, are removed whole before
             units: a number, or the smallest and the largest number to try; needs `batches`. Blocks are ordered by the loss on
-            the batches. Widths then take the rest of the budget, and the number of blocks whose finished cut has the lowest
-            loss on the held-out examples wins. None removes no block.
+            the batches. Units are then removed until the budget is met. Of several numbers of blocks, the one with the lowest
+            final loss on the held-out examples is chosen. None removes no block.
         progress: Whether to draw progress on stderr. None draws if that is a terminal.
 
     Returns:
-        The small model, the mask, the units, the report, and the scores of all units.
+        The small model, the mask, the unit graph, the report, and the scores of all units.
 
     Raises:
         BudgetError: The budget cannot be met; the message names the minimum and the groups that prevent it. Or the allocation
@@ -214,10 +213,10 @@ def plan(
     depth: int | tuple[int, int] | None = None,
     progress: bool | None = None,
 ) -> PrunePlan:
-    """Decide which units stay, as `prune` does, and leave it to you to cut.
+    """Decide which units to keep, as `prune` does, without cutting the model.
 
-    Use it to look at the widths first, or if the model fits into memory only once: name a criterion, so that no candidate is
-    built, and cut the model itself.
+    Use it to look at the widths first, or if the model fits into memory only once. In that case, name a criterion, so that no
+    candidate is built, and cut the model in place.
 
     ```python
     plan = sk.plan(model, (x,), budget="flops=50%", criterion="magnitude")
@@ -228,7 +227,7 @@ def plan(
     Args and errors are those of `prune`.
 
     Returns:
-        The mask, the units, the report and the scores of `Pruned`.
+        The plan, with mask, unit graph, report and scores.
     """
     settings = _read(
         model, example_inputs, budget=budget, ratio=ratio, batches=batches, loss=loss, reconstruct=reconstruct,
@@ -279,7 +278,7 @@ def _read(
     preferred = PreferredMultiple() if ratio is None else 1
     multiples = preferred if multiple_of is None else multiple_of
     check_multiples(multiples)
-    with torch.inference_mode(mode=False):  # which forbids the measurements below
+    with torch.inference_mode(mode=False):  # inference mode forbids the measurements below
         if graph is None:
             with working("Tracing and verifying units", show=progress):
                 graph = trace_units(model, example_inputs, rules=rules, prune_hidden_size=prune_hidden_size)
@@ -320,7 +319,7 @@ def _scored(metric: Metric, model: nn.Module) -> float:
 
 
 def _run(settings: Settings, named: str, metric: Callable[[nn.Module], float] | None, finetune: AfterCut | None) -> Pruned:
-    """Decide and execute each step of the schedule: the first with the best candidate, and the others with the same one."""
+    """Decide and execute each step of the schedule. The best candidate of the first step is used in all steps."""
     known = try_depths(settings)
     own, small = (settings, settings.dense) if known is None else (known.settings, known.start)
     units, mask = own.graph, UnitMask.full(own.graph)
@@ -344,7 +343,7 @@ def _run(settings: Settings, named: str, metric: Callable[[nn.Module], float] | 
             stage = Stage(own, small, units, own.target(step), mask)
             decision = stage.decide(candidates)
             small, more = stage.execute(decision.cut)
-            del stage  # and with it the wider model
+            del stage  # frees the wider model
         first, candidates = first or (decision if known is None else known.decision), (decision.candidate,)
         mask = within(mask, decision.cut.mask)
         history.append(own.costs.costs(mask.counts()))
@@ -362,7 +361,7 @@ def _run(settings: Settings, named: str, metric: Callable[[nn.Module], float] | 
 
 
 def _finetuned(finetune: AfterCut, small: nn.Module, step: int) -> nn.Module:
-    """Return the trained model, and refuse another one, which the report and the next step would not describe."""
+    """Call `finetune`, and return the trained model. Raises InvalidValueError if its parameters have other names or shapes."""
     shapes = {name: value.shape for name, value in small.named_parameters()}
     with calling("finetune"):
         trained = finetune(small, step)
@@ -383,7 +382,7 @@ def _identifier(metric: Metric) -> str:
 
 
 def _multiple(graph: UnitGraph, counts: Mapping[str, int], given: Multiples) -> int | None:
-    """Return the number of which the widths of wide layers are multiples: as given, or the preferred one that was taken."""
+    """Return the divisor of the widths of wide layers: the given one, or the preferred one that was used; None by kind."""
     if not isinstance(given, PreferredMultiple):
         return given if isinstance(given, int) else None
     cut = [group for group in graph.groups.values() if counts[group.name] not in (0, group.size)]
@@ -404,7 +403,7 @@ def _report(
 ) -> PruneReport:
     """Report a cut of the dense model; `own` are the settings without the removed blocks, and `mask` has their units."""
     budget, graph, counts = settings.budget, settings.graph, whole_mask(settings, mask, own.removed).counts()
-    # Preferred multiples give way where a budget asks for less.
+    # Preferred multiples are lowered if a budget needs it.
     multiples = 1 if isinstance(settings.multiple_of, PreferredMultiple) else settings.multiple_of
     absolute = budget.limits(settings.dense_costs) if budget is not None else {}
     latency_ms = decision.cut.latency_ms

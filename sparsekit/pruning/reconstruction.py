@@ -1,4 +1,4 @@
-"""reconstruct(): layers that read dropped units, refitted to their dense outputs; recalibrate_batchnorm(): new statistics."""
+"""reconstruct(): refit layers with dropped inputs to their dense outputs; recalibrate_batchnorm(): new running statistics."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -35,28 +35,28 @@ def reconstruct(
     sequential: bool = True,
     progress: bool | None = None,
 ) -> dict[str, float]:
-    """Refit the layers of a compacted model that read dropped units, by least squares against the dense model.
+    """Refit the layers of a compacted model whose inputs were dropped in part, by least squares against the dense model.
 
     With W the dense weights, X the dense inputs, K the kept and D the dropped inputs, centred if there is a bias: W_K ← W_K +
     W_D X_D X_Kᵀ (X_K X_Kᵀ + λI)⁻¹, λ = ridge · mean of the diagonal. From its kept inputs, the layer then computes its dense
     outputs, as far as the kept inputs predict the dropped ones. Each layer is fitted on random rows of its inputs. Every eighth
     example is held out to choose λ, and a layer that does not improve there keeps its weights. The linear layers in a chain of
-    equal blocks, such as the layers of a transformer, are fitted one after the other. They get the inputs of the cut model,
-    so that they correct earlier errors, too. Recalibrate batch norms afterwards.
+    equal blocks, such as the layers of a transformer, are fitted one after the other on their inputs in the pruned model, so
+    that they correct earlier errors, too. Recalibrate batch norms afterwards.
 
     Args:
         model: The dense model; not changed.
         small: `compact(model, graph, mask)`; its weights and biases are changed in place. If a second model does not fit into
             memory, pass `model` itself: it is then cut and refitted one block after the other.
-        graph: The units.
+        graph: Unit graph of the dense model.
         mask: The units that are kept.
         batches: Training data on the device of the model; a target is not used. Some hundred examples are enough.
-        ridge: Pulls towards the present weights, at least 0; larger with little data.
+        ridge: Regularization towards the present weights, at least 0. Increase it if there is little data.
         memory_bytes: Bytes that sums over inputs may take at once, next to the two models and the activations of one batch. If
-            they need more, layers are fitted in several passes over the batches. A layer that needs more by itself keeps its
-            weights. Hidden states of a chain take six times their size; with less memory, its layers are fitted as the others.
-        sequential: Whether layers in a chain of blocks are fitted in sequence. False fits every layer by itself, in two thirds
-            of the time.
+            they need more, layers are fitted in several passes over the batches. A layer that needs more alone keeps its
+            weights. Hidden states of a chain take six times their size; with less memory, its layers are fitted independently.
+        sequential: Whether layers in a chain of blocks are fitted in sequence. False fits every layer independently, in two
+            thirds of the time.
         progress: Whether to draw a progress bar on stderr; None draws if that is a terminal.
 
     Returns:
@@ -85,12 +85,12 @@ def recalibrate_batchnorm(
 ) -> int:
     """Estimate the running statistics of all batch norms on some batches, in place.
 
-    After a cut, later layers get inputs that their statistics do not describe, and accuracy falls to chance.
-    Everything else runs in eval mode; no weight changes.
+    After pruning, the inputs of later layers no longer match their statistics, and accuracy falls to chance. Everything else
+    runs in eval mode; no weight changes.
 
     Args:
         model: Changed in place: running means and variances become plain averages over the batches. A batch norm that gets one
-            value of a channel in every batch, such as behind a linear layer in batches of one example, takes the statistics of
+            value per channel in every batch, such as behind a linear layer in batches of one example, takes the statistics of
             all batches together. A batch norm that gets no values keeps its statistics.
         batches: Training data, as for data-driven criteria; a target is not used. Some dozen batches are enough.
         prior: State-dict key → summand of a running mean, factor of a running variance, as `statistics_prior` measures them on
@@ -128,7 +128,7 @@ def _measure_statistics(
 
     def enter(norm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else next(iter(kwargs.values()))
-        norm.training = x.numel() > x.shape[1]  # one value of a channel has no variance
+        norm.training = x.numel() > x.shape[1]  # a single value per channel has no variance
         if x.numel() == x.shape[1]:
             rows.setdefault(norm, []).append(x.reshape(-1))
         elif norm.training and norm not in measured:
@@ -172,7 +172,7 @@ def statistics_of(model: nn.Module) -> dict[str, tuple[list[Tensor], int | None]
 
 
 def put_statistics(model: nn.Module, statistics: Mapping[str, tuple[list[Tensor], int | None]]) -> None:
-    """Give all batch norms the statistics that `statistics_of` returned."""
+    """Set the statistics of all batch norms to those that `statistics_of` returned."""
     for key, norm in batch_norms(model).items():
         values, with_prior = statistics[key]
         for name, value in zip(_STATISTICS, values):
@@ -185,10 +185,11 @@ def put_statistics(model: nn.Module, statistics: Mapping[str, tuple[list[Tensor]
 def statistics_prior(model: nn.Module, batches: Batches, *, share: float = 0.5) -> dict[str, Tensor]:
     """Return state-dict key → float (channels,): summand of a running mean, factor of a running variance, for a cut model.
 
-    A few batches estimate statistics with noise, and they may differ from the data of the training. On EfficientNet-Lite0 and
-    enlarged images of 64 pixels, statistics of the batches alone take 12 of 42 points from the dense model itself. The cut
-    model therefore gets its statistics on the batches plus a share, in [0, 1], of the dense model's difference to them. A model
-    that was pruned before has that share alone, and keeps it whole: otherwise every call of `prune` would halve it.
+    Statistics of a few batches are noisy, and these batches may differ from the training data. On EfficientNet-Lite0 and
+    enlarged images of 64 pixels, statistics of the batches alone cost the dense model itself 12 of its 42 points of accuracy.
+    The pruned model therefore gets its statistics on the batches plus a share, in [0, 1], of the dense model's difference to
+    them. The statistics of a model that was pruned before contain only this share, so all of it is kept: otherwise, every call
+    of `prune` would halve it.
     """
     norms = batch_norms(model)
     measured = _measure_statistics(model, norms, batches)
@@ -196,9 +197,9 @@ def statistics_prior(model: nn.Module, batches: Batches, *, share: float = 0.5) 
     for prefix, norm in norms.items():
         old_mean, old_variance = norm.get_buffer("running_mean"), norm.get_buffer("running_var")
         mean, variance, *_ = measured.get(prefix, (old_mean, old_variance))
-        known = bool((old_mean != 0).any() or (old_variance != 1).any())  # else the layer is new
+        known = bool((old_mean != 0).any() or (old_variance != 1).any())  # else they are initial values
         ratio = (old_variance / variance.clamp_min(1e-12)).clamp(1 / _FARTHEST, _FARTHEST)
-        again = getattr(norm, _WITH_PRIOR, None) == int(norm.get_buffer("num_batches_tracked"))  # and not trained since
+        again = getattr(norm, _WITH_PRIOR, None) == int(norm.get_buffer("num_batches_tracked"))  # not trained since
         part = float(known) * (1.0 if again else share)
         found[f"{prefix}running_mean"] = part * (old_mean - mean)
         found[f"{prefix}running_var"] = 1 + part * (ratio - 1)

@@ -49,11 +49,11 @@ Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 @dataclass(frozen=True)
 class GroupReport:
-    """A group before and after: its width, and FLOPs of one example and parameters of all weights that it touches.
+    """A group before and after pruning: its width, and FLOPs per example and parameters of all weights that it touches.
 
-    Weights between two groups count for both. `modules` are the names of the modules that make the units. If channels or
-    features are removed several at once, as where a reshape groups them, `together` is that number, and the width counts them
-    one by one.
+    Weights between two groups count for both. `modules` are the names of the modules that produce the units. If several
+    channels or features form one unit, for example because of a reshape, `together` is their number, and `before` and `after`
+    count channels or features.
     """
 
     name: str
@@ -70,15 +70,15 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class CandidateReport:
-    """A cut that was tried.
+    """A candidate that was tried.
 
     Args:
         criterion: Label of the criterion, its key in `Pruned.scores`: its name, numbered if several have it.
-        allocation: Name of the allocation, likewise.
-        loss: On examples that neither scored nor reconstructed it; None if it could not be made, or was not judged.
+        allocation: Label of the allocation: its name, numbered if several have it.
+        loss: Loss on examples that neither scored nor reconstructed it; None if it could not be made or judged.
         chosen: Whether it is the result.
-        note: Why it could not be made or judged; a line of `PruneReport.notes`, too.
-        score: By the metric, if that chose.
+        note: Why it could not be made or judged; also in `PruneReport.notes`.
+        score: Score by the metric, if candidates were chosen by it.
         removed: Blocks that were removed before units.
     """
 
@@ -104,7 +104,7 @@ class PruneReport:
         before: Metric → cost of the dense model.
         after: Metric → cost of the pruned model.
         minimum: Metric → cost if every group keeps as few units as limits and multiples allow.
-        groups: Before and after.
+        groups: Each group before and after.
         unprunable: Units that cannot be pruned, and why.
         steps: Metric → cost after each step of the schedule.
         measured: Identifier → other measurements. `reconstruction_error` is the mean share of the error in the outputs of
@@ -114,8 +114,8 @@ class PruneReport:
         notes: Sentences for the reader.
         times: Milliseconds before and after, if they were measured: `measure_times`.
         removed: Blocks that were removed before units, in the order of removal.
-        multiple: The widths of wide layers are multiples of this number; 1 where any width was taken, None where kinds of unit
-            have numbers of their own.
+        multiple: The widths of wide layers are multiples of this number; 1 if any width is allowed, None if the number depends
+            on the kind of unit.
     """
 
     model: str
@@ -138,7 +138,7 @@ class PruneReport:
 
     @property
     def widths(self) -> str:
-        """Which widths were taken, in words."""
+        """The allowed widths, as text."""
         if self.multiple is None:
             return "multiples by kind of unit"
         return "any width" if self.multiple == 1 else f"widths in multiples of {self.multiple}"
@@ -148,7 +148,7 @@ class PruneReport:
         return found
 
     def tables(self) -> dict[str, Table]:
-        """Return title → heads and rows of texts: "Costs", "Groups", and the others if they have rows."""
+        """Return title → column titles and rows of text, for tables with rows: "Costs", "Groups" and others."""
         costs, times, tried, groups = [], [], [], []
         for name, before in self.before.items():
             after, limit, requested = self.after[name], self.limits.get(name), self.requested.get(name)
@@ -212,7 +212,7 @@ def _without(removed: Sequence[str]) -> str:
 
 
 def describe(costs: CostModel, counts: Mapping[str, int], short: CostModel | None = None) -> tuple[GroupReport, ...]:
-    """Describe the groups; `short` has the costs of the model without removed blocks, whose groups keep no unit."""
+    """Describe the groups. `short`: the costs of the model without removed blocks, whose groups keep no unit."""
     graph = costs.graph
     before = costs.entry_costs({name: group.size for name, group in graph.groups.items()})
     after, made = (short or costs).entry_costs({name: counts[name] for name in (short or costs).graph.groups}), makers(graph)
@@ -254,8 +254,8 @@ def measured_text(name: str, value: Any) -> str:
 def prune_page(report: PruneReport, *, file: str, sizes: Mapping[str, int], factory: str = "", command: str = "") -> str:
     """Return a page about a pruned model: costs, measurements, groups, and how to load the model.
 
-    `file` names the file of the pruned model, `sizes` all written files with their bytes. `factory` is the maker of the dense
-    model, as Python, and `command` the command line that pruned it; both may be empty.
+    `file` is the name of the pruned model's file, and `sizes` has all written files with their bytes. `factory` is Python code
+    for the factory of the dense model, and `command` the command line that pruned it; both may be empty.
     """
     tables = report.tables()
     parts = [paragraph(_summary(report)), code(command)]

@@ -21,11 +21,11 @@ from sparsekit.tracing.inputs import ModelInputs
 
 @dataclass(eq=False, kw_only=True, repr=False)
 class PrunePlan:
-    """What `plan` decides: the units that would stay, and the cost of the model. `print` shows it.
+    """The result of `plan`: the units to keep, and the cost of the narrow model. `print` shows the report.
 
     Args:
-        mask: The units of the dense model that stay.
-        graph: The units of the dense model.
+        mask: The units of the dense model to keep.
+        graph: Unit graph of the dense model.
         report: The requested and the achieved costs, candidates and notes.
         scores: Label of each criterion that was tried → scores of all units. `criterion=plan.scores` prunes to another budget
             without scoring again.
@@ -38,7 +38,7 @@ class PrunePlan:
 
     @property
     def widths(self) -> dict[str, int]:
-        """Group name → number of units that stay."""
+        """Group name → number of kept units."""
         return self.mask.counts()
 
     @property
@@ -61,11 +61,11 @@ class PrunePlan:
 
 @dataclass(eq=False, kw_only=True, repr=False)
 class Pruned(PrunePlan):
-    """What `prune` returns: the smaller model, and all that `plan` decides.
+    """The result of `prune`: the smaller model, with the fields of a `PrunePlan`.
 
     Args:
-        mask: The units of the dense model that stay.
-        graph: The units of the dense model.
+        mask: The units of the dense model that were kept.
+        graph: Unit graph of the dense model.
         report: The requested and the achieved costs, candidates and notes.
         scores: Label of each criterion that was tried → scores of all units. `criterion=pruned.scores` prunes to another
             budget without scoring again.
@@ -81,12 +81,12 @@ class Pruned(PrunePlan):
 
         Args:
             dense: The dense model.
-            example_inputs: Inputs of one call, as `prune` takes them; their number of examples is timed, and one example.
+            example_inputs: Inputs of one call, as in `prune`. Models are timed on all of their examples, and on a single one.
             runtimes: Runtimes to time besides eager passes, on all inputs and threads: "compile" (torch.compile), "export" (a
-                program of torch.export), "onnx" (ONNX Runtime). A runtime that cannot run the models leaves a note.
+                program of torch.export), "onnx" (ONNX Runtime). If one cannot run the models, the report gets a note.
 
         Returns:
-            The same with `times` in its report.
+            A copy with `times` in its report.
         """
         call = ModelInputs.of(example_inputs)
         args, kwargs = call.args, call.kwargs
@@ -98,7 +98,7 @@ class Pruned(PrunePlan):
                 times = (*times, pair)
             except SparsekitError:
                 raise
-            except Exception as error:  # noqa: BLE001 - whatever a compiler or an exporter raises; the cut is good without
+            except Exception as error:  # noqa: BLE001 - whatever a compiler or an exporter raises; the model is valid anyway
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 notes.append(f"the models could not be timed by {runtime}: {reason}")
         return replace(self, report=replace(self.report, times=times, notes=notes))
@@ -109,7 +109,7 @@ class Pruned(PrunePlan):
         `load_compact` and `load_mask` read the file.
 
         Args:
-            path: The file.
+            path: Path of the safetensors file.
             page: Name of the page in the same folder; it replaces an earlier one. None writes no page.
 
         Raises:

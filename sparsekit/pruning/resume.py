@@ -1,4 +1,4 @@
-"""Checkpoints of fine-tuning: files that hold no code, and are continued by the training that wrote them alone."""
+"""Checkpoint files of fine-tuning. They hold no code, and only the training that wrote one can resume from it."""
 
 import os
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class CheckpointFile:
-    """The checkpoint file of one training. `parts` have state dicts. A run resumes only with equal `settings`."""
+    """The checkpoint file of one training. `parts`: name → object with a state dict. Resuming requires equal `settings`."""
 
     def __init__(self, path: Path, parts: Mapping[str, Any], batches: Any, settings: Mapping[str, object]) -> None:
         if path.is_dir() or not path.parent.is_dir():
@@ -40,7 +40,7 @@ class CheckpointFile:
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         try:
             torch.save(found, temporary)
-            if not self.path.exists():  # what could not be read again is refused after the first epoch, not after the last
+            if not self.path.exists():  # fail in the first epoch if the file cannot be read again
                 _read(temporary)
             temporary.replace(self.path)
         finally:
@@ -62,7 +62,7 @@ class CheckpointFile:
         averaged.pop("n_averaged", None)
         ends = (found["state"]["model"], found["progress"]["best"][0] or {}, averaged)
         if self._owner["starting weights"] in map(hash_state, ends):
-            theirs["starting weights"] = self._owner["starting weights"]  # a model that the interrupted call has trained
+            theirs["starting weights"] = self._owner["starting weights"]  # the model was trained by the interrupted call
         differing = [
             name if name == "starting weights" else f"{name} is {self._owner.get(name)}, was {theirs.get(name)}"
             for name in self._owner | theirs
@@ -116,8 +116,8 @@ def _flat(place: str, value: Any) -> dict[str, str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read tensors, bit for bit and on the CPU, numbers and strings. Loading runs no code."""
-    with path.open("rb") as file:  # torch reads a path by its ending
+    """Read tensors, bit for bit and to the CPU, numbers and strings. Loading runs no code."""
+    with path.open("rb") as file:  # given a path, torch chooses the format by its ending
         try:
             return dict(torch.load(file, map_location="cpu", weights_only=True))
         except Exception as error:  # damaged files fail in many ways

@@ -1,4 +1,4 @@
-"""The groups that a user selects: by the name of a layer, a regular expression, a type of module, or the module itself."""
+"""Select groups and blocks by the name of a layer, a regular expression, a type of module, or the module itself."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -31,7 +31,7 @@ def _is_inside(name: str, roots: Iterable[str]) -> bool:
 
 
 def makers(graph: UnitGraph) -> dict[str, tuple[str, ...]]:
-    """Return group name → names of the modules that make its units, in the order of the slices."""
+    """Return group name → names of the modules that produce its units, in the order of the slices."""
     return {
         name: tuple(dict.fromkeys(piece.name.rpartition(".")[0] for piece in group.slices if piece.side == "out"))
         for name, group in graph.groups.items()
@@ -39,11 +39,11 @@ def makers(graph: UnitGraph) -> dict[str, tuple[str, ...]]:
 
 
 def select_groups(model: nn.Module, graph: UnitGraph, selector: Selector) -> tuple[str, ...]:
-    """Return the names of the groups whose units the selected modules make, in the order of the graph.
+    """Return the names of the groups whose units the selected modules produce, in the order of the graph.
 
-    A name stands for a group or for a module with everything inside it. If no module has such a name, "channel", "feature",
-    "cell" and "head" stand for all units of the kind. Any other text is a regular expression that must match the whole name of
-    a group or of a module that makes its units. The result is empty if the selected units cannot be pruned.
+    A name selects a group, or a module with everything inside it. If no module has such a name, "channel", "feature", "cell"
+    and "head" select all units of the kind. Any other text is a regular expression that must match the whole name of a group
+    or of a module that produces its units. The result is empty if the selected units cannot be pruned.
     """
     modules, made = dict(model.named_modules()), makers(graph)
     if selector in _KINDS and selector not in {*graph.groups, *modules}:
@@ -95,7 +95,7 @@ def _matching(pattern: str, names: set[str]) -> set[str]:
 
 
 def read_ratios(model: nn.Module, graph: UnitGraph, ratio: Ratios) -> float | dict[str, float]:
-    """Return a ratio as it is, or group name → ratio; the name of a group counts more than other selectors, then the first."""
+    """Return a single ratio unchanged, or group name → ratio. Names of groups precede other selectors, and the first counts."""
     if not isinstance(ratio, Mapping):
         return check_ratio(ratio)
     found: dict[str, float] = {}
@@ -110,14 +110,14 @@ def read_ratios(model: nn.Module, graph: UnitGraph, ratio: Ratios) -> float | di
 def free_blocks(
     model: nn.Module, graph: UnitGraph, exclude: Iterable[Selector], limits: Mapping[Selector, tuple[float, float]]
 ) -> tuple[str, ...]:
-    """Return the blocks that may be removed: those that neither `exclude` nor a limit above zero selects, in forward order."""
+    """Return the blocks that may be removed, in forward order: neither `exclude` nor a limit above zero selects them."""
     kept = [*exclude, *(selector for selector, (least, _) in limits.items() if least > 0)]
     chosen = set().union(*(select_blocks(model, graph, selector) for selector in kept))
     return tuple(name for name in graph.blocks if name not in chosen)
 
 
 def select_blocks(model: nn.Module, graph: UnitGraph, selector: Selector) -> tuple[str, ...]:
-    """Return the blocks that a selection names: the block itself, a module around it or within it, or the kind "block"."""
+    """Return the blocks that a selector selects: by the block itself, a module around or within it, or the kind "block"."""
     modules = dict(model.named_modules())
     if selector in _KINDS and selector not in {*graph.groups, *modules}:
         return tuple(graph.blocks) if selector == "block" else ()
@@ -128,7 +128,7 @@ def select_blocks(model: nn.Module, graph: UnitGraph, selector: Selector) -> tup
 def read_limits(
     model: nn.Module, graph: UnitGraph, exclude: Iterable[Selector], limits: Mapping[Selector, tuple[float, float]]
 ) -> Limits:
-    """Return limits by group. All limits of a group hold; `exclude` overrides them, also for groups tied to an excluded one."""
+    """Return limits by group. Several limits of a group all apply. `exclude` overrides them, also for tied groups."""
     if isinstance(exclude, str | type | nn.Module):
         raise InvalidValueError(f"exclude must be a list of selections, got {exclude!r}; pass [{exclude!r}]")
     found: dict[str, tuple[float, float]] = {}

@@ -1,4 +1,4 @@
-"""Refit: layers by themselves, or the blocks of a network one after the other, each on the outputs of the cut ones before."""
+"""Refit: refits layers independently, or the blocks of a network in sequence, on the outputs of the pruned blocks before."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ from sparsekit.tracing.modes import scoring
 
 _PLAIN = (Tensor, int, float, str, torch.dtype, torch.device, type(None))
 _NEAR = 0.03
-"""Largest error, as a share of an added value, at which a tensor counts as a sum with that value; bfloat16 needs some."""
+"""Largest error, relative to an added value, at which a tensor counts as a sum with that value; bfloat16 is inexact."""
 _HELD = 6
-"""Hidden states of every batch that are held at once: two streams, their successors, targets of two layers."""
+"""Number of hidden states per batch that are in memory at once: two streams, their successors, targets of two layers."""
 _IN_MEMORY = 2**26
-"""Bytes that are kept in memory; more go to a file."""
+"""Maximum number of bytes that are kept in memory; more are written to a file."""
 _BLOCK = ""
-"""Name of a block, seen from inside."""
+"""Name of a block itself among the names of its modules."""
 _Others: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, eq=False)
 class _Calls:
-    """The calls of the blocks of a model, by batch: the first hidden state, the other arguments by block, and shapes of all
-    states.
+    """The recorded calls of the blocks of a model.
+
+    For each batch: the first hidden state, the other arguments of each block, and the shapes of all hidden states.
     """
 
     hidden: list[Tensor]
@@ -49,7 +50,7 @@ class _Calls:
 
 
 class Undo:
-    """Restores kept entries of a model if its block fails: from a temporary file, since memory may hold one model only."""
+    """Restores entries of a model if its `with` block raises. A temporary file holds them, since copies may not fit."""
 
     def __enter__(self) -> Self:
         self._file = tempfile.SpooledTemporaryFile(_IN_MEMORY)
@@ -72,7 +73,7 @@ class Undo:
 
 @dataclass(frozen=True, eq=False)
 class Refit:
-    """A refit of the layers of `small`, or of `model` itself where they are one, that read units dropped by `mask`.
+    """Refits the layers of `small` whose inputs are dropped by `mask`. If `small` is `model` itself, it is also cut.
 
     The arguments are those of `reconstruct`.
     """
@@ -110,7 +111,7 @@ class Refit:
         return self.small is self.model
 
     def run(self, batches: Batches, *, sequential: bool = True, undo: Undo | None = None) -> dict[str, float]:
-        """Do the work of `reconstruct`; without `undo`, for a `small` that nobody needs if it fails."""
+        """Run `reconstruct`. `undo` restores `small` if this fails; None: `small` is left as it is then."""
         refuse_inference(self.small)
         self.mask.check(self.graph)
         self.graph.check_state(named_entries(self.model), what=f"the {type(self.model).__name__}")
@@ -138,7 +139,7 @@ class Refit:
         return left
 
     def _apart(self, layers: Sequence[LossyLayer], batches: Batches) -> dict[str, float]:
-        """Fit each layer by itself, in one pass over the batches."""
+        """Fit each layer independently, in one pass over the batches."""
         fits = [Fit(layer, self._generator) for layer in layers]
         with ExitStack() as hooks, scoring(self.model), torch.no_grad():
             for fit in fits:
@@ -158,11 +159,10 @@ class Refit:
     def _in_sequence(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Refit the linear layers of a chain of equal blocks, such as the layers of a transformer, in the order of computation.
 
-        A layer that is fitted by itself ignores earlier errors in its inputs, and in the stream that its output is added to.
-        Here, each layer is fitted on the inputs that it gets in the cut model. If a block adds its output to a stream, the
+        An independent fit of a layer ignores earlier errors in its inputs, and in the residual stream that its output is added
+        to. Here, each layer is fitted on the inputs that it gets in the pruned model. If its output is added to a stream, the
         target is the stream of the dense model after that sum. So the layer corrects earlier errors, too, as far as its inputs
-        predict them.
-        The result is empty if the blocks do not follow one another, or if their hidden states need more memory.
+        predict them. The result is empty if the blocks do not follow one another, or if their hidden states need more memory.
         """
         model, small, chain = self.model, self.small, self.chain
         left: dict[str, float] = {}
@@ -248,7 +248,7 @@ def _lossy_layers(model: nn.Module, graph: UnitGraph, mask: UnitMask) -> list[Lo
 
 
 def find_chain(model: nn.Module, lossy: Sequence[LossyLayer]) -> list[str]:
-    """Return the names of the blocks of one class in the list or sequence that holds the most of them; all are linear."""
+    """Return the names of the blocks, all of one class, in the module list with the most layers to fit, if these are linear."""
     best: list[str] = []
     most = 0
     for name, module in model.named_modules():
@@ -261,7 +261,7 @@ def find_chain(model: nn.Module, lossy: Sequence[LossyLayer]) -> list[str]:
 
 
 def _note_calls(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence[Batch], memory_bytes: int) -> _Calls | None:
-    """Note the arguments of the blocks.
+    """Record the calls of the blocks.
 
     None unless each is called once, on the hidden state that the previous one returns, and the states fit into memory.
     """
@@ -274,7 +274,7 @@ def _note_calls(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence
 
         with ExitStack() as stack:
             config: Any = getattr(model, "config", None)
-            if hasattr(config, "use_cache"):  # of models of transformers: a second call of a layer would add to it
+            if hasattr(config, "use_cache"):  # in transformers, a second call of a layer would append to the cache
                 stack.callback(setattr, config, "use_cache", config.use_cache)
                 config.use_cache = False
             for block in blocks:
@@ -299,7 +299,7 @@ def _note_calls(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence
 def _run(
     block: nn.Module, state: Tensor, others: _Others, names: Iterable[str] = (), moved: str | None = None
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Run a block: its hidden state, and name → first input and output of the modules inside, in the order of calls.
+    """Run a block; return its hidden state, name → first input, and name → output of modules inside, in the order of calls.
 
     Noise is added to the output of the module `moved`.
     """
@@ -310,7 +310,7 @@ def _run(
 
             def enter(_: nn.Module, args: Any, name: str = name) -> None:
                 if args and isinstance(args[0], Tensor):
-                    inputs[name] = args[0].clone()  # others may add to it in place
+                    inputs[name] = args[0].clone()  # other modules may change it in place
 
             def leave(_: nn.Module, __: Any, out: Any, name: str = name) -> Any:
                 out = out + _noise(out) if name == moved else out
@@ -335,10 +335,10 @@ def _noise(out: Tensor) -> Tensor:
 
 
 def _streams(block: nn.Module, layers: Collection[str], state: Tensor, others: _Others) -> dict[str, str | None]:
-    """Return layer, in the order of calls → the module whose input is a stream to which the layer's output was added.
+    """Return layer → the module whose input is the residual stream to which the layer's output was added, in order of calls.
 
-    The name is "" if that stream is the block's output, and None if there is no such stream. A stream is known by noise on the
-    layer's output: it changes by just that noise.
+    The name is "" if that stream is the output of the block, and None if there is no such stream. To find it, noise is added to
+    the output of the layer: the stream changes by exactly this noise.
     """
     names = [name for name, _ in block.named_modules() if name]
     out, inputs, outputs = _run(block, state, others, names)
