@@ -1,4 +1,4 @@
-"""`sparsekit compare METHOD METHOD …`: methods under one protocol, over seeds; `sparsekit report FOLDER…`: tables of them."""
+"""`sparsekit compare METHOD METHOD …` runs methods with equal settings over seeds; `sparsekit report FOLDER…` writes tables."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _compare(
         raise InvalidValueError("--engine flower is for `sparsekit run METHOD`; compare runs in processes of this machine")
     if not methods:
         raise InvalidValueError("METHODS are missing; name them, as in `sparsekit compare fedlps fedavg`")
-    require("pandas")  # before hours of training, and not behind them
+    require("pandas")  # checked before hours of training, not afterwards
     made = _distinct(methods)
     if options.settings():
         raise InvalidValueError(
@@ -62,7 +62,7 @@ def _compare(
     grid = [options.replaced(seed=seed, out=None) for seed in range(first, first + seeds)]
     tasks = [(method, run) for run in grid for method in made.values()]
     try:
-        options.callbacks()  # if the options are wrong, nothing begins
+        options.callbacks()  # wrong options raise an error before any training
         _experiment(grid[0])
         for number, (method, run) in enumerate(tasks, 1):
             label = f"{number}/{len(tasks)} {method.name}, seed {run.seed}"
@@ -71,7 +71,7 @@ def _compare(
                 told = "finished"
             except (ResumeError, RunInterrupted):
                 raise
-            except Exception as error:  # noqa: BLE001 - anybody's method may fail in any way; the other runs continue
+            except Exception as error:  # noqa: BLE001 - a method may fail in any way; the other runs continue
                 text = str(error) if isinstance(error, SparsekitError) else f"{type(error).__name__}: {error}"
                 failed.append({"method": method.name, "seed": run.seed, "error": text})
                 told = f"failed: {text}"
@@ -100,7 +100,7 @@ def _compare(
 
 
 def _distinct(texts: Sequence[str]) -> dict[str, Method]:
-    """Make each method, by its name; `all` adds the other methods of the registry."""
+    """Return name → method, for the given methods; `all` adds the other methods of the registry."""
     from sparsekit_fl.methods import make_method, registry
     from sparsekit_fl.paper.published import in_published_order
 
@@ -120,7 +120,7 @@ def _experiment(options: RunOptions) -> Experiment:
 
 
 def _result(method: Method, options: RunOptions, home: Path | None, label: str) -> Mapping[str, Any]:
-    """Return the result of a run that has finished, or run it from its last checkpoint, in a folder below `home`, if any."""
+    """Return the result of a method in its folder below `home`, if any: finished, resumed from a checkpoint, or run now."""
     from sparsekit_fl.callbacks import LiveProgress
     from sparsekit_fl.checkpoint import holds_run
 
@@ -154,8 +154,8 @@ def _report(
 ) -> None:
     """Write report.html of finished runs, with tables and charts, and print the tables; nothing is trained.
 
-    Runs of different data, models or settings have sections of their own. Where runs have the protocol of the FedLPS paper, its
-    published numbers are next to them.
+    Runs with different data, models or settings are in separate sections. Runs with the protocol of the FedLPS paper are shown
+    next to its published numbers.
     """
     from sparsekit_fl.comparison import comparisons_of, read_results
     from sparsekit_fl.paper.published import RULE, in_published_order, published_beside
@@ -180,7 +180,7 @@ def _report(
 
 
 def show(comparison: Comparison) -> None:
-    """Print the table of a comparison, of the first columns that fit, then its footnotes and what failed."""
+    """Print the first columns of a comparison's table that fit the terminal, then footnotes and failures."""
     _show_frame(comparison.table())
     print_wrapped(f"{comparison.seeds_text()}; wall time depends on what else ran on the machine, simulated time does not")
     for line in comparison.remarks() + comparison.troubles() + comparison.gains():

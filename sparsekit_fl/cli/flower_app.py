@@ -1,4 +1,4 @@
-"""Flower from the command line: its app, which `sparsekit flower-app DIR` writes, and `--engine flower`, which simulates it."""
+"""Flower on the command line: `sparsekit flower-app DIR` writes an app, and `--engine flower` runs it in a simulation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.results import RoundRecord, RunResult
 
 _FILES = ("pyproject.toml", "README.md", "make_certificates.sh", "node.example.sh", "flwr-home/config.toml", ".gitignore")
-# Templates have other names, since tools would act on files of the real names in this package.
+# These templates have other names, since tools would act on a real pyproject.toml or .gitignore in this package.
 _SOURCES = {"pyproject.toml": "pyproject.toml.in", ".gitignore": "gitignore.in"}
 
 
@@ -43,7 +43,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def parsed(run_config: Mapping[str, Any]) -> tuple[str, RunOptions]:
-    """Undo `run_text` for a run configuration: return the method, as the user wrote it, and the options of the run."""
+    """Undo `run_text` for Flower's run configuration: return the method, as the user wrote it, and the options of the run."""
     method, *settings = shlex.split(run_config["run"]) or [""]
     return method, RunOptions.read(read_settings(settings), resume=run_config["resume"])
 
@@ -53,7 +53,7 @@ def run_text(method: str, given: Mapping[str, Any]) -> str:
 
 
 def write_app(folder: Path, config: Mapping[str, Any] | None = None, *, port: int = 8000) -> list[Path]:
-    """Write the app into a folder, and return its files; if one is there already, raise InvalidValueError and write nothing."""
+    """Write the app into a folder, and return its files. If one of them exists, raise InvalidValueError and write nothing."""
     taken = [name for name in _FILES if (folder / name).exists()]
     if taken:
         raise InvalidValueError(f"{folder} already holds {', '.join(taken)}; nothing was written. Choose another folder")
@@ -85,14 +85,14 @@ QUIET = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # A closed port of this machine: Ray posts a "disabled" report even where reports are switched off.
+    # A closed port of this machine: Ray posts a "disabled" report even if reports are switched off.
     "RAY_USAGE_STATS_REPORT_URL": "http://127.0.0.1:9/",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # Ray would start its actors at niceness 15, and next to other work they would hardly run.
     "RAY_worker_niceness": "0",
 }
-"""No telemetry, usage reports or update checks; set by default; the user's own values win."""
+"""Environment variables that switch off telemetry, usage reports and update checks. The user's values take precedence."""
 
 _MAX_NODES = 100
 _START_SECONDS, _STOP_SECONDS, _POLL_SECONDS = 300.0, 20.0, 0.2
@@ -102,7 +102,7 @@ _LOG_LINES = 15
 def simulate(method: str, options: RunOptions, on_round: Callable[[RoundRecord], object]) -> RunResult:
     """Run a method in Flower's simulation: write an app, start a SuperLink that simulates, and submit the app to it.
 
-    The error that ended the run is raised here; if Flower ended without a result, WorkerDiedError with the end of its log.
+    Raises the error that ended the run, or WorkerDiedError with the end of Flower's log if there is no result.
     """
     from sparsekit_fl import errors
     from sparsekit_fl.results import RoundRecord, load_result
@@ -123,7 +123,7 @@ def simulate(method: str, options: RunOptions, on_round: Callable[[RoundRecord],
                 await_port(port, link, log)
                 submitted = start(*command)
                 while True:
-                    ended = submitted.poll() is not None  # before the last look
+                    ended = submitted.poll() is not None  # asked before the lines are read, so that none is missed
                     for line in _lines(out / "rounds.jsonl")[shown:]:
                         shown += 1
                         on_round(RoundRecord.from_dict(json.loads(line)))
@@ -152,7 +152,7 @@ def _app_for(
     workers = options.workers or gpus or min(os.cpu_count() or 1, MOST_WORKERS)
     given = options.given | {"workers": workers, "out": out}
     if gpus:
-        given["device"] = "cuda"  # Ray shows each process the GPUs that it may use, under numbers of their own
+        given["device"] = "cuda"  # Ray shows each process only its GPUs, with their own numbering
     config = {"run": run_text(method, given), "resume": options.resume, "nodes": nodes, "error-file": str(failed)}
     write_app(base / "app", config, port=port)
     env = {**QUIET, **os.environ, "FLWR_HOME": str(base / "app" / "flwr-home")}
@@ -160,7 +160,7 @@ def _app_for(
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(os.path.abspath(path) for path in sys.path))
     # SuperLink starts programs by name. They are in this interpreter's folder, even if no environment is activated.
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), *filter(None, [env.get("PATH")])])
-    # Without "local" Ray would join a cluster that it finds on this machine.
+    # Without "local", Ray would join a cluster that it finds on this machine.
     env["RAY_ADDRESS"] = options.ray_address or "local"
     numbers = [one.partition(":")[2] for one in found]
     if gpus and all(numbers):
@@ -174,7 +174,7 @@ def _app_for(
 
 @contextmanager
 def programs(log: Path, env: Mapping[str, str]) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Provide a function that starts a program of Flower with a log; at the end of the block, all programs are ended."""
+    """Provide a function that starts a Flower program, with output to `log`. All programs are ended after the block."""
     running: list[subprocess.Popen[bytes]] = []
 
     def start(name: str, *words: str) -> subprocess.Popen[bytes]:
@@ -183,7 +183,7 @@ def programs(log: Path, env: Mapping[str, str]) -> Iterator[Callable[..., subpro
         if found is None or find_spec("ray") is None:
             raise MissingDependencyError(f"engine 'flower' needs flwr[simulation]; {install_hint('flwr')}")
         with log.open("ab") as file:
-            # In a session of its own, so that Ctrl-C reaches this process alone, which then ends the others.
+            # In a new session, so that Ctrl-C reaches only this process, which then ends the programs.
             running.append(subprocess.Popen([found, *words], env=env, stdout=file, stderr=file, start_new_session=True))
         return running[-1]
 
@@ -221,7 +221,7 @@ def await_port(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def _lines(path: Path) -> list[str]:
-    """Return the whole lines of a file; none if it does not exist."""
+    """Return the complete lines of a file; empty if it does not exist."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
 

@@ -1,4 +1,4 @@
-"""`sparsekit list KIND`: the names that options take, or all options; `sparsekit describe METHOD`: the options of a method."""
+"""`sparsekit list KIND` lists the names that options take, or all options; `sparsekit describe METHOD` a method's options."""
 
 import functools
 import inspect
@@ -50,7 +50,7 @@ def _list(
 
 
 def _run_options() -> dict[str, str]:
-    """Return path → meaning of the options of a run, of training and of all partitions."""
+    """Return path → description of the options of a run, of training and of all partitions."""
     from sparsekit_fl.cli.options import PARTITION, about_of, path_of, paths, text_of
     from sparsekit_fl.config import options_of
     from sparsekit_fl.problem.partition import partitions
@@ -94,7 +94,7 @@ def _show_options(rows: Mapping[str, str], *, as_json: bool) -> None:
 
 
 def _line(registry: Mapping[str, Any], name: str) -> str:
-    """Return the first sentence of the documentation of an entry; of a preset, its model, data set and size."""
+    """Return the first sentence of an entry's documentation; for a preset, its model, data set and size."""
     try:
         found = registry[name]
         if type(found).__name__ == "Preset":
@@ -103,7 +103,7 @@ def _line(registry: Mapping[str, Any], name: str) -> str:
         made = made.func if isinstance(made, functools.partial) else made
         text = inspect.getdoc(made) or inspect.getdoc(inspect.getmodule(found)) or ""
         return re.split(r"(?<=[.])\s", text.partition("\n")[0], maxsplit=1)[0].rstrip(".")
-    except Exception as error:  # noqa: BLE001 - plug-ins are other people's code; a broken one does not spoil the list
+    except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way; the others are still listed
         return f"(not available: {error})"
 
 

@@ -1,4 +1,4 @@
-"""RunOptions: the options of every command that runs a method, from flags, from `--set PATH=VALUE` and from TOML files."""
+"""`RunOptions`, the options of every command that runs a method: from flags, from `--set PATH=VALUE` and from TOML files."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
 """Panel of the help text → the options that have a flag; all others are given by --set and in files."""
 
 MOMENTARY = ("config", "resume", "as_json", "quiet")
-"""The options of one command line, which a file neither gives nor keeps."""
+"""Options that only a command line can have; files neither set nor store them."""
 
 _CODE = ("dataset", "model", "partition", "callback", "optimizer")
-"""The options whose values may be code: package.module:name, or a Python file."""
+"""Options whose values may name code to import: package.module:name, or a Python file."""
 
 PARTITION = "partition."
-"""Begins the path of an option of the partition."""
+"""Prefix of the paths of partition options."""
 
 _FRONT = tuple(name for names in FLAGS.values() for name in names)
 _FROM_PRESET = {*options_of(Preset), *options_of(TrainingConfig), "heterogeneity"}
@@ -52,7 +52,7 @@ _FROM_PRESET = {*options_of(Preset), *options_of(TrainingConfig), "heterogeneity
 
 @dataclass(init=False, eq=False)
 class RunOptions:
-    """The options of a run and of a command that the user gave, by name in `given`; any other has its default, or None."""
+    """The options of a run and of its command. `given` has those that the user set; others have their default, or None."""
 
     preset: str | None = option(
         None,
@@ -66,7 +66,7 @@ class RunOptions:
     partition: str | None = option(
         None,
         "How examples are split over clients: pathological, dirichlet, natural, or package.module:function. "
-        "Its own options are --set partition.NAME=VALUE.",
+        "Set its options with --set partition.NAME=VALUE.",
     )
     heterogeneity: Literal["low", "median", "high", "own"] | None = option(
         None,
@@ -96,7 +96,7 @@ class RunOptions:
         None, "Number of worker processes. Results do not depend on it. Default: the number of cores, at most 8."
     )
     out: Path | None = option(None, "Folder for the result, the rounds, the checkpoint and the models.")
-    resume: bool = option(False, "Continue the run in --out with its options, to the same bits.")
+    resume: bool = option(False, "Continue the run in --out with its options; the result is as without the interruption.")
     callback: tuple[str, ...] | None = option(
         None,
         "A callback: tensorboard, best (keep the best model), early-stopping, or package.module:Class. Repeat it for several.",
@@ -129,9 +129,9 @@ class RunOptions:
 
     @classmethod
     def read(cls, values: Mapping[str, object], **typed: Any) -> Self:
-        """Make options from values by path, as `--set` and files have them, under values by name.
+        """Make options from path → value, as in `--set` and files; `typed`, name → value, take precedence.
 
-        A path that is not an option of the run is one of its method or of its partition.
+        A path that is not an option of the run is an option of its method or partition.
         """
         known, given, rest = paths(), dict[str, Any](), list[str]()
         for path, value in values.items():
@@ -148,7 +148,7 @@ class RunOptions:
         return {name: value for name, value in self.given.items() if any(name in options_of(kind) for kind in kinds)}
 
     def replaced(self, **values: Any) -> Self:
-        """Return a copy with other values; None takes an option back, as if it had not been given."""
+        """Return a copy with other values; None unsets an option."""
         left = {name: value for name, value in self.given.items() if name not in values}
         return type(self)(**left, **{name: value for name, value in values.items() if value is not None})
 
@@ -184,7 +184,7 @@ def path_of(name: str) -> str:
 
 @cache
 def paths() -> dict[str, str]:
-    """Return the option of each path that `--set` and files may give. For an option with a flag, its name is a path too."""
+    """Return path → option, for all paths that `--set` and files accept. If an option has a flag, its name is a path too."""
     names = [name for name in OPTIONS if name not in (*MOMENTARY, "set")]
     return {path_of(name): name for name in names} | {name: name for name in names if name in _FRONT}
 
@@ -196,7 +196,7 @@ def text_of(value: Any) -> str:
 
 
 def toml_of(values: Mapping[str, Any]) -> str:
-    """Return numbers, texts, paths and lists by name, as lines of TOML; None becomes "none"."""
+    """Return name → number, text, path or list as lines of TOML; None becomes "none"."""
     # JSON and TOML write these types in the same way.
     texts = {
         name: json.dumps("none" if value is None else value, default=str, ensure_ascii=False) for name, value in values.items()
@@ -205,13 +205,13 @@ def toml_of(values: Mapping[str, Any]) -> str:
 
 
 def by_path(given: Mapping[str, Any], *without: str) -> dict[str, Any]:
-    """Return the options that were given, by path, as files have them."""
+    """Return path → value of the given options, as in files."""
     kept = {path_of(name): value for name, value in given.items() if name not in (*MOMENTARY, "set", *without)}
     return {**kept, **read_settings(given.get("set") or ())}
 
 
 def written(method: str, given: Mapping[str, Any]) -> str:
-    """Return a method, as the user wrote it, and the options that were given as a file for `--config`."""
+    """Return the content of a file for `--config`: a method, as the user wrote it, and the given options."""
     return toml_of({"method": method, **by_path(given, "out")})
 
 
@@ -232,7 +232,7 @@ def _read_file(path: Path, rest: dict[str, Any], own: Collection[str], command: 
 
 
 def with_run_options(command: Callable[..., None], *, without: tuple[str, ...] = ()) -> Callable[..., None]:
-    """Give a command a flag for each of `FLAGS`, in place of its keyword-only parameter `options`, which gets a RunOptions.
+    """Replace a command's keyword-only parameter `options` by a flag for each of `FLAGS`; it then gets a RunOptions.
 
     Flags override `--set`, which overrides `--config FILE`, or the `run.toml` of a run that is resumed. A file may also name
     the method. The options in `without` are left out.
@@ -247,7 +247,7 @@ def with_run_options(command: Callable[..., None], *, without: tuple[str, ...] =
         if (file := given.get("config")) is not None:
             values = _read_file(file, rest, own, command) | values
         options = RunOptions.read(values, **given)
-        # The options that the run wrote into its folder.
+        # Read the options that the run stored in its folder.
         if file is None and options.resume and options.out is not None and (kept := options.out / "run.toml").exists():
             typed_options, named = options, rest.get("method", "")
             options = RunOptions.read(_read_file(kept, rest, own, command) | values, **given)
@@ -263,9 +263,10 @@ def with_run_options(command: Callable[..., None], *, without: tuple[str, ...] =
 
 
 def _refuse_code(file: Path, words: list[str | None], filed: Mapping[str, str | tuple[str, ...]]) -> None:
-    """Raise if the file of a run folder names code. Only the command line may, since the folder may come from somebody else.
+    """Raise InvalidValueError if the file of a run folder names code, since the folder may come from another person.
 
-    `filed` maps an option to its text or texts in the file, and the empty name to the method. The error has the line to type.
+    `filed` maps an option to its text or texts in the file, and the empty name to the method. The error has the command line
+    that names the same code.
     """
     listed = {name: [given] if isinstance(given, str) else given for name, given in filed.items()}
     code = [(name, text) for name, texts in listed.items() for text in texts if ":" in text]
@@ -296,7 +297,7 @@ def _plain(hint: Any) -> Any:
 
 
 def about_of(name: str) -> str:
-    """Return the meaning of an option on the command line, with the default of the first preset if presets decide it."""
+    """Return the help text of an option; if presets set the option, with the default of the first preset."""
     about, first = OPTIONS[name].about, PRESETS[DEFAULT]
     if name not in _FROM_PRESET:
         return about

@@ -1,4 +1,4 @@
-"""`sparsekit run METHOD` and `sparsekit fedlps`: an experiment, from the options of a command and a preset, and its result."""
+"""`sparsekit run METHOD` and `sparsekit fedlps` run an experiment with options and a preset, and print its result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MOST_REASONS = 5
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Experiment:
-    """The arguments of `sparsekit_fl.run`, except the method; without an engine, Flower runs them in an app."""
+    """The arguments of `sparsekit_fl.run`, except the method. If `engine` is None, a Flower app runs them."""
 
     problem: Problem
     clients: list[Client]
@@ -63,7 +63,7 @@ class Experiment:
             # Show log messages: reading a data set for the first time takes a while.
             logging.getLogger("sparsekit_fl").setLevel(logging.INFO)
         engine = None if options.engine == "flower" else _engine(options)
-        # Checked before the data are read, which may take long; only the data tell the number of clients.
+        # Check options before the data are read, which may take long. The number of clients is only known afterwards.
         config = _config(options, [], sys.maxsize)
         check_training(config.training)
         if options.init is not None and not options.init.exists():
@@ -87,7 +87,7 @@ class Experiment:
 
 
 def _config(options: RunOptions, clients: Sequence[Client], count: int) -> RunConfig:
-    """Return the options of a run of `count` clients; the preset decides options that were not given."""
+    """Return the options of a run with `count` clients; options that were not given are the preset's."""
     from sparsekit_fl.problem.data import Capability  # here: help texts need no torch
 
     given = options.given_of(TrainingConfig, RunConfig)
@@ -145,7 +145,7 @@ def _run(method_name: str, options: RunOptions) -> None:
 
 
 def _keeping_options(method: str, options: RunOptions) -> Callback:
-    """Return a callback that writes the options into the folder of the run, as `run.toml`, once a round is saved there."""
+    """Return a callback that writes the options to `run.toml` in the run's folder, once the first round is saved."""
     from sparsekit_fl.callbacks import Callback
     from sparsekit_fl.checkpoint import write_atomically
 
@@ -185,7 +185,7 @@ def _show(result: RunResult, options: RunOptions) -> None:
 
 
 def _show_reference(result: RunResult, experiment: Experiment, options: RunOptions) -> None:
-    """Print what training the whole model on the same clients would cost, where the files are, and the next command."""
+    """Print the cost of training the whole model on the same clients, the folder of the files, and the next command."""
     from sparsekit import count_cost
     from sparsekit_fl.stored import number_text
 
@@ -208,13 +208,14 @@ def _show_reference(result: RunResult, experiment: Experiment, options: RunOptio
         typer.echo(f"result.json, rounds.jsonl, checkpoint and models are in {options.out}")
     methods = " ".join(dict.fromkeys((result.method, "fedavg", "local")))
     print_wrapped(f"Next: sparsekit compare {methods} --seeds 3 --out runs/first")
-    print_wrapped("It shows who is more accurate at equal cost, and whether federating pays: runs/first/report.html.")
+    print_wrapped("It shows which method is more accurate at equal cost, and whether federating pays: runs/first/report.html.")
 
 
 def _fedlps(*, options: RunOptions) -> None:
     """Run FedLPS: each client trains a submodel that fits its device and its data.
 
-    With no option: scikit-learn's digits, offline, in under a minute. `sparsekit run fedlps-paper` is the paper's wording.
+    Without options, it trains on scikit-learn's digits, offline, in under a minute. `sparsekit run fedlps-paper` follows the
+    paper.
     """
     _run("fedlps", options)
 

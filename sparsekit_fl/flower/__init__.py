@@ -3,7 +3,7 @@
 `app` is the app that `sparsekit run --engine flower` and `sparsekit flower-app` use for all methods; `engine` is its engine.
 """
 
-# ruff: noqa: I001 - one line for each home
+# ruff: noqa: I001 - one line for each module
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The Flower app: `server` runs the rounds, `client` runs clients; the same in Flower's simulation and on devices.
 
-On a device Flower starts a process for each message, so nothing lives there from message to message but files.
+On a device, Flower starts a process for each message, so only files persist from message to message.
 """
 
 import json
@@ -34,14 +34,14 @@ from sparsekit_fl.problem.problem import check_fit
 from sparsekit_fl.spec import RunSpec, answer, by_id
 from sparsekit_fl.stored import client_ids
 
-_log = logging.getLogger("flwr")  # what Flower shows of an app
+_log = logging.getLogger("flwr")  # Flower shows only the messages of this logger
 
 
 @dataclass(eq=False)
 class Node:
-    """A node and its clients by id. After the last round, the models of its clients are kept next to the folder of memories.
+    """A Flower node and its clients, by id. After the last round, their models are saved next to the folder of memories.
 
-    A device reports failures in its reply, and keeps the global model too, for `load_model`. In the simulation, a failed
+    A device reports failures in its reply, and also saves the global model, for `load_model`. In the simulation, a failed
     process ends the run.
     """
 
@@ -84,10 +84,10 @@ class Node:
 
 
 def make_app(node: Callable[[Context, str], Node]) -> ClientApp:
-    """Make a Flower client; `node` finds the node for a context and the id of a run, and is called for each message.
+    """Make a ClientApp. For each message, `node` returns the node for the context and the id of the run.
 
-    A message holds the shared state, or nothing, and the request of each client; the answer holds their replies. A query is
-    answered with a description of the clients of the node.
+    A message holds the shared state, or nothing, and the requests of clients; the answer holds their replies. A query is
+    answered with a description of the node's clients.
     """
     app = ClientApp()
 
@@ -125,12 +125,12 @@ def _load(method: str, options: RunOptions, ids: tuple[int, ...] | None, device:
 
 
 def _node(context: Context, run: str) -> Node:
-    """Return the node of a message: in the simulation one with all clients, on a device one with its own."""
+    """Return the node for a message: in the simulation with all clients, on a device with the clients of its configuration."""
     own, (method, options) = context.node_config, parsed(context.run_config)
     device = str(own.get("device", options.device or "cpu"))
     if options.engine == "flower":
         return Node(*_load(method, options, None, device), Memories(Path(run), durable=True))
-    named = own.get("clients", own.get("partition-id"))  # what Flower's own examples call it: one client
+    named = own.get("clients", own.get("partition-id"))  # partition-id: a single client, as in Flower's examples
     home = str(own.get("state-dir", ""))
     if named is None or not home:
         raise InvalidValueError(

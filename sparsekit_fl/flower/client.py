@@ -1,4 +1,4 @@
-"""train_submodel: your own training loop on a part of the model, inside an existing ClientApp."""
+"""`train_submodel` runs your training loop on a submodel, inside an existing ClientApp."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ _IMPORTANCE, _MASK = f"{KEY}-importance", f"{KEY}-mask"
 
 
 class Submodel:
-    """The part of the model that a client trains in one round; made by `train_submodel`.
+    """The submodel that a client trains in one round; made by `train_submodel`.
 
     Train `model`: a plain, narrow module if the server chose the mask, else a `sparsekit.LearnableMask`. `ratio`, in (0, 1], is
     the share of units kept in each group.
@@ -32,13 +32,13 @@ class Submodel:
         self._seconds = 0.0
 
     def reply(self, metrics: Mapping[str, float | int]) -> Message:
-        """Return the reply to the server, after the training: the kept entries, their mask, and the metrics of your app.
+        """Return the reply to the server, after training: the kept entries, their mask, and the metrics of your app.
 
-        The metrics have `num-examples` among them. A learned mask is kept in `context.state` until the next round.
+        The metrics must include `num-examples`. A learned mask is stored in `context.state` until the next round.
         """
         trained, mask = self.model, self._mask
         if isinstance(trained, sk.LearnableMask):
-            # Stored only after training: if training raises, Flower keeps whatever state is set by then.
+            # Store it only after training: if training raises, Flower keeps the state that is set by then.
             self._context.state[_IMPORTANCE] = arrays_of(trained.importance())
             mask, trained = trained.unit_mask(), trained.compact()
             self._context.state[_MASK] = mask_record(mask)
@@ -54,7 +54,7 @@ class Submodel:
 def train_submodel(
     message: Message, context: Context, model: nn.Module, example_inputs: Any, *, capability: float = 1.0
 ) -> Iterator[Submodel]:
-    """Provide the part of the model that the server asks this client to train.
+    """Provide the submodel that the server asks this client to train, as a context manager.
 
     Use it in the `@app.train()` function of your app, around your own training loop. The server uses `SubmodelStrategy`.
 
@@ -68,11 +68,11 @@ def train_submodel(
     (FedLPS), it is a `sparsekit.LearnableMask`, which learns importance as any torch optimizer steps its `parameters()`.
 
     Args:
-        message: From the server.
-        context: Keeps the importance of a learned mask between rounds, a few numbers per unit.
-        model: A fresh model, as your app makes it.
+        message: The message from the server.
+        context: Stores the importance of a learned mask between rounds, a few numbers per unit.
+        model: A new model, as your app makes it.
         example_inputs: A tensor, or a tuple of positional inputs. The model is called with them once, to find its units.
-        capability: Largest ratio that this device can train, in (0, 1]. If a learned mask's ratio would be larger, it is cut.
+        capability: Largest ratio that this device can train, in (0, 1]. It limits the ratio of a learned mask.
 
     Raises:
         InvalidValueError: the message is not from a `SubmodelStrategy`, or `capability` is outside (0, 1].
@@ -103,7 +103,7 @@ def train_submodel(
 
 
 def load_submodel(message: Message, context: Context, model: nn.Module, example_inputs: Any) -> nn.Module:
-    """Return the global model of a message under this client's own learned mask; the whole model if it has none yet.
+    """Return the global model of a message under this client's learned mask; the whole model if there is no mask yet.
 
     Use it in the `@app.evaluate()` function of an app whose clients learn their masks; arguments are as in `train_submodel`.
     """
@@ -133,18 +133,18 @@ def read_mask(record: ConfigRecord, graph: sk.UnitGraph) -> sk.UnitMask:
 
 
 def packed(state: Mapping[str, Tensor]) -> ArrayRecord:
-    """Return a state as a client sends it: one array of bytes, which `unpacked` reads without numpy's reader."""
+    """Encode a client's state as one array of bytes, which `unpacked` parses without numpy's reader."""
     body = pack({name: tensor.detach().cpu() for name, tensor in state.items()}, {})
     return raw(body)
 
 
 def raw(body: bytes) -> ArrayRecord:
-    """Return bytes as the array `body`."""
+    """Return bytes as an ArrayRecord with one array, `body`."""
     return ArrayRecord({"body": Array(dtype="uint8", shape=(len(body),), stype="sparsekit.raw", data=body)})
 
 
 def unpacked(arrays: ArrayRecord, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Undo `packed` for the arrays of any client; raise DataError unless their names and shapes are as expected."""
+    """Undo `packed` for untrusted arrays; raise DataError unless names and shapes are as expected."""
     (array,) = arrays.values()
     return unpack(array.data, shapes=shapes)[0]
 

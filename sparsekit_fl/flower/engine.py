@@ -28,14 +28,14 @@ from sparsekit_fl.spec import RunSpec
 _log = logging.getLogger(__name__)
 
 _POLL_SECONDS, _LOOK_SECONDS, _QUERY_SECONDS = 0.02, 0.5, 120.0
-_GREET_SECONDS = 20.0  # a round waits as long for a device that came
-_MOST_CLIENTS = 1_000_000  # of a device
-_TTL_SECONDS = 12 * 3600.0  # of messages without a timeout
+_GREET_SECONDS = 20.0  # how long a round waits until new devices describe their clients
+_MOST_CLIENTS = 1_000_000  # per device
+_TTL_SECONDS = 12 * 3600.0  # for messages without a timeout
 
 _Number = Annotated[int, Field(ge=0, lt=2**40)]
 _Positive = Annotated[int, Field(ge=1, lt=2**40)]
 _Row = tuple[_Number, _Positive, _Number, _Positive, float, float, float, float]
-"""Id, examples to train, validate and test with, capability."""
+"""A client: its id, numbers of training, validation and test examples, and the fields of its `Capability`."""
 _ROWS = TypeAdapter(list[_Row])
 
 
@@ -43,20 +43,20 @@ class GridEngine:
     """Runs clients on the nodes of a Flower grid; for `run(engine=GridEngine(grid))` in the main function of a ServerApp.
 
     The results are bit-identical to `Processes`. A client that does not answer, or whose answer cannot be used, is
-    dropped from the round. All clients of a node are asked in one message, since Flower starts a process for each.
+    dropped from the round. All clients of a node are asked in one message, since Flower starts a process for each message.
 
     Args:
         grid: Flower's grid.
         nodes: Number of nodes to wait for.
-        wait_seconds: How long to wait for nodes at the start, and for one where none is left. A node that comes later, or
-            takes longer to say which clients it has, takes part from the next round on.
-        timeout_seconds: Replies that take longer are given up; None waits for twelve hours.
+        wait_seconds: Seconds to wait for nodes at the start, and later whenever no node is left. A node that joins later, or
+            takes longer to describe its clients, takes part from the next round on.
+        timeout_seconds: Seconds to wait for a reply; None: twelve hours.
         simulated: Number of processes of Flower's simulation; 0: the nodes are devices. Each node of a simulation has all
-            clients and writes their memories into the folder of the run, and a process that fails ends the run. Devices say
-            which clients they have, keep their memories and personal models, and cannot stop a run.
+            clients and writes their memories into the folder of the run, and a process that fails ends the run. Devices
+            describe their clients, keep their memories and personal models, and cannot stop a run.
 
     Attributes:
-        workers: Number of clients that train at once.
+        workers: Number of clients that train at the same time.
         keeps_models: Whether personal models stay on the nodes.
     """
 
@@ -81,14 +81,14 @@ class GridEngine:
     def clients(self, spec: RunSpec, clients: Mapping[int, Client]) -> Mapping[int, Client]:
         """Return the clients of the connected devices, with numbers of examples in place of data.
 
-        A device that was not there before is asked once which clients it has.
+        A new device is asked once which clients it has.
         """
         if self._simulated:
             return clients
         first, began = not self._node_of, time.monotonic()
         if first:
             self._await_nodes()
-        slow = set(self._asked)  # asked in an earlier round; nobody waits for their answers
+        slow = set(self._asked)  # queries of an earlier round, which this round does not wait for
         self._meet(identity := identity_of(spec))
         seconds = max(_QUERY_SECONDS, self._wait_seconds) if first else self._wait_seconds if not self._met else _GREET_SECONDS
         while (not self._met or self._asked.keys() - slow) and time.monotonic() - began < seconds:
@@ -143,7 +143,7 @@ class GridEngine:
 
     def _await_nodes(self) -> None:
         end = time.monotonic() + self._wait_seconds
-        while (count := len(list(self._grid.get_node_ids()))) < self._nodes:  # they are registered after the server begins
+        while (count := len(list(self._grid.get_node_ids()))) < self._nodes:  # nodes are registered after the server starts
             if time.monotonic() > end:
                 raise WorkerDiedError(
                     f"{count} of {self._nodes} SuperNodes came within {self._wait_seconds:g} seconds; start more,"
@@ -155,7 +155,7 @@ class GridEngine:
     def open(
         self, spec: RunSpec, clients: Mapping[int, Client], memories: Memories
     ) -> Iterator[Callable[[Sequence[Request]], Iterator[Reply]]]:
-        """Run clients on nodes; on devices, the clients that `clients` found."""
+        """Run clients on the nodes. On devices, these are the clients that the method `clients` found."""
         del clients
         if self._simulated:
             self._await_nodes()
@@ -171,7 +171,7 @@ class GridEngine:
             node = nodes[place % len(nodes)] if self._simulated else self._node_of[request.client_id]
             asked.setdefault(node, []).append(request)
         train = requests[0].task == "train"
-        # All requests have one state; where several clients of a node need most of it, one copy is enough.
+        # All requests have the same state. If the parts that a node's clients need are larger together, send it once.
         shared, kind = pack(dict(requests[0].state), {"kind": "state"}), "train" if train else "evaluate"
         messages = []
         for node, own in asked.items():
@@ -186,7 +186,7 @@ class GridEngine:
             yield replies.pop(request.client_id)
 
     def _read(self, answer: Message | str, requests: Sequence[Request], spec: RunSpec, memories: Memories) -> list[Reply]:
-        """Return the replies in an answer to some requests; a fault in it drops its own clients only."""
+        """Return the replies in a node's answer to some requests. An invalid answer or reply drops only its clients."""
         if self._simulated and isinstance(answer, Message) and answer.has_error():
             # Flower would restart the process, which would fail again at once.
             raise WorkerDiedError(f"a process that trains clients failed: {str(answer.error.reason).strip()[-MAX_TEXT:]}")
@@ -210,7 +210,7 @@ class GridEngine:
         return replies
 
     def _exchange(self, messages: Sequence[Message], seconds: float) -> Iterator[tuple[int, Message | str]]:
-        """Send one message to each of some nodes; yield each node with its reply, once, or with why there is none."""
+        """Send messages, one per node. Yield each node once, with its reply or with the reason why there is none."""
         waiting: dict[str, int] = {}
         for message, id in zip(messages, self._grid.push_messages(messages), strict=True):
             if id:
@@ -233,8 +233,8 @@ def _failed(request: Request, reason: str) -> Reply:
 def content(*parts: bytes, run: str = "") -> RecordDict:
     """Return the content of a message: payloads, one after the other in one array, with their lengths, and the id of the run.
 
-    One array, because each costs Flower several requests; our own bytes, because a run reports their number, and because
-    Flower's arrays do not support bfloat16. Nothing is ever unpickled.
+    There is one array, because each costs Flower several requests. It holds bytes of our format, because a run reports their
+    number, and Flower's arrays do not support bfloat16. Nothing is ever unpickled.
     """
     about = ConfigRecord({"run": run, "sizes": [len(part) for part in parts]})
     return RecordDict({"about": about, "body": raw(b"".join(parts))})
@@ -261,7 +261,7 @@ def read(message: Message | str) -> tuple[str, list[bytes]]:
 
 
 def run_id(memories: Memories) -> str:
-    """Return the id of a run, the same for the run that resumes it, so that devices find their memories."""
+    """Return the id of a run. It stays the same when the run is resumed, so that devices find their memories."""
     path = memories.folder / "run-id"
     if not path.exists():
         write_atomically(path, secrets.token_hex(8).encode(), durable=memories.durable)
@@ -274,7 +274,7 @@ def identity_of(spec: RunSpec) -> str:
 
 
 def describe_clients(clients: Iterable[Client], identity: str) -> bytes:
-    """Encode which clients a device has: ids, numbers of examples to train, validate and test with, capabilities."""
+    """Encode the clients of a device: ids, numbers of training, validation and test examples, and capabilities."""
     rows = [
         [one.id, *(len(split) for split in (one.data.train, one.data.val, one.data.test)), *astuple(one.capability)]
         for one in clients
@@ -283,9 +283,9 @@ def describe_clients(clients: Iterable[Client], identity: str) -> bytes:
 
 
 def read_clients(answer: Message | str, identity: str) -> dict[int, Client]:
-    """Undo `describe_clients`, for the answer of any device: client id → client, with numbers of examples in place of data.
+    """Undo `describe_clients` for an untrusted answer: client id → client, with numbers of examples in place of data.
 
-    If it describes none, one twice or more than a million, or has other code or another model, a DataError says what to do.
+    Raises DataError if there are no clients, more than a million or an id twice, or if the device has another version or model.
     """
     _, parts = read(answer)
     try:

@@ -1,4 +1,4 @@
-"""SubmodelStrategy: any Flower strategy that averages, made to send submodels and to merge what comes back."""
+"""`SubmodelStrategy` wraps a Flower strategy that averages: it sends submodels, and merges the trained ones."""
 
 import logging
 import math
@@ -29,17 +29,17 @@ from sparsekit_fl.server import check
 
 _log = logging.getLogger(__name__)
 _METRICS = "metrics"
-_MOST_EXAMPLES = 1e15  # of a client; sums of such numbers stay finite
+_MOST_EXAMPLES = 1e15  # per client, so that sums stay finite
 
 
 class SubmodelStrategy(Strategy):
     """Send each client a submodel, and merge the trained submodels into the global model.
 
-    It wraps a strategy of Flower, which still samples clients, averages metrics and, if it is one such as FedAdam, moves the
+    It wraps a strategy of Flower, which still samples clients and averages metrics; a strategy such as FedAdam also moves the
     model towards the average. HeteroFL is `SubmodelStrategy(FedAvg(...), Net(), inputs, ratio=capability_of)`, and FedLPS is
     `SubmodelStrategy(FedAvg(...), Net(), inputs, ratio=BanditRatios(...), learned=True)`. The clients use `train_submodel`.
 
-    A reply is checked before it counts: its mask, the names, shapes and finite values of its entries, and `num-examples`.
+    A reply is checked before it is used: its mask, the names, shapes and finite values of its entries, and `num-examples`.
     Invalid replies, and second replies of a node, are left out and logged.
 
     Args:
@@ -84,7 +84,7 @@ class SubmodelStrategy(Strategy):
         for message in self._inner.configure_train(server_round, arrays, config, grid):
             node = message.metadata.dst_node_id
             ratio, mask = check_ratio(self._ratio(node)), None
-            content = RecordDict(dict(message.content.items()))  # the strategy may send one content to all
+            content = RecordDict(dict(message.content.items()))  # a copy, since messages may share one content
             content[KEY] = ConfigRecord({"ratio": ratio})
             (self._name,) = content.array_records
             if not self._learned:
@@ -167,7 +167,7 @@ def _left_out(node: int, round: int) -> Iterator[None]:
     """Log any error in the reply of a node, and continue without the reply."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - a stranger may send anything
+    except Exception as error:  # noqa: BLE001 - an untrusted reply can raise any exception
         _log.warning("round %d continues without the reply of node %d: %s: %s", round, node, type(error).__name__, error)
 
 
@@ -189,11 +189,11 @@ class BanditRatios:
     """A P-UCBV bandit per node, which learns the ratio from training accuracy gained per second.
 
     Args:
-        rounds: Number of rounds of a node: all rounds, times the share of clients that a round samples.
-        metric: Name of the training metric in the replies, in [0, 1]; large is good.
-        low: Least ratio.
+        rounds: Expected number of rounds of a node: all rounds, times the share of clients that a round samples.
+        metric: Name of the training metric in the replies, in [0, 1]; higher is better.
+        low: Smallest ratio.
         high: Largest ratio.
-        seed: Seed of the draws.
+        seed: Seed of the random draws.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), Algorithm 2.
     """
@@ -213,11 +213,11 @@ class BanditRatios:
         return ClientBandit(bandit, self._memory.setdefault(node, {}))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was learned of each node, as JSON values. Save it with the model to resume a run."""
+        """Return the state of all bandits as JSON values. Save it with the model to resume a run."""
         return {str(node): dict(memory) for node, memory in self._memory.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned; the same ratios follow."""
+        """Restore the output of `state_dict`; the same ratios follow as without interruption."""
         self._memory = {int(node): dict(memory) for node, memory in state.items()}
 
     def check(self, metrics: Mapping[str, Any]) -> float:
@@ -230,7 +230,7 @@ class BanditRatios:
         return float(found)
 
     def tell(self, node: int, metrics: Mapping[str, Any], seconds: float) -> None:
-        """Credit the ratio of a node with the gain of its accuracy."""
+        """Credit the ratio of a node with the gain in accuracy per second."""
         accuracy, bandit, memory = self.check(metrics), self._bandit(node), self._memory[node]
         bandit.tell((accuracy - memory.get("accuracy", accuracy)) / max(seconds, 1e-9))
         memory["accuracy"] = accuracy

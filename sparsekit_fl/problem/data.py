@@ -1,4 +1,4 @@
-"""Client, its device (Capability) and its examples (ClientData), which are TensorData or any map-style data set."""
+"""`Client`, with its device (`Capability`) and its examples (`ClientData`): `TensorData` or any map-style data sets."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from sparsekit.errors import DataError, InvalidValueError
 from sparsekit_fl.config import HETEROGENEITY, Checked, NonNegativeCount, Positive
 
 Transform = Callable[[Tensor], Tensor]
-"""Raw rows of one input → the model's input; it must treat every row separately."""
+"""Raw rows of one input → the model's input. Each row must be transformed independently of the others."""
 
 Batch = tuple[tuple[Tensor, ...], Tensor]
 """The model's positional inputs, and the targets."""
@@ -26,15 +26,15 @@ Positions = Tensor | np.ndarray[Any, np.dtype[np.int64]] | list[int] | slice | N
 
 @dataclass(frozen=True, eq=False)
 class TensorData:
-    """Examples: rows of tensors, picked by index and transformed when they are read.
+    """Examples as rows of tensors, selected by an index and transformed when they are read.
 
-    A client's split costs an index and nothing else, however many clients share the tensors.
+    Many clients can share the tensors: each of their splits stores only an index.
 
     Args:
         inputs: The model's positional inputs, each `(rows, …)`; raw, for example uint8 images.
         targets: `(rows, …)`.
         index: int64 `(examples,)`, which rows belong to this view, in this order; None means every row.
-        transform: Applied to each input of a batch when it is read; None leaves them as they are.
+        transform: Applied to each input of a batch when it is read; None: no transform.
 
     Raises:
         DataError: the tensors do not have the same number of rows, or the index points outside them.
@@ -70,7 +70,7 @@ class TensorData:
         return (*(tensor[0] for tensor in inputs), targets[0])
 
     def batch(self, positions: Positions = None) -> Batch:
-        """Read examples; a slice of positions reads without copying where it can.
+        """Return a batch of examples. Without index and transform, a slice of positions gives views.
 
         Returns:
             `(inputs, targets)`, transformed; inputs is a tuple of tensors of shape `(batch, …)`.
@@ -91,7 +91,7 @@ class TensorData:
         return replace(self, index=rows)
 
     def materialise(self, device: torch.device | str = "cpu") -> Self:
-        """Return the examples as tensors on a device, with index and transform applied: a batch is one `index_select`."""
+        """Return the examples as tensors on a device, with index and transform applied, so that batches are read quickly."""
         inputs, targets = self.batch()
         moved = tuple(tensor.to(device) for tensor in inputs)
         return replace(self, inputs=moved, targets=targets.to(device), index=None, transform=None)
@@ -106,7 +106,7 @@ class TensorData:
 
 
 def read(split: Any, positions: list[int]) -> Batch:
-    """Return `(inputs, targets)` of some examples of a client; raise DataError if they cannot be made into tensors."""
+    """Return `(inputs, targets)` of some examples of a split; raise DataError if they cannot be stacked to tensors."""
     if isinstance(split, TensorData):
         return split.batch(positions)
     try:
@@ -130,7 +130,7 @@ def arranged(tensor: Tensor) -> Tensor:
 
 
 def _shared(split: Any) -> Any:
-    """Return TensorData in place of a torch data set of tensors, or of a part of one; another split as it is."""
+    """Convert a `TensorDataset`, or a `Subset` of one, to TensorData without copying; return other splits unchanged."""
     if isinstance(split, TensorDataset):
         return TensorData(tuple(split.tensors[:-1]), split.tensors[-1])
     if isinstance(split, Subset):
@@ -148,14 +148,14 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Capability(Checked):
-    """Speed and size of a device.
+    """What a device can do: the largest ratio that it can train, its speed and its bandwidths.
 
     Args:
         ratio: The largest ratio that the device can train, in (0, 1]; the paper's z. By default it is a share of the FLOPs of a
             step of the whole model; see `RunConfig.capability_of`.
-        flops_per_second: Speed; left out, 727e9 · ratio.
-        uplink_bytes_per_second: To the server.
-        downlink_bytes_per_second: From the server.
+        flops_per_second: Speed; by default, 727e9 · ratio.
+        uplink_bytes_per_second: Bandwidth to the server.
+        downlink_bytes_per_second: Bandwidth from the server.
 
     Raises:
         InvalidValueError: a value outside its range.
@@ -186,8 +186,7 @@ class ClientData:
     Args:
         train: Training examples: TensorData, or any map-style data set of `(input, …, target)`, which is read batch by
             batch, again in every epoch.
-        val: Examples that models are selected with; never trained on. None or empty if the client has none; its training
-            data are used instead.
+        val: Examples for decisions, such as which model to deploy; never trained on. None or empty if the client has none.
         test: Examples for scores only.
 
     Raises:
@@ -211,12 +210,12 @@ class ClientData:
 
 @dataclass(frozen=True, eq=False)
 class Client(Checked):
-    """One participant.
+    """One client of a run.
 
     Args:
-        id: Names it, an integer >= 0, different for every client of a run.
+        id: An integer >= 0, different for every client of a run.
         data: Its examples.
-        capability: Its device; a run with capability levels draws the ratio again.
+        capability: Its device; a run with capability levels replaces the ratio by a drawn one.
 
     Raises:
         InvalidValueError: the id is not an integer >= 0.

@@ -1,4 +1,4 @@
-"""Data sets by name, and their files. A DataSource is a data set before it is dealt to clients."""
+"""Registry of data sets, and search for their files. A `DataSource` is a data set before it is divided among clients."""
 
 import importlib
 import logging
@@ -29,18 +29,18 @@ class DataSource:
     """Examples and their properties, before they are divided among clients.
 
     Args:
-        name: Used in messages and results.
-        train: The examples to learn from.
-        test: The examples to score with; None if every owner splits its own.
+        name: Used in errors and results.
+        train: Training examples.
+        test: Test examples; None if each owner's training examples are split instead.
         kind: "image": one input, uint8 `(rows, C, H, W)`, which is resized and normalized for the model. "tokens": one input,
             integer `(rows, T)`; targets int64 `(rows, T)`, the next tokens, `metrics.IGNORED` where there is none. "other":
             anything else, such as the features of a table; the model gets the inputs as they are.
         classes: Labels are in [0, classes); for tokens the size of the vocabulary; 0 if targets are not labels.
-        mean: Per channel, of pixels scaled to [0, 1]; images only.
-        std: Per channel, likewise.
+        mean: Mean of each channel, for pixels scaled to [0, 1]; images only.
+        std: Standard deviation of each channel, likewise.
         owners: int64 `(len(train),)`: the natural client of each training example, counted from 0; the rows of one owner are in
             order of time. None if the data set has no natural clients.
-        never_right: Token ids that count as asked for but never as right, such as the one for unknown words.
+        never_right: Token ids that accuracy never counts as correct, such as the one for unknown words.
 
     Raises:
         DataError: the parts do not fit together.
@@ -81,11 +81,11 @@ class DataSource:
 
     @property
     def shape(self) -> torch.Size:
-        """Of one raw example of the first input: `(C, H, W)` or `(T,)`."""
+        """Shape of one raw example of the first input: `(C, H, W)` or `(T,)`."""
         return self.train.inputs[0].shape[1:]
 
     def with_transform(self, transform: Transform | None) -> Self:
-        """Return the same source, read through another transform."""
+        """Return a copy of this source with another transform."""
         test = None if self.test is None else replace(self.test, transform=transform)
         return replace(self, train=replace(self.train, transform=transform), test=test)
 
@@ -95,8 +95,8 @@ def find_files(
 ) -> list[list[Path]]:
     """Return the files of a data set for each pattern, sorted: from the user's data directory, or from the hub without `root`.
 
-    `layout` describes the expected files in errors, `repo` is the id of the data set on the hub, and `aliases` are other names
-    of its folder. If files are missing, a DataError says how to provide them.
+    `layout` describes the expected files in errors, `repo` is the id of the data set on the Hugging Face hub, and `aliases` are
+    other names of its folder. If files are missing, a DataError says how to provide them.
     """
     ways = f"pass --data-dir DIR with DIR/{layout}"
     if repo:

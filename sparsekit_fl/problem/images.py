@@ -1,7 +1,7 @@
-"""Image data sets: the digits of scikit-learn, and parquet files of the hub; decoded images are cached as uint8.
+"""Image data sets: the digits of scikit-learn, and parquet files of the Hugging Face hub; decoded images are cached as uint8.
 
-Each takes the user's data directory, or None to fetch the hub's copy. Missing or malformed files raise a DataError that says
-how to get them.
+Each loader takes the user's data directory, or None to download from the hub. Missing or malformed files raise a DataError that
+says how to get them.
 """
 
 import contextlib
@@ -41,10 +41,10 @@ Batches = DataLoader[tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """Make normalized float images of a given size from uint8 images; mean and std are per channel of the raw image, in [0, 1].
+    """Resizes and normalizes uint8 images. `mean` and `std` are per channel of the raw image, for pixels scaled to [0, 1].
 
-    An image that is nearly as large as asked for (three quarters or more) is padded with black, so that its pixels stay
-    as they are; any other is resized bilinearly. One grey channel is repeated where three are asked for.
+    An image that is no larger than `size`, but at least three quarters of it on each side, is padded with black, so that its
+    pixels stay unchanged. Other images are resized bilinearly. A single grey channel is repeated if there are more `channels`.
     """
 
     channels: int
@@ -53,7 +53,7 @@ class ImageTransform:
     std: tuple[float, ...]
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Return `(batch, C, H, W)` uint8 → float `(batch, channels, *size)`."""
+        """Map uint8 images `(batch, C, H, W)` to float images `(batch, channels, *size)`."""
         pixels = images.to(torch.get_default_dtype()).div_(255)
         height, width = pixels.shape[-2:]
         if (height, width) != self.size:
@@ -107,20 +107,20 @@ def _hub(
 
 
 mnist = _hub(
-    "mnist", "Return 60,000 + 10,000 handwritten digits.", repo="ylecun/mnist", classes=10, shape=(1, 28, 28),
+    "mnist", "Load 60,000 + 10,000 handwritten digits.", repo="ylecun/mnist", classes=10, shape=(1, 28, 28),
     mean=(0.1307,), std=(0.3081,),
 )  # fmt: skip
 cifar10 = _hub(
-    "cifar10", "Return 50,000 + 10,000 small photographs of ten kinds.", repo="uoft-cs/cifar10", classes=10, shape=(3, 32, 32),
+    "cifar10", "Load 50,000 + 10,000 small photographs of 10 classes.", repo="uoft-cs/cifar10", classes=10, shape=(3, 32, 32),
     mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616),
 )  # fmt: skip
 cifar100 = _hub(
-    "cifar100", "Return 50,000 + 10,000 small photographs of a hundred kinds, with the fine labels.", repo="uoft-cs/cifar100",
+    "cifar100", "Load 50,000 + 10,000 small photographs of 100 classes, the fine labels.", repo="uoft-cs/cifar100",
     classes=100, shape=(3, 32, 32), mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762),
 )  # fmt: skip
-# The true test labels were never published.
+# The labels of the true test split were never published.
 tiny_imagenet = _hub(
-    "tiny-imagenet", "Return photographs of 200 kinds; the validation split is the test set.", repo="zh-plus/tiny-imagenet",
+    "tiny-imagenet", "Load photographs of 200 classes; the validation split is the test set.", repo="zh-plus/tiny-imagenet",
     classes=200, shape=(3, 64, 64), mean=(0.4802, 0.4481, 0.3975), std=(0.2770, 0.2691, 0.2821), aliases=("tiny_imagenet",),
     test="valid",
 )  # fmt: skip
@@ -131,10 +131,10 @@ _FORMAT = 1
 
 
 def cached_tensors(name: str, files: Sequence[Path], decode: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return tensors decoded from files, or from the cache ($SPARSEKIT_CACHE) if these names, sizes and times are known.
+    """Return tensors decoded from files, or from the cache ($SPARSEKIT_CACHE) if it has files of these names, sizes and times.
 
-    If the cache cannot be read or written, the run continues without it. Cached tensors are copy-on-write maps, which processes
-    share.
+    If the cache cannot be read or written, the run continues without it. Cached tensors are memory-mapped copy-on-write, so
+    processes share them.
     """
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     key = hashlib.sha256(json.dumps([_FORMAT, name, stats]).encode()).hexdigest()[:20]
@@ -154,10 +154,10 @@ def cached_tensors(name: str, files: Sequence[Path], decode: Callable[[], dict[s
 
 
 def read_images(files: Sequence[Path], shape: tuple[int, int, int]) -> dict[str, Tensor]:
-    """Decode all images, of `shape` (C, H, W), of parquet files: `images` uint8 (rows, C, H, W), `labels` int64 (rows,).
+    """Decode all images of parquet files: `images` uint8 (rows, C, H, W), `labels` int64 (rows,).
 
-    The files have a column `image` or `img` (a struct of encoded `bytes`, or the bytes themselves) and a column `label` or
-    `fine_label`; otherwise, or if an image has another size, a DataError says so.
+    The files need a column `image` or `img` (a struct of encoded `bytes`, or the bytes themselves) and a column `label` or
+    `fine_label`. Raises DataError if a column is missing, or an image does not have the size in `shape` (C, H, W).
     """
     parquet, pillow = require("pyarrow.parquet"), require("PIL.Image")
     images, labels = [], []

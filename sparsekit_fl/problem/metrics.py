@@ -1,4 +1,4 @@
-"""Metrics and losses: a sum and its weight travel together, so that averages over batches and clients are exact."""
+"""Metrics and losses. A metric returns a sum and its weight, so that averages over batches and clients are exact."""
 
 from collections.abc import Callable, Collection
 from typing import Any
@@ -11,12 +11,12 @@ from sparsekit.errors import DataError
 __all__ = ["IGNORED", "Metric", "accuracy", "cross_entropy", "lower_is_better"]
 
 IGNORED = -100
-"""The target that no loss and no metric counts (torch's own default), for padding."""
+"""The target value that losses and metrics ignore, for padding; torch's default."""
 
 Metric = Callable[[Any, Tensor], tuple[Any, Any]]
 """(outputs, targets) → (sum, weight), two numbers or scalars; the metric's value is Σ sum / Σ weight.
 
-Splits are scored in batches, so that it must be a mean over examples. Weight 0: it has no value.
+Splits are scored in batches, so the value must be a mean over examples. Batches of weight 0 are ignored.
 """
 
 
@@ -26,7 +26,7 @@ def accuracy(outputs: Tensor, targets: Tensor, *, never_right: Collection[int] =
     Args:
         outputs: Scores, float `(N, classes)` or `(N, T, classes)`; the largest wins.
         targets: int64 `(N,)` or `(N, T)`; `IGNORED` does not count.
-        never_right: Token ids, such as the one for unknown words: as targets they count as asked for, never as right.
+        never_right: Token ids, such as the one for unknown words, which count as targets, but never as correct.
 
     Returns:
         `(correct, counted)`, scalars; per token for sequences.
@@ -48,7 +48,7 @@ def accuracy(outputs: Tensor, targets: Tensor, *, never_right: Collection[int] =
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return mean cross-entropy in nats over the targets that count, classes last, for labels and for sequences alike.
+    """Return the mean cross-entropy in nats over all targets except `IGNORED`, for labels and for sequences.
 
     Args:
         outputs: Logits, float `(N, classes)` or `(N, T, classes)`.
@@ -69,13 +69,13 @@ cross_entropy.weight = _counted  # type: ignore[attr-defined]
 def loss_weight(loss: Any, targets: Tensor) -> Any:
     """Return the weight of a batch in a mean of losses: the number of examples, or the result of the loss's `weight`.
 
-    `cross_entropy.weight`, a function of targets, counts tokens, padding excluded.
+    `cross_entropy.weight`, a function of the targets, counts tokens without padding.
     """
     weight = getattr(loss, "weight", None)
     return weight(targets) if callable(weight) else len(targets)
 
 
 def lower_is_better(name: str, metric: Metric | None = None) -> bool:
-    """Return the metric's attribute `lower_is_better`; without it, whether its name ends like the name of a loss."""
+    """Return the metric's attribute `lower_is_better`, or else whether its name ends with "loss", "error" or "perplexity"."""
     told = getattr(metric, "lower_is_better", None)
     return name.endswith(("loss", "error", "perplexity")) if told is None else bool(told)

@@ -1,4 +1,4 @@
-"""The small networks of the papers, by name, and how a network is built for a data set. Each entry is a `ModelSpec`."""
+"""Registry of the papers' small networks, each a `ModelSpec`; `Network` builds one for a data set."""
 
 import inspect
 from collections.abc import Callable
@@ -26,15 +26,17 @@ models = Registry(
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A kind of network.
+    """Describes how to build a network, and which data it takes.
 
     Args:
         build: Builds it. It may accept any of the keywords `classes`, `shape` (of one example), `channels` and `size` (images:
             height and width) and `vocabulary` (tokens).
-        kind: The only kind of data that it takes; None takes any. Likewise `channels`, of images.
+        kind: The only kind of data that it takes; None: any.
+        channels: The number of image channels that it takes, to which a grey channel is repeated; None: any.
         multiple: Height and width must be a positive multiple of this, and at least `minimum`.
-        example: Input shape when no data set is named. Likewise `classes`, or the size of the vocabulary.
-        channels_last: Whether it is faster on images of that memory layout; see `Problem`.
+        example: Shape of one example without a data set.
+        classes: Number of classes, or size of the vocabulary, without a data set.
+        channels_last: Whether it is faster with images in channels-last memory layout; see `Problem`.
     """
 
     name: str
@@ -66,7 +68,7 @@ class ModelSpec:
         return (self.channels or channels, *sides)
 
     def demo(self) -> tuple[nn.Module, tuple[Tensor]]:
-        """Return a network without a data set, and one example for it: zeros, or tokens that are always the same."""
+        """Return a network for the shape `example`, and a batch of one example: zeros, or random tokens of a fixed seed."""
         model, shape = Network(self, self.kind or "image", self.example, self.classes)(), (1, *self.example)
         if self.kind != "tokens":
             return model, (torch.zeros(shape),)
@@ -111,7 +113,7 @@ class Cnn(nn.Module):
         self.fc2 = nn.Linear(50, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return float `(N, channels, *size)` → logits `(N, classes)`."""
+        """Map float images `(N, channels, *size)` to logits `(N, classes)`."""
         hidden = F.relu(F.max_pool2d(self.conv1(images), 2))
         hidden = F.relu(F.max_pool2d(self.conv2(hidden), 2))
         hidden = F.relu(self.fc1(hidden.flatten(1)))
@@ -125,7 +127,7 @@ cnn_spec = ModelSpec(name="cnn", build=Cnn, kind="image", minimum=28, example=(1
 class NextWordLstm(nn.Module):
     """embedding – LSTM 256 – LSTM back to the embedding's width – the embedding again, as decoder, plus a bias.
 
-    2,845,392 parameters at a vocabulary of 10,000. The tied matrix is one entry of the state dict, so it travels once.
+    2,845,392 parameters at a vocabulary of 10,000. The tied matrix is one entry of the state dict, so it is sent once.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216); LEAF (arXiv 1812.01097) for the task.
     """
@@ -142,7 +144,7 @@ class NextWordLstm(nn.Module):
         nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return int64 `(N, T)` → logits of the next tokens `(N, T, vocabulary)`."""
+        """Map int64 tokens `(N, T)` to logits of the next tokens `(N, T, vocabulary)`."""
         hidden, _ = self.lstm1(self.embedding(tokens))
         hidden, _ = self.lstm2(hidden)
         return F.linear(hidden, self.embedding.weight, self.bias)
@@ -162,9 +164,8 @@ _LAYERS = {
 class Vgg(nn.Module):
     """3×3 convolutions with bias, each with batch norm and ReLU, five pools, one linear layer.
 
-    The batch norms keep running statistics; with the statistics of a test batch the accuracy would depend on which
-    classes the batch happens to hold. The depth is 11, 13 or 16; the height and width of the images, `size`, are multiples of
-    32.
+    The batch norms have running statistics: with the statistics of a test batch, the accuracy would depend on the classes in
+    the batch. The depth is 11, 13 or 16; the height and width of the images, `size`, are multiples of 32.
 
     Source: Simonyan, Zisserman (arXiv 1409.1556), reduced as in Xue et al., ICDE 2025 (arXiv 2412.07216).
     """
@@ -184,7 +185,7 @@ class Vgg(nn.Module):
         self.classifier = nn.Linear(channels * (size[0] // 32) * (size[1] // 32), classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return float `(N, channels, *size)` → logits `(N, classes)`."""
+        """Map float images `(N, channels, *size)` to logits `(N, classes)`."""
         logits: Tensor = self.classifier(self.features(images).flatten(1))
         return logits
 

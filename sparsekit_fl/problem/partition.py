@@ -1,4 +1,4 @@
-"""Partitions of a data set among clients, by name: shards of one class, mixtures of classes, or its authors."""
+"""Partitions, which divide a data set among clients: by shards of one class, by Dirichlet shares, or by natural owners."""
 
 import logging
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from sparsekit_fl.problem.datasets import DataSource
 
 _log = logging.getLogger(__name__)
 
-_LEAST = 10  # examples of a client, at least
-_ATTEMPTS = 200  # to draw shares that give every client enough
+_LEAST = 10  # minimum number of examples of a client
+_ATTEMPTS = 200  # number of draws, until shares give every client enough examples
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -32,7 +32,7 @@ partitions = Registry("partition", _OURS, group="sparsekit_fl.partitions")
 
 
 class Partition(Protocol):
-    """Divides a data set among clients, with `rng` as its only source of random numbers. More keywords are its options."""
+    """Divides a data set among clients, with `rng` as its only source of random numbers. Further keywords are options."""
 
     def __call__(self, source: DataSource, *, clients: int, rng: np.random.Generator) -> list[ClientData]:
         """Return one ClientData per client, all views into the tensors of the source."""
@@ -44,7 +44,7 @@ def _tenth(indices: Indices) -> int:
 
 
 def _rows_by_class(source: DataSource, partition: str) -> tuple[list[Indices], list[Indices]]:
-    """Return positions of the training and of the test examples of each class, in their order."""
+    """Return the positions of the training and the test examples of each class, ascending."""
     if source.test is None or not source.classes or source.train.targets.ndim != 1:
         raise DataError(
             f"partition {partition!r} needs one class label per example and a test set, which {source.name!r} does not have;"
@@ -90,16 +90,16 @@ def pathological(
     """Deal shards of one class each to clients.
 
     The training examples of every class are cut, in their order, into shards of `images_per_class`; a remainder is left
-    out. Each client draws `classes_per_client` shards without replacement, each class with a chance in proportion to its
-    shards left. The last tenth of each shard is held out for validation. A client is tested on `images_per_class` test
-    examples, drawn again for each client, of each class it owns, or on all there are if the class has fewer.
+    out. Each client draws `classes_per_client` shards without replacement, where the probability of a class is proportional to
+    its remaining shards. The last tenth of each shard is held out for validation. A client is tested on `images_per_class` test
+    examples of each of its classes, drawn again for each client, or on all if the class has fewer.
 
     With `lack_classes`, the `classes_per_client` · `images_per_class` examples of a client are cut into shards of all classes
-    that it does not lack. So the level changes the classes of a client but not its number of examples, which the paper leaves
-    open.
+    that it does not lack. This option changes the classes of a client, but about keeps its number of examples; the paper leaves
+    this open.
 
     Raises:
-        InvalidValueError: more classes per client than there are, or no class left.
+        InvalidValueError: `classes_per_client` exceeds the number of classes, or `lack_classes` leaves no class.
         DataError: too few examples for shards of two.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216); `lack_classes` is from Effect of Heterogeneity (Q3). Their released code
@@ -142,7 +142,7 @@ def _draw_classes(left: list[int], count: int, rng: np.random.Generator, *, dist
 
 
 def _shard_size(name: str, rows: list[Indices], clients: int, per_client: int, size: int) -> int:
-    """Return the largest size, at most `size`, with enough shards."""
+    """Return the largest shard size, at most `size`, that gives every client its number of shards."""
     needed = clients * per_client
     fitting = next((one for one in range(size, 1, -1) if sum(len(members) // one for members in rows) >= needed), None)
     if fitting is None:
@@ -158,15 +158,14 @@ def _shard_size(name: str, rows: list[Indices], clients: int, per_client: int, s
 def dirichlet(source: DataSource, *, clients: int, rng: np.random.Generator, alpha: Concentration = 0.5) -> list[ClientData]:
     """Deal each class to the clients in shares drawn from a symmetric Dirichlet distribution; each example is dealt once.
 
-    A client that already has its even part of all examples gets no more, as is usual. The test examples of a class are dealt in
-    the same shares as its training examples. A draw that gives a client less than ten training and validation examples
-    together, or no test example, is repeated. A tenth of each client's training examples, at random, is held out for
-    validation.
+    A client that already has the average number of examples gets no more, as is usual. The test examples of a class are dealt
+    in the same shares as its training examples. A draw that gives a client less than ten training and validation examples
+    together, or no test example, is repeated. A random tenth of each client's training examples is held out for validation.
 
     Raises:
-        DataError: no draw gave every client enough.
+        DataError: no draw gave every client enough examples.
 
-    Source: Hsu, Qi, Brown, arXiv 1909.06335; Li et al., ICDE 2022 (arXiv 2102.02079) for the even part.
+    Source: Hsu, Qi, Brown, arXiv 1909.06335; Li et al., ICDE 2022 (arXiv 2102.02079) for the limit at the average.
     """
     rows, tests = _rows_by_class(source, "dirichlet")
     examples, scored = (sum(map(len, members)) for members in (rows, tests))
@@ -207,9 +206,10 @@ def _deal(
 
 
 def natural(source: DataSource, *, clients: int, rng: np.random.Generator) -> list[ClientData]:  # noqa: ARG001 - draws nothing
-    """Make clients of the users or speakers with most examples; each splits its own 80/10/10, the latest for testing.
+    """Make the owners with most examples clients, such as users or speakers. Each is split 80/10/10, the latest for testing.
 
-    Clients are in the order of the source, whose test set is not used. Among equal clients, the first in the list take part.
+    Clients are in the order of the source, whose test set is not used. Among owners with equally many examples, the first ones
+    are chosen.
 
     Raises:
         DataError: the source has no owners, or too few with ten examples.

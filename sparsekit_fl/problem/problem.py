@@ -1,4 +1,4 @@
-"""Problem: the model, the loss and the metrics of a task; check_fit() tries them on the data."""
+"""`Problem`: the model, the loss and the metrics of a task; `check_fit` tries them on the data of clients."""
 
 import itertools
 import math
@@ -22,20 +22,20 @@ Loss = Callable[[Any, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
-    """A task, without its clients.
+    """A learning task: model, loss and metrics, without the clients and their data.
 
     Args:
-        model: Builds a fresh model with random weights; called without arguments.
+        model: Builds a new model with random weights; called without arguments.
         example_inputs: Positional inputs for one forward pass, as a batch of at least one example.
         loss: (outputs, targets) → scalar mean.
         metrics: Name → metric, each giving (sum, weight) of a batch; methods and reports look for `accuracy`. The loss is
             always reported, as `loss`.
-        channels_last: Feed inputs of four dimensions in torch.channels_last memory layout; the numbers are the same. On a CPU,
-            convolutions of few channels then take half the time, with hundreds of channels a little more; a model that calls
+        channels_last: Pass 4-D inputs in torch.channels_last memory layout; their values are the same. On a CPU, convolutions
+            with few channels then take half the time, those with hundreds of channels a little more. A model that calls
             `view` on feature maps needs `flatten` or `reshape` instead.
 
     Raises:
-        InvalidValueError: something of the wrong kind, with the remedy.
+        InvalidValueError: an argument has a wrong type or value.
     """
 
     model: Callable[[], nn.Module]
@@ -66,11 +66,11 @@ class Problem:
 
     @property
     def lower(self) -> frozenset[str]:
-        """The metrics with small values for good models, the loss included."""
+        """Names of the metrics for which lower values are better, including the loss."""
         return frozenset(name for name in (*self.metrics, "loss") if lower_is_better(name, self.metrics.get(name)))
 
     def require_accuracy(self, who: str) -> None:
-        """Raise InvalidValueError unless there is the metric "accuracy". `who` names what needs it, for the message."""
+        """Raise InvalidValueError unless there is a metric "accuracy". `who`, such as "FedX needs it", begins the message."""
         if "accuracy" not in self.metrics:
             raise InvalidValueError(
                 f"{who}, and the problem has the metrics {sorted(self.metrics)};"
@@ -80,10 +80,10 @@ class Problem:
 
 
 def check_fit(problem: Problem, clients: Sequence[Client]) -> None:
-    """Try a fresh model, the loss and the metrics on two training examples of the first client; check the labels of all.
+    """Try a new model, the loss and the metrics on two training examples of the first client, and check all clients' labels.
 
-    A run does this before its first round, so that mistakes show at once. Clients with their data elsewhere, on devices, are
-    left out. Errors say what does not fit: DataError, InvalidValueError, or TraceError of the model on its example inputs.
+    A run does this before its first round, so that mistakes show at once. Clients whose data are on other devices are skipped.
+    Raises DataError or InvalidValueError, or TraceError if the model fails on its example inputs.
     """
     here = [client for client in clients if not isinstance(client.data.train, range)]
     if not here:
@@ -118,8 +118,8 @@ def check_fit(problem: Problem, clients: Sequence[Client]) -> None:
                     _sum, _weight = metric(outputs, targets)
         if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
             raise DataError(f"loss must give a scalar tensor with a gradient, got {_shape(loss)}; take the mean over the batch")
-        # If every example is duplicated, a mean stays the same and a sum doubles. A contrastive loss may change, but not
-        # double.
+        # If every example is duplicated, a mean stays the same and a sum doubles. A contrastive loss may change, but it does
+        # not double.
         once = float(loss.detach())
         with torch.no_grad():
             outputs = _outputs(problem, model, tuple(torch.cat([one, one]) for one in inputs))

@@ -1,4 +1,4 @@
-"""Text data sets: words become chunks of token ids; users of Reddit and speakers of Shakespeare are natural clients."""
+"""Text data sets as chunks of token ids. Users (Reddit) and speakers (Shakespeare) are their natural clients."""
 
 import json
 import re
@@ -25,11 +25,11 @@ _WORD = re.compile(r"[a-z]+(?:'[a-z]+)*|[^\sa-z']")
 
 
 def token_source(name: str, users: Mapping[str, Sequence[Sequence[str]]], *, vocabulary: int, chunk: int = 10) -> DataSource:
-    """Return a next-word source from the texts of natural clients, each text a sequence of words, in order of time.
+    """Return a source for next-word prediction. `users`: natural client → its texts, sequences of words, in order of time.
 
-    Ids go to the most frequent words, after padding (0) and unknown (1); ties go to the word that sorts first. Each text is cut
-    into chunks of `chunk` words; inputs are all words but the last, targets all but the first, int64 (rows, chunk − 1). A last
-    chunk of two words or more is padded; a single word predicts nothing and is left out.
+    The most frequent words get ids, after padding (0) and unknown (1); ties are broken alphabetically. Each text is cut into
+    chunks of `chunk` words. Inputs are all words of a chunk but the last, targets all but the first, int64 (rows, chunk − 1). A
+    shorter last chunk is padded; a single word is left out.
     """
     counts = Counter(word for texts in users.values() for text in texts for word in text)
     ranked = sorted(counts.keys() - set(_SPECIAL), key=lambda word: (-counts[word], word))
@@ -42,7 +42,7 @@ def token_source(name: str, users: Mapping[str, Sequence[Sequence[str]]], *, voc
             pieces = [piece for piece in encoded.split(chunk) if len(piece) > 1]
             rows += pieces
             owners += [owner] * len(pieces)
-    rows.append(torch.empty(chunk, dtype=torch.int64))  # so that every row gets its length
+    rows.append(torch.empty(chunk, dtype=torch.int64))  # so that all rows are padded to this length
     inputs = pad_sequence(rows, batch_first=True, padding_value=PADDING)[:-1, :-1]
     targets = pad_sequence(rows, batch_first=True, padding_value=IGNORED)[:-1, 1:]
     return DataSource(
@@ -58,7 +58,7 @@ def token_source(name: str, users: Mapping[str, Sequence[Sequence[str]]], *, voc
 def read_leaf(paths: list[Path]) -> dict[str, list[list[str]]]:
     """Return user → texts from LEAF's files for Reddit: JSON with `users`, `num_samples` and `user_data → {x, y}`.
 
-    A sample of `x` is a list of chunks, each a list of words. Padding is dropped. `y` repeats the words and is not read.
+    A sample of `x` is a list of chunks, each a list of words. Padding is dropped. `y` repeats the words and is ignored.
     """
     users: dict[str, list[list[str]]] = {}
     for path in paths:
@@ -75,9 +75,10 @@ def read_leaf(paths: list[Path]) -> dict[str, list[list[str]]]:
 
 
 def reddit(root: Path | str | None = None) -> DataSource:
-    """Return comments by user for next-word prediction: tokens int64 `(9,)`, vocabulary 10,000, users as owners.
+    """Load Reddit comments for next-word prediction: tokens int64 `(9,)`, vocabulary 10,000, users as owners.
 
-    They are in `reddit/**/*.json` below `root`, in the layout of LEAF; folders `train`, `val`, `test` are read in this order.
+    They are in `reddit/**/*.json` below `root`, in the layout of LEAF. The folders `train`, `val`, `test` are read in this
+    order.
     """
     layout = "reddit/*.json in LEAF's layout (https://github.com/TalwalkarLab/leaf, data/reddit)"
     (found,) = find_files("reddit", root, "*.json", layout=layout)
@@ -99,7 +100,7 @@ def speeches(text: str) -> dict[str, list[list[str]]]:
 
 
 def shakespeare(root: Path | str | None = None) -> DataSource:
-    """Return plays for next-word prediction: tokens int64 `(9,)`, vocabulary 10,000, speakers as owners."""
+    """Load Shakespeare's plays for next-word prediction: tokens int64 `(9,)`, vocabulary 10,000, speakers as owners."""
     layout = "shakespeare/input.txt, the 'tinyshakespeare' file of A. Karpathy's char-rnn"
     ((path, *_),) = find_files("shakespeare", root, "input.txt", layout=layout, aliases=("tinyshakespeare",))
     return token_source("shakespeare", speeches(path.read_text(encoding="utf-8")), vocabulary=_VOCABULARY)
