@@ -88,6 +88,7 @@ def _describe(name: str, graph: UnitGraph, costs: CostModel) -> dict[str, Any]:
             for name, cost in blocks.items()
         ],
         "unprunable": [asdict(item) for item in graph.unprunable],
+        "unfollowed": [*graph.unfollowed],
     }
 
 
@@ -129,6 +130,11 @@ def _print(report: dict[str, Any], unprunable: list[tuple[str, str, str]]) -> No
     if unprunable:
         typer.echo("\nCannot be pruned:")
         print_table(("module", "size", "reason"), unprunable, texts=["reason"])
+    if report["unfollowed"]:
+        print_wrapped(
+            f"\nThese attributes stay as they are, since each equals two widths: {folded(report['unfollowed'])}. forward does"
+            " not read them. Set them after a cut if other methods do."
+        )
 
 
 units = command_app(

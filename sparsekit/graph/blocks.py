@@ -41,5 +41,6 @@ def without_blocks(graph: UnitGraph, names: Collection[str]) -> UnitGraph:
         constants=constants,
         free=tuple(each for each in graph.free if each.group in groups and not is_inside(each.module, names)),
         leftovers=tuple(each for each in graph.leftovers if not is_inside(each.module, names)),
+        unfollowed=tuple(each for each in graph.unfollowed if not is_inside(each.rpartition(".")[0], names)),
         blocks={name: block for name, block in graph.blocks.items() if name in left},
     )

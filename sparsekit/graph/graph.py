@@ -51,6 +51,8 @@ class UnitGraph:
         constants: Name → tensor outside the state that holds units, and is cut with them.
         free: Lengths in calls of `reshape` that are -1 in a narrow model.
         leftovers: Attributes in which a pass stores tensors, and that are cleared in a narrow model.
+        unfollowed: Integers of modules, such as "block.in_chs", that stay as in the dense model although they equal a width:
+            `forward` does not read them, and they equal two widths that differ after a cut. Other methods may read them.
         blocks: Name of a module → the residual branch that can be removed whole with it. Found by `prune` if it may remove
             blocks, and by `sparsekit units`.
     """
@@ -65,6 +67,7 @@ class UnitGraph:
     constants: Mapping[str, Constant] = field(default_factory=dict)
     free: tuple[FreeLength, ...] = ()
     leftovers: tuple[Leftover, ...] = ()
+    unfollowed: tuple[str, ...] = ()
     blocks: Mapping[str, Block] = field(default_factory=dict)
 
     def __repr__(self) -> str:

@@ -30,6 +30,7 @@ class Tracer:
         self.entries: list[Entry] = []  # parameters, buffers and constants, in the order of the state
         self.facts: list[Fact] = []
         self.held: dict[str, list[Held]] = {}  # by module
+        self.read_from: set[Source] = set()  # where the integers are from that code compares or passes to an operator
         self.given = Given()
         self.used: set[int] = set()  # numbers of the entries that some operator has met
         self.decisions: dict[tuple[str, int], set[Any]] = {}  # line that branches on inputs → outcomes; numbers are taken out
@@ -91,11 +92,13 @@ class Tracer:
 
     def note_compared(self, sources: Iterable[Source]) -> None:
         """Note the origin of integers that the code of the running module has compared, rounded or converted."""
-        self.facts.append(Compare(self.module, frozenset(sources)))
+        self.facts.append(Compare(self.module, found := frozenset(sources)))
+        self.read_from |= found
 
     def note_equal(self, nodes: IntArray, held: frozenset[Held]) -> None:
         """Note that the model compared integers with the length of an axis and found them equal."""
         self.facts.append(Count(nodes, (held,)))
+        self.read_from |= held
 
     @property
     def module(self) -> str:
@@ -390,4 +393,5 @@ class Tracer:
         value = getattr(self._model.get_submodule(module), attribute)
         path: Path = (attribute, 0) if isinstance(value, tuple) else (attribute,)
         held = Held(module, path, int(value[0] if isinstance(value, tuple) else value))
+        self.read_from.add(held)
         self.facts.append(Count(nodes, (frozenset({held}),), "rule"))

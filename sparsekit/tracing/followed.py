@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from sparsekit.graph.groups import FreeLength
 from sparsekit.graph.held import Path, map_numbers
 from sparsekit.labels.facts import LIBRARIES
-from sparsekit.labels.numbers import USED, Given, Held, Number, Size, find_integers, note_use
+from sparsekit.labels.numbers import USED, Given, Held, Number, Size, find_integers, note_use, parts_of
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import is_from_inputs
 from sparsekit.layers import LayerRule, find_rule
@@ -135,6 +135,7 @@ class FollowNumbers(TorchFunctionMode):
         if func in _COUNTS:
             return math.prod(self._lengths(args[0]))
         given = Given.of(args, kwargs)
+        self.tracer.read_from.update(*(factors for number in given.shape for factors in parts_of(number)))
         if func in _UNFLATTEN:
             dim, sizes = (args[k] if len(args) > k else kwargs[name] for k, name in ((1, "dim"), (2, "sizes")))
             before_it = dim % args[0].dim()

@@ -17,6 +17,7 @@ from sparsekit.graph.groups import NormSite, Refusal, UnitGroup, UnitSlice, Unpr
 from sparsekit.labels.facts import Average, Borrow, Cause, Count, Fact, Heads, Keep, Least, Make, Merge, Multiple, Read, Tie, of
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import NOT_ZERO, Entry, IntArray
+from sparsekit.tracing.grouping.own_widths import own_widths
 from sparsekit.tracing.grouping.sizes import (
     Candidate,
     chosen_sizes,
@@ -291,7 +292,8 @@ def build(tracer: Tracer, shapes: Mapping[str, torch.Size], facts: Iterable[Fact
         if not broken and not changing and not stuck:
             break
         facts += [*broken, *changing, *stuck]
-    candidates = find_sizes(of(Count, facts), root, group_of, groups)
+    widths, unfollowed = own_widths(tracer.held, tracer.read_from, tracer.entries, root, group_of, groups)
+    candidates = (*find_sizes(of(Count, facts), root, group_of, groups), *widths)
     sizes, shared = chosen_sizes(candidates, tried)
     used = {piece.name for group in groups.values() for piece in group.constants}
     graph = UnitGraph(
@@ -304,6 +306,7 @@ def build(tracer: Tracer, shapes: Mapping[str, torch.Size], facts: Iterable[Fact
         aliases=tuple(entry.names for entry in tracer.entries if len(entry.names) > 1 and not entry.constants),
         constants={each.name: each for entry in tracer.entries for each in entry.constants if each.name in used},
         free=find_free(of(Borrow, facts), root, group_of),
+        unfollowed=unfollowed,
     )
     return Built(graph, members, candidates, root, facts)
 

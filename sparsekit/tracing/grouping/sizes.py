@@ -19,11 +19,12 @@ from sparsekit.graph.held import Path
 from sparsekit.labels.facts import Borrow, Cause, Compare, Count, Fact, Keep, Merge, of
 from sparsekit.labels.numbers import Held, IntArray, Size, Source
 
-_CHOICES = 4
+_CHOICES = 5
 _ALWAYS = frozenset(range(_CHOICES))
-_READ, _EQUAL, _FIRST, _SECOND = frozenset({0, 1, 2}), frozenset({0, 1}), frozenset({0, 2}), frozenset({1})
-"""In which choices an integer follows: first all do, of two factors of a length the first or the second; then only those that
-were read, not those that are merely equal; then none but those of layer rules."""
+_READ, _EQUAL, _FIRST, _SECOND = frozenset({0, 1, 2, 3}), frozenset({0, 1, 2}), frozenset({0, 1, 3}), frozenset({2})
+"""In which choices an integer follows: first all do, with those that forward does not read; then all that it reads, of two
+factors of a length the first or the second; then only those that were read, not those that are merely equal; then none but
+those of layer rules."""
 
 
 @dataclass(frozen=True)
@@ -118,11 +119,11 @@ def find_sizes(
     claims: dict[tuple[SizeAttribute, ...], frozenset[int]] = {}
     unsure: list[list[tuple[SizeAttribute, ...]]] = []
     for count, numbers, row in _rows(counts, root):
-        found = [sizes for held in numbers if (sizes := tuple(_followed(held, row, group_of, groups)))]
+        found = [sizes for held in numbers if (sizes := tuple(followed(held, row, group_of, groups)))]
         if len(found) > 1:
             unsure.append(found)
         elif totals := _totals(count, numbers):
-            found += [sizes for held in totals if (sizes := tuple(_followed(held, row, group_of, groups)))]
+            found += [sizes for held in totals if (sizes := tuple(followed(held, row, group_of, groups)))]
         for sizes in found if len(numbers) == 1 or len(found) == 1 else ():
             choices = _ALWAYS if count.how == "rule" else _READ if count.how == "read" else _EQUAL
             claims[sizes] = claims.get(sizes, frozenset()) | choices
@@ -148,7 +149,7 @@ def _totals(count: Count, numbers: frozenset[Held]) -> list[Held]:
     return found
 
 
-def _followed(
+def followed(
     held: Held, row: IntArray, group_of: Mapping[int, str], groups: Mapping[str, UnitGroup]
 ) -> Iterator[SizeAttribute]:
     """Yield the attributes by which an integer counts the units of an axis, one for each group; none if it cannot."""
