@@ -1,13 +1,13 @@
 """Regret and time of the bandits in `sparsekit.bandit`, next to PyXAB's algorithms and Optuna's samplers.
 
     python benchmarks/bandits.py measure SplitUCBV --seeds 40     adds to results/bandits.csv
-    python benchmarks/bandits.py measure VHCT --set moved         the same for others; each seed has its maxima elsewhere
+    python benchmarks/bandits.py measure VHCT --set moved         functions whose maxima are at other points for each seed
     python benchmarks/bandits.py measure Random --set failing     functions that fail or diverge somewhere
     python benchmarks/bandits.py table                            regret, mean and standard error, from that file
     python benchmarks/bandits.py time                             microseconds per ask + tell
 
-Rewards are the function plus Gaussian noise of deviation 0.1; noise depends on the objective and the seed alone, so that all
-algorithms meet the same. Needs PyXAB and Optuna (`pip install --group bench`).
+Rewards are the function plus Gaussian noise of deviation 0.1. The noise depends only on objective and seed, so it is the same
+for all algorithms. Needs PyXAB and Optuna (`pip install --group bench`).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Point = Sequence[float]
 
 @dataclass(frozen=True)
 class Objective:
-    """A function on the unit cube of `axes`: point and number of earlier pulls → mean reward, at most `rise`; -inf fails.
+    """A function on the unit cube of `axes` axes: point, number of earlier pulls → mean reward, at most `rise`; -inf fails.
 
-    If `moved`, each seed has its maxima elsewhere; see `placed`.
+    If `moved`, the maxima are at other points for each seed; see `placed`.
     """
 
     axes: int
@@ -53,9 +53,9 @@ class Objective:
         return self.rise - max(self.worst, self.value(point, pull))
 
     def placed(self, title: str, seed: int) -> Objective:
-        """The objective of one seed: if `moved`, axes are mirrored at random and bent by x → x^γ, ln γ in ±0.35.
+        """Return the objective of one seed: if `moved`, axes are mirrored at random and bent by x → x^γ, ln γ in ±0.35.
 
-        Algorithms that look at the middles of halved intervals, as PyXAB's do, may meet a maximum at a fixed place by luck.
+        Algorithms that evaluate midpoints of halved intervals, such as PyXAB's, may hit a maximum at a fixed point by luck.
         """
         if not self.moved:
             return self
@@ -70,7 +70,7 @@ class Objective:
 
 
 def scaled(function: Callable[..., float], axes: int = 1, low: float = 0.0, high: float = 1.0, rise: float = 0.0) -> Objective:
-    """A function of one number for each axis, read through the unit cube."""
+    """Return the objective of a function of one number per axis, with [low, high] scaled to [0, 1]."""
     return Objective(axes, lambda point, _: function(*(low + share * (high - low) for share in point)), rise)
 
 
@@ -100,7 +100,7 @@ def branin(a: float, b: float) -> float:
 
 
 PYXAB = {
-    # Its maximum lies at pi / 6, a cusp, where the sine is 0.
+    # Its maximum is a cusp at pi / 6, where the sine is 0.
     "Garland": synthetic("Garland", rise=pi / 6.0 * (1.0 - pi / 6.0) * 4.0),
     "DoubleSine": synthetic("DoubleSine"),
     "DifficultFunc": synthetic("DifficultFunc"),
@@ -141,7 +141,7 @@ MOVED_SHAPES = {f"{title}~": replace(scaled(shape), moved=True) for title, shape
 
 
 def rate(large: float) -> Objective:
-    """The loss of a learning rate, which diverges to a number above 0.8."""
+    """Return the negative loss as a function of a learning rate; above 0.8, the loss diverges to `large`."""
     return replace(scaled(lambda x: -large if x > 0.8 else -2.0 * min(1.0, abs(x - 0.5) / 0.3) ** 1.5), worst=-3.0)
 
 
@@ -168,7 +168,7 @@ SETS = {"pyxab": PYXAB, "held-out": HELD_OUT, "drifting": DRIFTING, "moved": MOV
 UNIT = Interval(0.0, 1.0)
 
 Play = tuple[Callable[[], list[float]], Callable[[float], None], Callable[[], list[float]]]
-"""Ask for a point of the unit cube; tell the reward of it; the point recommended in the end."""
+"""Functions that ask for a point of the unit cube, tell its reward, and return the point recommended at the end."""
 
 
 def ours(name: str, options: dict[str, Any], axes: int, horizon: int, seed: int) -> Play:
@@ -190,7 +190,7 @@ def ours(name: str, options: dict[str, Any], axes: int, horizon: int, seed: int)
 
 
 def pyxab(name: str, axes: int, horizon: int, seed: int) -> Play:
-    """An algorithm of PyXAB with its default parameters; parameters without a default come from its examples."""
+    """Return an algorithm of PyXAB with its default parameters; parameters without a default come from its examples."""
     module = {"T_HOO": "HOO"}.get(name, name)
     made = getattr(importlib.import_module(f"PyXAB.algos.{module}"), name)
     options: dict[str, Any] = {"domain": [[0.0, 1.0]] * axes}
@@ -215,7 +215,7 @@ def pyxab(name: str, axes: int, horizon: int, seed: int) -> Play:
 
 
 def optuna(name: str, axes: int, seed: int) -> Play:
-    """A sampler of Optuna with its default settings; recommends the point of largest reward, as a study does."""
+    """Return a sampler of Optuna with its default settings; it recommends the point of largest reward, as a study does."""
     from optuna import create_study, logging, samplers, trial
 
     logging.set_verbosity(logging.ERROR)
@@ -245,7 +245,7 @@ def at_random(axes: int, seed: int) -> Play:
     return ask, lambda reward: told.append((reward, points[-1])), lambda: max(told)[1]
 
 
-# Those that need to be told the horizon are run once for each; the others once for the longest.
+# Algorithms that need to know the horizon run once for each horizon; the others run once, for the longest.
 WITH_HORIZON = {"T_HOO", "POO", "PCT", "VPCT", "StoSOO", "VROOM", "P-UCBV"}
 PYXAB_NAMES = ("T_HOO", "HCT", "VHCT", "POO", "PCT", "VPCT", "Zooming", "StoSOO", "VROOM")
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -266,12 +266,12 @@ def player(name: str, axes: int, horizon: int, seed: int) -> Play:
 
 
 def noise(objective: str, seed: int, count: int) -> list[float]:
-    """float (count,); a longer one begins with the shorter."""
+    """Return `count` noise values. A longer list begins with the shorter one."""
     return np.random.default_rng([zlib.crc32(objective.encode()), seed]).normal(0.0, NOISE, count).tolist()
 
 
 def trace(name: str, title: str, seed: int, marks: tuple[int, ...]) -> list[tuple[float, float]]:
-    """Cumulative regret and simple regret after each of `marks` pulls, both without noise."""
+    """Return cumulative and simple regret after each number of pulls in `marks`, both without noise."""
     objective = OBJECTIVES[title].placed(title, seed)
     ask, tell, recommend = player(name, objective.axes, marks[-1], seed)
     total, found = 0.0, []
@@ -291,7 +291,7 @@ def summary(values: list[float]) -> list[float]:
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for name, title in product(options.names, SETS[options.set]):
-        if name == "P-UCBV" and OBJECTIVES[title].axes > 1:  # it searches an interval alone
+        if name == "P-UCBV" and OBJECTIVES[title].axes > 1:  # it only searches intervals
             continue
         horizons = tuple(horizon for horizon in HORIZONS if horizon <= options.longest)
         plays = [(horizon,) for horizon in horizons] if name in WITH_HORIZON else [horizons]
@@ -326,7 +326,7 @@ def table(cells: dict[str, dict[str, Any]], what: str) -> Iterator[dict[str, Any
 
 
 def ratio(cell: dict[str, Any]) -> tuple[float, str] | None:
-    """Ratio of SplitUCBV's cumulative regret to the best of PyXAB's, and the same in words, with simple regrets."""
+    """Return the ratio of SplitUCBV's cumulative regret to the best of PyXAB's, also as text, with simple regrets."""
     found = [name for name in PYXAB_NAMES if name in cell]
     if not found or "SplitUCBV" not in cell:
         return None
@@ -337,7 +337,7 @@ def ratio(cell: dict[str, Any]) -> tuple[float, str] | None:
 
 
 def tables(options: argparse.Namespace) -> None:
-    """Print what the file holds of a set: regrets, and SplitUCBV's over the best rival's."""
+    """Print the stored regrets of a set of objectives, and the ratios of SplitUCBV's to the best of PyXAB's."""
     results = _load(options.file)
     cells = {h: {title: results.get(title, {}).get(str(h), {}) for title in SETS[options.set]} for h in HORIZONS}
     for what, horizon in product(("cumulative", "simple"), HORIZONS):
@@ -352,7 +352,10 @@ def tables(options: argparse.Namespace) -> None:
 
 
 def times(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Processor microseconds per ask + tell over the first so many pulls, and since the last mark; means over seeds."""
+    """Measure processor microseconds per ask + tell, over all pulls up to each count, and since the previous count.
+
+    They are means over seeds.
+    """
     for name, axes in product(options.names or ["SplitUCBV"], options.axes):
         title = {1: "Garland", 2: "Himmelblau", 3: "Hartmann3"}[axes]
         marks = [0, *sorted(options.counts)]

@@ -1,4 +1,4 @@
-"""What benchmarks share: seconds measured in turns, files of results that go on where they ended, rows shown as they come."""
+"""Shared by the benchmarks: the command line, timing in turns, result files that another call continues, and tables."""
 
 import argparse
 import json
@@ -23,9 +23,10 @@ sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]
 
 
 def options_of(doc: Any, *words: str, choices: Mapping[str, Iterable[str]] = {}, **defaults: Any) -> argparse.Namespace:
-    """Read the command line, and compute on one thread; words without a flag may end in "?" or "*".
+    """Parse the command line, and set torch to one thread. `words` are positional arguments; "?" or "*" at the end is `nargs`.
 
-    A default has the type of its option; a type stands for no default, False for a flag, and a list for several values.
+    `defaults` are the options. A default has the type of its option; a type means that there is no default, False a flag, and a
+    list several values.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     allowed = {name: list(each) for name, each in choices.items()}
@@ -46,7 +47,7 @@ def options_of(doc: Any, *words: str, choices: Mapping[str, Iterable[str]] = {},
 
 
 def processor_seconds(call: Callable[[], Any]) -> float:
-    """Processor time of one call; other work of a busy machine does not count."""
+    """Return the processor seconds of one call, which other work on the machine does not count towards."""
     began = time.process_time()
     call()
     return time.process_time() - began
@@ -61,10 +62,10 @@ def in_turns(
     seconds: Callable[[Callable[[], Any]], float] = processor_seconds,
     before: Callable[[], Any] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Run every case once in each turn, in a fresh order; returns the seconds of each turn that counts.
+    """Run every case once in each turn, in a new random order; return case → seconds of each turn.
 
-    `warm` turns come before, and `before` is called before each. After `limit` seconds no turn begins, but five are made, the
-    warm ones among them.
+    The first `warm` turns are additional and do not count. `before` is called before each turn. After `limit` seconds, no turn
+    starts, except that at least five run, including warm ones.
     """
     order, end = np.random.default_rng(0), time.perf_counter() + limit
     times: dict[str, list[float]] = {name: [] for name in cases}
@@ -78,10 +79,10 @@ def in_turns(
 
 
 def in_process(call: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """Run a call in a process of its own, on one thread.
+    """Run a call in a separate process, on one thread.
 
     Returns:
-        What it returns, or {"failed": a reason} if it raises or takes more seconds of processor time.
+        The result of the call, or {"failed": a reason} if it raises, or takes more than `seconds` of processor time.
     """
 
     def child(pipe: Any) -> None:
@@ -107,18 +108,18 @@ def in_process(call: Callable[[], dict[str, Any]], seconds: float) -> dict[str, 
 
 
 def over(times: Mapping[str, list[float]], case: str, base: str) -> tuple[float, float, float]:
-    """First quartile, median and third quartile of a case's time over another's in the same turn."""
+    """Return first quartile, median and third quartile of the ratio of a case's time to that of `base` in the same turn."""
     low, median, high = np.quantile(np.array(times[case]) / np.array(times[base]), [0.25, 0.5, 0.75]).tolist()
     return low, median, high
 
 
 def round_seconds(marks: Sequence[float]) -> list[float]:
-    """Lengths of rounds from the times at which they ended, without the first, which builds all, and the last, which scores."""
+    """Return the seconds of rounds from the times at which they ended, without the first (setup) and the last (scoring)."""
     return [after - before for before, after in pairwise(marks[:-1])]
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file of results, or the rows of a stored one (.csv); none where there is no file."""
+    """Return the rows of a result file, JSON lines or a stored .csv; empty if there is no file."""
     if path.suffix == ".csv":
         from stored_tables import read_rows
 
@@ -127,7 +128,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def add(path: Path, row: Mapping[str, Any], *, quiet: bool = False) -> None:
-    """Add a line to a file of results, and print it."""
+    """Append a line to a result file, and print it."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
     if not quiet:
@@ -135,14 +136,14 @@ def add(path: Path, row: Mapping[str, Any], *, quiet: bool = False) -> None:
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
-    """Mean ± standard deviation, the latter where there are several; empty without values."""
+    """Return mean ± standard deviation as text; only the mean of a single value, and empty without values."""
     if len(values) < 2:
         return "".join(f"{value:.{digits}f}" for value in values)
     return f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
 
 
 def show(rows: Iterable[Mapping[str, Any]], as_json: bool) -> None:
-    """Print each row when it is there: as a line of JSON, or of a Markdown table, with a head where the columns change."""
+    """Print each row as soon as it is computed: as JSON, or in a Markdown table, with a header whenever the columns change."""
     head: list[str] = []
     for row in rows:
         if as_json:
@@ -159,9 +160,9 @@ def _cell(value: Any) -> str:
 
 
 def mask_of(graph: Any, dense: Any, small: Any) -> Any:
-    """The units that another library kept, as a mask over ours.
+    """Return the mask of the units that another library kept.
 
-    Vectors of batch norms lose the entries of their own units alone, so that their statistics say which are left.
+    Kept units are recognized by their batch norm statistics, since these vectors lose only the entries of removed units.
     """
     import sparsekit as sk
 

@@ -1,4 +1,4 @@
-"""What each engine costs beside training, and what becomes of time and memory as clients grow in number.
+"""Overhead of each engine without training, and how time and memory grow with the number of clients.
 
     python benchmarks/engines.py overhead                                      every engine, no data needed
     python benchmarks/engines.py overhead --data-dir DIR                       with the MNIST preset
@@ -6,16 +6,15 @@
     python benchmarks/engines.py scale                                         K = 100, 1,000, 10,000 clients
     python benchmarks/engines.py scale --clients 10000 --engines processes-1 --rounds 1000 --json
 
-`overhead` is paired: in each repetition every engine gets every load, one after the other. Loads: `messages`, a small CNN
-that nobody trains, 10 clients a round; `bytes`, VGG11 (37 MB each way) that nobody trains, 4 clients a round. A round's seconds
-come from its record, without the first round, where processes warm up, and the last, which scores all clients. `start` is
-everything else but these: starting, the first and last round.
+`overhead` is paired: in each repetition, every engine gets every load, one after the other. Loads: `messages`, a small CNN
+without training, 10 clients a round; `bytes`, VGG11 (37 MB each way) without training, 4 clients a round. A round's seconds
+come from its record, without the first round, in which processes warm up, and the last, which scores all clients. `start` is
+all other time: the start, the first and the last round.
 
-`scale` starts a process for each case. Every client has a batch of 16 images and takes one step; clients share their images,
-so what grows with K is what is kept per client. `main_cpu_seconds` is the time of a round in the process that holds
-the server, all its threads together: they depend less than wall seconds on what else the machine does. Memory is the largest
-resident set of that process (VmHWM, Linux). `memories` are the files of the clients' memories,
-on the disk and in no process.
+`scale` starts a process for each case. Every client has a batch of 16 images and takes one step. Clients share their images, so
+only the state per client grows with K. `main_cpu_seconds` is the processor time of a round in the server's process, over all
+its threads, which depends less on other work of the machine than wall seconds. Memory is the peak resident set of that process
+(VmHWM, Linux). `memories` are the files of the clients' memories on disk.
 """
 
 import argparse
@@ -46,7 +45,7 @@ WORKERS = 2
 
 
 class Idle(fl.Method):
-    """No training: every matrix comes back with its sign turned, so that what travels is neither zero nor compressible."""
+    """A method without training: every matrix is sent back with its sign flipped, so that updates are not compressible."""
 
     def train(self, client: fl.ClientContext, task: fl.Task) -> fl.Result:
         del client
@@ -65,7 +64,7 @@ def _shared_splits(shape: tuple[int, ...], count: int, sizes: tuple[int, int, in
 
 
 def vgg_data(ids: Collection[int] | None = None) -> tuple[fl.Problem, list[fl.Client]]:
-    """VGG11 on CIFAR shapes, and up to four clients with two random images each."""
+    """Return VGG11 for CIFAR shapes, and four clients, or those with the given ids, with two random images each."""
     problem = fl.Problem(model=lambda: Vgg(11, classes=10), example_inputs=(torch.zeros(1, 3, 32, 32),))
     data = _shared_splits((3, 32, 32), 1, (2, 2, 2))[0]
     return problem, [fl.Client(id=id, data=data) for id in (range(4) if ids is None else ids)]
@@ -76,7 +75,7 @@ def _engine(name: str) -> Engine:
 
 
 def timed(engine: str, plan: Any) -> tuple[list[float], float, float]:
-    """Return the seconds of a run's rounds but the first and the last, all other seconds, and the bytes of a round."""
+    """Return the seconds of all rounds but the first and the last, all other seconds of the run, and the bytes per round."""
     from sparsekit_fl.cli.flower_app import simulate
     from sparsekit_fl.cli.run import Experiment
 
@@ -205,7 +204,7 @@ def main() -> None:
     overheads = options.command == "overhead"
     options.engines = options.engines or ["processes-1", *(["processes-2", "ray"] if overheads else [])]
     options.rounds = options.rounds or (7 if overheads else 30)
-    # So that what was started is ended.
+    # Exit on SIGTERM, so that started processes are ended.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     show((overhead if overheads else scale)(options), options.json)
 

@@ -1,13 +1,13 @@
-"""Time ÷ against FLOPs ÷: networks cut to equal FLOPs by sparsekit and by Torch-Pruning, timed in turns, in two runtimes.
+"""Speed-up against FLOPs saved: networks pruned to equal FLOPs by sparsekit and Torch-Pruning, timed in turns in two runtimes.
 
-    python benchmarks/faster.py --out faster.jsonl                  what is not in the file yet, then the table
+    python benchmarks/faster.py --out faster.jsonl                  measure what the file lacks, then print the table
     python benchmarks/faster.py --out faster.jsonl --models resnet50 --arms default 16 --shares 0.5 --batches 8
     python benchmarks/faster.py --out faster.jsonl --table
 
 Arms are the values of `multiple_of` ("default" leaves it out), and Torch-Pruning at three values of its `round_to`. In each
-turn every model runs once, in a fresh order, in eval mode on one thread, and processor time counts. The networks have random
-weights: times do not depend on them. Torch-Pruning takes the same share of every layer, as it does by default, and that share
-is bisected until the FLOPs are met.
+turn, every model runs once, in a new order, in eval mode on one thread; processor time is measured. The networks have random
+weights, since times do not depend on them. Torch-Pruning prunes the same share of every layer, as it does by default; that
+share is bisected until the FLOPs are met.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def flops_of(model: nn.Module) -> int:
 
 
 def torch_pruning(dense: nn.Module, share: float, round_to: int) -> nn.Module:
-    """Its cut with the most FLOPs that are no more than was asked, 1 % above allowed."""
+    """Return Torch-Pruning's model with the most FLOPs that are at most 1 % above the given share."""
     import torch_pruning as tp
 
     def cut(ratio: float) -> nn.Module:
@@ -104,7 +104,7 @@ def cut(arm: str, dense: nn.Module, share: float) -> nn.Module:
 
 
 def timed(models: dict[str, nn.Module], batch: int, runtime: str, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Name → median milliseconds, and quartiles of the time of "dense" and of "default" ÷ its own in the same turn."""
+    """Return name → median milliseconds, and quartiles of the time of "dense" and "default" over its time in the same turn."""
     with torch.no_grad():
         runs = {name: prepare(model, runtime, (example(batch),), {}) for name, model in models.items()}
         times = in_turns(runs, options.turns, warm=1, limit=options.seconds)
@@ -130,7 +130,7 @@ def measure(options: argparse.Namespace) -> None:
             try:
                 models[arm] = cut(arm, dense, share).eval()
                 fewer[arm] = flops_of(dense) / flops_of(models[arm])
-            except Exception as error:  # noqa: BLE001 - that a library cannot is a result
+            except Exception as error:  # noqa: BLE001 - a failure of a library is a result, too
                 print(f"{name}, {arm}: {type(error).__name__}: {error}"[:200], flush=True)
         for batch, runtime in cells:
             found = timed(models, batch, runtime, options)
@@ -142,7 +142,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> None:
-    """Print speed-up over FLOPs reduction of each arm, and the time of the default over multiples of 16."""
+    """Print each arm's speed-up over its FLOPs reduction, and the time of the default over that of multiples of 16."""
     cells: dict[tuple[Any, ...], dict[str, str]] = {}
     over_16: dict[str, list[float]] = {}
     for row in sorted(rows, key=lambda row: (list(MODELS).index(row["model"]), -row["share"], row["batch"], row["runtime"])):

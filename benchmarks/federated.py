@@ -1,4 +1,4 @@
-"""Where federated learning pays: nested submodels against other submodels, whole networks, and clients alone.
+"""When federated learning pays: nested submodels against other submodels, whole networks, and clients that train alone.
 
     python benchmarks/federated.py --out federated --data-dir DIR [--settings shift] [--arms fedlps heterofl] [--seeds 0 1 2]
 
@@ -6,11 +6,11 @@ Fifty clients with little data, ten in each round, capabilities 1 to 1/16 of the
 devices never take part, ten more only in the last round. "shift": fine-tuning on 30 grey, inverted images of all classes.
 "dirichlet": the same, classes drawn by a Dirichlet distribution of 0.5. "scratch": from random weights, Dirichlet 0.3, 100
 images. "text": Shakespeare by speaker, an LSTM, from random weights. "plain": "dirichlet" with a network without residuals, on
-which nothing was chosen. "classes" and "domain": ten clients, all in every round, with three classes or five inverted ones.
+which no choice was based. "classes" and "domain": ten clients, all in every round, with three classes or five inverted ones.
 
 Each run is scored in three ways: the newest model of a device, the same after one more local training, and the best of these
-and of what the client trained, by 30 validation examples of its own. "--show" prints tables and draws the picture. A run that
-was measured is not repeated: its row is in OUT/federated.jsonl.
+and of the models that the client trained, by its 30 validation examples. "--show" prints tables and draws the picture. Runs
+with a row in OUT/federated.jsonl are not repeated.
 """
 
 import re
@@ -81,21 +81,21 @@ def scaled(pixels: Tensor) -> Tensor:
 
 
 def grey(pixels: Tensor) -> Tensor:
-    """The images of another domain: without colours, and inverted."""
+    """Return images of another domain: grey and inverted."""
     return -scaled(pixels).mean(1, keepdim=True).expand(-1, 3, -1, -1).contiguous()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Whose data a client has, how the network begins, and how it is trained; `train`, `val`, `test` count examples."""
+    """Data of the clients, initial network, and training; `counts` are numbers of training, validation and test examples."""
 
     model: Callable[[], nn.Module] = residual
     pixels: int = 16  # 0: text
     seen: Callable[[Tensor], Tensor] = grey
     trained: bool = True
     clients: int = 50
-    alpha: float | None = None  # of the Dirichlet distribution of classes; None: all alike
-    classes: int = 0  # of each client, if not all
+    alpha: float | None = None  # of the Dirichlet distribution of classes; None: equal shares
+    classes: int = 0  # number of classes per client; 0: all
     counts: tuple[int, int, int] = (30, 30, 80)
     rounds: int = 20
     training: fl.TrainingConfig = _SGD
@@ -163,7 +163,7 @@ def image_parts(setting: Setting, data: Path, rng: np.random.Generator, total: i
 
 
 def text_parts(setting: Setting, data: Path, rng: np.random.Generator, total: int) -> list[list[fl.TensorData]]:
-    """Speakers of Shakespeare's plays with enough text; sequences of 32 characters, in order of time."""
+    """Return the splits of speakers in Shakespeare's plays with enough text: sequences of 32 characters, in order of time."""
     text, step = (data / "tinyshakespeare" / "input.txt").read_text(), 33
     number = {character: place + 1 for place, character in enumerate(sorted(set(text)))}
     said: dict[str, list[str]] = {}
@@ -222,7 +222,7 @@ def measure(name: str, who: str, seed: int, out: Path, data: Path) -> dict[str, 
 
 
 def mean_of(row: dict[str, Any], way: str, who: str = "members", level: float | None = None) -> float:
-    """Mean accuracy in % of some devices: all that train, the worst tenth, late or new ones."""
+    """Return the mean accuracy in % of some devices: those that train regularly, their worst tenth, late or new ones."""
     members = len(row["z"]) - (2 * NEW if len(row["z"]) > 10 else 0)
     places = {"members": (0, members), "worst": (0, members), "new": (members, members + NEW), "late": (members + NEW, None)}
     found = [a for a, z in list(zip(row[way], row["z"]))[slice(*places[who])] if level is None or z == level]

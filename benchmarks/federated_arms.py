@@ -24,11 +24,11 @@ LEVELS = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
 NEW = 10  # devices that never take part, and as many that take part once, in the last round
 
 SCORED: dict[int, dict[str, tuple[float, float]]] = {}
-"""Client → way → accuracy on test and on validation data in the current run."""
+"""Client → way of deployment → accuracy on test and on validation data, in the current run."""
 
 
 class Measured(fl.Method):
-    """A method whose last devices take part once or never; it notes how its newest model scores."""
+    """Base of all arms: the last devices take part once or never, and the scores of the newest models are recorded."""
 
     def sample(self, server: fl.ServerContext) -> list[int]:
         ids = list(server.roster)
@@ -47,7 +47,7 @@ class Measured(fl.Method):
 
 
 def noted(client: fl.ClientContext, task: Task) -> Result:
-    """Train once more, as a client does before it chooses what to deploy, and note how that scores."""
+    """Run `sgd` for the local training before deployment, and record the scores of the tuned model."""
     result = sgd(client, task)
     SCORED[client.client.id]["tuned"] = accuracies(client)
     return result
@@ -62,7 +62,7 @@ def accuracies(client: fl.ClientContext) -> tuple[float, float]:
 
 
 class Alone(fl.methods.fedlps):
-    """FedLPS whose clients share nothing: what federation adds to a submodel."""
+    """FedLPS whose clients share nothing, which shows what federation adds to a submodel."""
 
     def train(self, client: fl.ClientContext, task: Task) -> Result:
         state = {**task.state, **client.memory.get("own", {})}
@@ -115,7 +115,7 @@ class Adaptive(fl.methods.fedlps):
 
 @dataclass(frozen=True, kw_only=True)
 class Paced(fl.methods.fedlps):
-    """Local epochs and learning rates that depend on the capability z: times z^a, rounded up, and times z^b."""
+    """Local epochs times z^a, rounded up, and learning rate times z^b; z is the capability over the smallest level."""
 
     epochs: float = option(0.0, "a")
     rate: float = option(0.0, "b")
@@ -128,7 +128,7 @@ class Paced(fl.methods.fedlps):
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen(fl.methods.fedlps):
-    """A client trains a ratio up to its capability, drawn uniformly, or asked of a bandit: validation accuracy per second."""
+    """A client's ratio, up to its capability, is drawn uniformly, or chosen by a bandit with validation accuracy per second."""
 
     bandit: bool = option(False, "Whether P-UCBV chooses the ratio.")
 
@@ -155,7 +155,7 @@ class Chosen(fl.methods.fedlps):
 
 @dataclass(frozen=True, kw_only=True)
 class Scored(fl.methods.fedlps):
-    """Units by second moments of gates: a client's own, shrunk towards the mean of all clients' as if of `prior` examples."""
+    """Units are chosen by Fisher scores: a client's own, shrunk towards those of all clients with the weight of `prior`."""
 
     prior: float = option(30.0, "n₀, in examples")
 
@@ -206,7 +206,7 @@ def arm(kind: Any, **options: Any) -> fl.Method:
     return type(kind.__name__, (Measured, kind), {})(**options)
 
 
-# HeteroFL's scaler changes nothing before a batch norm, and its clipping would make its steps shorter than those of others.
+# HeteroFL's scaler has no effect before a batch norm, and its clipping would make its steps shorter than those of other arms.
 methods, _PLAIN = fl.methods, {"scaler": False, "clip": None}
 ARMS: dict[str, fl.Method] = {
     "fedlps": arm(methods.fedlps),
@@ -238,5 +238,5 @@ ARMS: dict[str, fl.Method] = {
 }
 
 ROUNDS = {"fedavg, half of the rounds": 0.5, "fedper, half of the rounds": 0.5, "dice, more rounds": 1.7}
-"""Share of the rounds of a setting, for arms with about the FLOPs of `fedlps`."""
+"""Factor on the rounds of a setting, for arms that should have about the FLOPs of `fedlps`."""
 ROUNDS["fedlps, fewer rounds"] = 0.8  # about the FLOPs of `heterofl`

@@ -1,15 +1,15 @@
-"""Everything that wants a GPU, in one command; the result is one JSON file.
+"""All measurements that need a GPU, in one command; the result is one JSON file.
 
     python benchmarks/gpu.py --out gpu.json                  on cuda
     python benchmarks/gpu.py --device cuda:1 --parts steps   some parts only
     python benchmarks/gpu.py --device cpu --quick            small versions of all parts, a minute on a CPU
 
-The parts: `exactness`, the device against the CPU in float64; `crossings`, waits and copies of a step (goal: none);
-`steps`, a LearnableMask over a natively narrow network (goal: at most 1.15, aim 1.05). `pytest --device cuda` runs the tests
-on the device.
+The parts: `exactness`, the device against the CPU in float64; `crossings`, synchronizations and copies of a step (goal: none);
+`steps`, a LearnableMask relative to a natively narrow network (goal: at most 1.15, aim 1.05). `pytest --device cuda` runs the
+tests on the device.
 
-The file is written anew after every part, so that a run that is cut off leaves what it had. A part that fails leaves its
-error there, and the others run.
+The file is rewritten after every part, so that an interrupted run leaves its finished parts. If a part fails, its error is in
+the file, and the others still run.
 """
 
 import json
@@ -47,7 +47,7 @@ def apart(found: Tensor, expected: Tensor) -> float:
 
 
 def exactness(device: torch.device, quick: bool) -> dict[str, Any]:
-    """Outputs and gradients of the device against the CPU in float64, and a masked against a compact network there."""
+    """Compare outputs and gradients of a compact network on the device with the CPU in float64 (the LSTM in float32)."""
     found: dict[str, Any] = {}
     for name in ["cnn"] if quick else list(MODELS):
         model, x, y = build(name)
@@ -59,7 +59,7 @@ def exactness(device: torch.device, quick: bool) -> dict[str, Any]:
         small.to(device), truth.eval(), small.eval()
         wide = x.double() if x.is_floating_point() and name != "lstm" else x
         expected = truth(wide)
-        with torch.backends.cudnn.flags(enabled=name != "lstm"):  # it refuses a backward pass of an LSTM in eval mode
+        with torch.backends.cudnn.flags(enabled=name != "lstm"):  # cuDNN refuses a backward pass of an LSTM in eval mode
             outputs = small(x.to(device))
             cross_entropy(outputs, y.to(device)).backward()
         cross_entropy(expected, y).backward()
@@ -79,7 +79,7 @@ def _seconds(step: Callable[[], None], device: torch.device, steps: int) -> floa
 
 
 def steps(device: torch.device, quick: bool) -> list[dict[str, Any]]:
-    """The step of a LearnableMask, relative to a natively narrow network: paired blocks, medians of ratios. Goal: 1.15."""
+    """Time a step of a LearnableMask relative to a natively narrow network: paired blocks, medians of ratios. Goal: 1.15."""
     rows = []
     ratios = (0.5,) if quick else (1.0, 0.5, 0.25, 0.125, 0.0625)
     cases = [("cnn", 20)] if quick else [("vgg11", 20), ("cnn", 20), ("lstm", 20), ("vgg11", 128)]
@@ -120,7 +120,7 @@ def _sync_warnings(device: torch.device) -> Iterator[list[str]]:
 
 
 def crossings(device: torch.device, quick: bool) -> dict[str, Any]:
-    """Waits for the device, and copies between it and the host, in a step that keeps its mask. Goal: none."""
+    """Count synchronizations with the device, and copies to or from the host, in a step that keeps its mask. Goal: none."""
     found: dict[str, Any] = {}
     activities = [torch.profiler.ProfilerActivity.CPU, *[torch.profiler.ProfilerActivity.CUDA] * (device.type == "cuda")]
     for name in ["cnn"] if quick else list(MODELS):
@@ -162,7 +162,7 @@ def main() -> int:
         entry: dict[str, Any] = {}
         try:
             entry["result"] = PARTS[name](device, given.quick)
-        except Exception:  # noqa: BLE001 - a part that fails must not cost the others
+        except Exception:  # noqa: BLE001 - a part that fails must not stop the others
             entry["error"] = traceback.format_exc()
         entry["seconds"] = round(time.perf_counter() - began, 2)
         result["parts"][name] = entry

@@ -1,13 +1,13 @@
-"""Does a learned mask beat a fixed one at equal training FLOPs? Personal clients of a trained network, many arms.
+"""Does a learned mask beat a fixed one at equal training FLOPs? Clients adapt a trained network, with many arms.
 
     python benchmarks/learning.py pretrain --out learning    the network: hours on one core, a minute on cuda
     python benchmarks/learning.py run --out learning --shares 0.016 --budgets 15 --seeds 0 1 2
     python benchmarks/learning.py table --out learning
     python benchmarks/learning.py candidates --out learning    are candidates of `prune` better judged after a short training?
 
-A budget is a number of dense training steps of 64 images, and an arm may spend it as it likes: passes that score units, wide
-steps, refits and recalibration count, at three forward passes a step, two for Fisher and one for the others. All arms see the
-same examples in the same order. A cell that is in OUT/learning.jsonl is not run again. Choices were made on `val`.
+A budget is a number of dense training steps of 64 images, which an arm may divide as it likes. All passes count: a training
+step as three forward passes, Fisher scores as two, refits and recalibration as one. All arms see the same examples in the same
+order. Cells in OUT/learning.jsonl are not run again. Choices were made on `val`.
 """
 
 import argparse
@@ -32,13 +32,13 @@ from sparsekit.allocation import Schedule, allocate, by_cost, ratio_counts, unif
 from sparsekit.criteria import Fisher, ScoringContext
 from sparsekit.pruning.settings import CANDIDATES
 
-WIDE = partial(by_cost, scale="none", width_penalty=2.0)  # widths for those who train on
+WIDE = partial(by_cost, scale="none", width_penalty=2.0)  # widths for networks that train further
 Scores = dict[str, Tensor]
 
 
 @dataclass
 class Run:
-    """One arm on one client: its FLOPs so far, and the source of its examples."""
+    """One arm on one client, with the cost that it has spent, and the source of its examples."""
 
     task: Task
     share: float
@@ -46,10 +46,10 @@ class Run:
     seed: int
     lr: float
     spent: float = 0.0
-    """Dense steps of 64 images."""
+    """Cost until now, in dense training steps of 64 images."""
     steps: int = 0
     flops: float = 0.0
-    """FLOPs of an example through the model that is trained now."""
+    """Forward FLOPs of an example through the model in training."""
     calibration: list[Data] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class Run:
         return self.task.costs.dense_costs()["flops"]
 
     def pay(self, images: float, passes: float, flops: float | None = None) -> None:
-        """Count forward passes of some images, each of so many FLOPs; by default, FLOPs of the dense model."""
+        """Add the cost of forward passes of some images, at `flops` per image and pass; None: those of the dense model."""
         self.spent += images * passes / 3 / 64 * (1.0 if flops is None else flops / self.dense())
 
     def batches(self) -> Iterator[Data]:
@@ -85,12 +85,12 @@ class Run:
         return sum(len(y) for _, y in self.calibration)
 
     def mask(self, scores: Scores, rule: Any = WIDE, order: Scores | None = None) -> sk.UnitMask:
-        """The mask of a share of the FLOPs, of the best units by `order` where the widths come from other scores."""
+        """Return the mask with `share` of the FLOPs: widths by `scores`, and the best units by `order` (None: `scores`)."""
         counts = allocate(rule, self.task.graph, scores, self.task.costs, budget=self.limit)
         return sk.mask_from_scores(self.task.graph, order or scores, counts)
 
     def fixed(self, mask: sk.UnitMask, *, refit: bool = True) -> nn.Module:
-        """Refit the dense network under a mask, and train with all that is left."""
+        """Refit the dense network under a mask, and train until the budget is spent."""
         self.masked.load(self.task.model.state_dict(), mask=mask)
         if refit:
             sk.reconstruct(self.task.model, self.masked.model, self.task.graph, mask, self.calibration)
@@ -98,7 +98,7 @@ class Run:
         return self.train()
 
     def learned(self, until: float, cuts: int, *, half_life: float = 20.0, first: Scores | None = None) -> nn.Module:
-        """Narrow the dense network while it trains; `first` is importance to begin with."""
+        """Narrow the dense network during training; `first` is the initial importance."""
         shares = [self.share ** (at / cuts) for at in range(cuts + 1)]
         left = self.budget - self.spent - sum(self.calibrating / 3 / 64 * share for share in shares[:-1])
         wide = [until / cuts / share for share in shares[:-1]]
@@ -141,10 +141,10 @@ def _random(run: Run) -> Scores:
 
 
 def _iterative(run: Run) -> nn.Module:
-    """`prune` in three steps of Fisher, with half of the training between them."""
+    """Prune in three steps by Fisher scores, with half of the training between the steps."""
 
     def between(small: nn.Module, step: int) -> nn.Module:
-        run.pay(run.calibrating, 3, run.flops)  # scores and a refit, at the width before
+        run.pay(run.calibrating, 3, run.flops)  # scores and a refit, at the previous widths
         run.flops = float(sk.count_cost(small, run.task.example).flops)
         return run.train(run.budget * (step / 6 if step < 3 else 1.0), small)
 
@@ -154,7 +154,7 @@ def _iterative(run: Run) -> nn.Module:
 
 
 def _scratch(run: Run) -> nn.Module:
-    """The widths of the best fixed mask, from random weights; its scores are charged to nobody."""
+    """Train the widths of the best fixed mask from random weights. The cost of its scores does not count."""
     mask = run.mask(run.fisher())
     run.spent = 0.0
     run.masked.load(run.task.model.state_dict(), mask=mask)
@@ -167,7 +167,7 @@ def _scratch(run: Run) -> nn.Module:
 
 
 def _paper(run: Run) -> nn.Module:
-    """The rule of FedLPS from the largest weights, at the equal widths of the share."""
+    """Learn the mask by the rule of the FedLPS paper, from the largest weights, at equal widths that meet the share."""
     graph, costs, most = run.task.graph, run.task.costs, run.share * run.dense()
     fitting = (r / 1000 for r in range(1000, 0, -1) if costs.costs(ratio_counts(graph, r / 1000))["flops"] <= most)
     ratio = next(fitting, 0.001)
@@ -178,7 +178,7 @@ def _paper(run: Run) -> nn.Module:
 
 
 def _transplant(run: Run) -> nn.Module:
-    """The mask that L4 learned, given to the fixed arm, which pays nothing for it."""
+    """Train with the mask that "L4 .7" learned, fixed from the start. The cost of learning it does not count."""
     donor = Run(run.task, run.share, run.budget, run.seed, run.lr)
     donor.learned(0.7, 4)
     return run.fixed(donor.masked.unit_mask())
@@ -227,7 +227,7 @@ def run_cells(out: Path, options: argparse.Namespace) -> None:
 
 
 def table(out: Path, against: str = "fixed n2") -> None:
-    """Mean of each arm, and mean paired difference ± standard error, by network, share and budget."""
+    """Print the mean of each arm, and the mean paired difference ± standard error, by network, share and budget."""
     rows = read(out / "learning.jsonl")
     cells = {(row["network"], row["share"], row["budget"]): list[dict[str, Any]]() for row in rows}
     for row in rows:
@@ -247,7 +247,7 @@ def table(out: Path, against: str = "fixed n2") -> None:
 
 
 def candidates(out: Path, seeds: list[int], steps: int = 200) -> None:
-    """Cut the network by each candidate of `prune`; judge it as cut, after 20 steps, and after all on other images."""
+    """Prune with each candidate of `prune`; score right after pruning, after 20 steps, and after all steps on other images."""
     from learning_nets import cifar10
 
     (x, y), _ = cifar10()

@@ -1,4 +1,4 @@
-"""The networks and clients of `benchmarks/learning.py`: a small residual network of CIFAR-10, and EfficientNet-Lite0."""
+"""The networks and clients of `benchmarks/learning.py`: a small residual network for CIFAR-10, and EfficientNet-Lite0."""
 
 import math
 import os
@@ -21,7 +21,8 @@ Data = tuple[Tensor, Tensor]
 """Images, float32 (n, 3, H, W), and classes, int64 (n,)."""
 CLASSES = ("plane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _PRETRAINED, _CLIENTS = 40_000, 47_000
-"""Training images before the first were trained on, those up to the second belong to clients, the rest validates."""
+"""Positions in the training set: images before the first are for pretraining, those before the second for clients, the others
+for validation."""
 
 
 class _Block(nn.Module):
@@ -53,7 +54,7 @@ class ConvNet(nn.Module):
 
 @cache
 def cifar10() -> tuple[Data, Data]:
-    """Training and test images, standardised."""
+    """Return normalized training and test images."""
     source = datasets["cifar10"](os.environ.get("SPARSEKIT_DATA", "data"))
     train, test = (((pool.inputs[0].float() / 255 - 0.47) / 0.25, pool.labels()) for pool in (source.train, source.test))
     return train, test
@@ -61,10 +62,10 @@ def cifar10() -> tuple[Data, Data]:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A trained network and a client that adapts it; choices are made on `val`, and `test` is read once.
+    """A trained network and a client that adapts it. Choices are made on `val`, and `test` is used once.
 
-    `calibration` images score units and refit layers; `clip` is the largest norm of gradients, 0 for none; `frozen` batch norms
-    keep their statistics.
+    `calibration` images score units and refit layers. `clip` is the largest norm of gradients, 0 for no clipping. If `frozen`,
+    batch norms keep their statistics.
     """
 
     network: str
@@ -119,8 +120,10 @@ def _of_classes(data: Data, classes: list[int], each: int | None, generator: tor
 
 
 def tasks(name: str, seed: int, out: Path, device: str = "cpu") -> Task:
-    """A client: names of classes of CIFAR-10, "turned" for all ten with images turned by a quarter, or "tiny" for 20 classes of
-    Tiny ImageNet and EfficientNet-Lite0."""
+    """Return the task of a client. `name` has names of classes of CIFAR-10, or is "turned" or "tiny".
+
+    "turned" has all ten classes, with images turned by 90°; "tiny" has 20 classes of Tiny ImageNet, and EfficientNet-Lite0.
+    """
     generator = torch.Generator().manual_seed(seed)
     if name == "tiny":
         return _tiny(seed, device)
@@ -165,7 +168,7 @@ def _tiny(seed: int, device: str, pixels: int = 64, classes: int = 20) -> Task:
 
 
 def pretrain(out: Path, epochs: int, device: str, batch: int = 500, lr: float = 0.5) -> None:
-    """Train `ConvNet` on the first 40,000 images, shifted by up to two pixels and flipped, into OUT/cifar10.pt."""
+    """Train `ConvNet` on the first 40,000 images, shifted by up to two pixels and flipped, and save it to OUT/cifar10.pt."""
     (x, y), test = cifar10()
     torch.manual_seed(0)
     model = ConvNet()

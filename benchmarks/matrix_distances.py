@@ -1,4 +1,4 @@
-"""How far training under a mask is from the reference, at most, by precision: the distances of docs/howto/compatibility.md.
+"""Largest distance between training under a mask and the reference, by precision, for docs/howto/compatibility.md.
 
 python benchmarks/matrix_distances.py              # a minute
 """

@@ -1,10 +1,10 @@
-"""Peak memory and processor time of tracing and pruning random transformers in bfloat16, each in a process of its own.
+"""Peak memory and processor time of tracing and pruning a random transformer in bfloat16.
 
     python -W ignore benchmarks/memory.py 1.1 > rows.jsonl     0.1, 0.4 or 1.1 billion parameters; "tiny" for a try
-    python -W ignore benchmarks/memory.py 1.1 --in-place       the dense model is made small, in place of a second model
+    python -W ignore benchmarks/memory.py 1.1 --in-place       prune the dense model in place, without a second model
 
-Gibibytes are resident at the peak of a step, weights included, without what the process needs before they are made. Linux
-only: the peak is read from /proc, and reset before each step. On a core without instructions for bfloat16, take
+Memory is the peak resident set of a step in GiB, weights included, without the memory of the process before the model is made.
+Linux only: the peak is read from /proc, and reset before each step. On a core without bfloat16 instructions, use
 `--examples 3 --tokens 2`.
 """
 
@@ -32,7 +32,7 @@ SIZES = {
 
 
 class Block(nn.Module):
-    """Attention and a gated feed-forward layer, as in Llama, without positions."""
+    """Attention and a gated feed-forward layer, as in Llama, without position embeddings."""
 
     def __init__(self, width: int, inner: int, heads: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Transformer(nn.Module):
 
 
 def resident(what: str) -> int:
-    """Bytes in memory now, "RSS", or at the peak since the last reset, "HWM"."""
+    """Return the resident bytes: now ("RSS"), or the peak since the last reset ("HWM")."""
     found = re.search(rf"Vm{what}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
     return 1024 * int(found[1])
 

@@ -4,9 +4,9 @@
     python benchmarks/models.py levit gpt-oss  # some of them; the others keep their rows in models.json
     python benchmarks/models.py --page         # write docs/evidence/models.md from models.json
 
-A name selects the models that contain it. The packages are the dependency group
-`models`; install them with --no-deps where torch is there already. A model runs in its own process, and its seconds are
-processor time of `trace_units` on one thread. Sizes are small where the class allows it.
+A name selects all models whose names contain it. The packages are the dependency group `models`; install them with --no-deps if
+torch is already installed. Each model runs in a separate process. Seconds are processor time of `trace_units` on one thread.
+Sizes are small if the class allows it.
 """
 
 import contextlib
@@ -155,7 +155,7 @@ def segformer() -> Any:
 
 
 def video(kind: str, **options: Any) -> Any:
-    # Four inner features for each feature, as published.
+    # The feed-forward width is four times the hidden size, as published.
     sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32}
     sizes |= {"patch_size": 8, "num_frames": 4, "num_labels": 5}
     return hugging(kind, {"pixel_values": torch.randn(1, 4, 3, 32, 32)}, **sizes | options)
@@ -268,7 +268,7 @@ MODELS: dict[str, tuple[str, Callable[[], Any]]] = {
 
 
 def randomized(model: nn.Module) -> nn.Module:
-    """Give norms and biases the values of a trained network, so that nothing is 0 or 1 by luck."""
+    """Give norms and biases random values, as in a trained network, so that none is 0 or 1 because of its initialization."""
     rng = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, entry in named_entries(model).items():
@@ -279,7 +279,7 @@ def randomized(model: nn.Module) -> nn.Module:
 
 
 def difference(model: nn.Module, inputs: ModelInputs, units: sk.UnitGraph) -> float:
-    """Return by how much the outputs of the cut model differ from those of the masked one, as a share of their largest."""
+    """Return the largest difference between outputs of the pruned and the masked model, as a share of the largest output."""
     rng = torch.Generator().manual_seed(1)
     scores = {name: torch.rand(group.size, generator=rng) for name, group in units.groups.items()}
     mask = sk.mask_from_scores(units, scores, sk.allocation.ratio_counts(units, 0.5))

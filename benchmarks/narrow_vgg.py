@@ -1,8 +1,8 @@
-"""VGG11 and VGG13 with a quarter of their channels: a sixteenth of the work, for runs that a CPU can do.
+"""VGG11 and VGG13 with a quarter of their channels, at a sixteenth of the FLOPs, for runs on a CPU.
 
     sparsekit compare fedlps fedavg local --preset cifar100 --model narrow_vgg:vgg13 --rounds 10 --data-dir DIR --out FOLDER
 
-in the folder `benchmarks`. The channels are cut by sparsekit itself; all weights are drawn anew after the cut.
+in the folder `benchmarks`. sparsekit removes the channels; all weights are initialized again afterwards.
 """
 
 import torch

@@ -12,7 +12,7 @@ __all__ = ["NETS", "VisionTransformer", "convolutions", "densenet121", "mobilene
 
 
 class Residual(nn.Module):
-    """A branch beside a shortcut, which is the input itself where there is no other."""
+    """The sum of a branch and a shortcut, which by default is the identity."""
 
     def __init__(self, branch: Sequence[nn.Module], shortcut: Sequence[nn.Module] = ()) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Residual(nn.Module):
 
 
 class Joined(nn.Module):
-    """The input, and behind it the channels that a branch adds."""
+    """The input, concatenated along channels with the output of a branch."""
 
     def __init__(self, *branch: nn.Module) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def _convolution(entering: int, leaving: int, size: int, stride: int = 1, groups
 
 
 def convolutions(widths: Sequence[int], bias: bool = True) -> list[nn.Module]:
-    """The layers of a VGG with batch norm, for three colors; 0 is a pooling layer."""
+    """Return the layers of a VGG with batch norm, for three input channels; a width of 0 is a pooling layer."""
     layers: list[nn.Module] = []
     entering = 3
     for width in widths:
@@ -63,7 +63,7 @@ def mobilenet_v2(classes: int = 1000) -> nn.Module:
         (1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1),
     ):  # fmt: skip
         for step in (stride, *[1] * (depth - 1)):
-            # 1×1 to a wide layer, 3×3 channel by channel, 1×1 back, and a shortcut where shapes allow it.
+            # 1×1 to a wide layer, 3×3 depthwise, 1×1 back, and a shortcut if shapes allow it.
             width = entering * wider
             branch = [*_convolution(entering, width, 1), nn.ReLU6()] if wider > 1 else []
             branch += [*_convolution(width, width, 3, step, width), nn.ReLU6(), *_convolution(width, leaving, 1)]
@@ -74,9 +74,10 @@ def mobilenet_v2(classes: int = 1000) -> nn.Module:
 
 
 def resnet(stem: Sequence[nn.Module], entering: int, blocks: Sequence[int], width: int, wider: int, classes: int) -> nn.Module:
-    """Stages of so many residual blocks, each twice as wide as the one before, behind a stem that gives `entering` channels.
+    """Return a ResNet: a stem with `entering` output channels, then stages of residual blocks, each twice as wide as the last.
 
-    `wider` is 1 for blocks of two 3×3 convolutions, 4 for bottlenecks 1×1, 3×3, 1×1 whose last is so many times as wide.
+    `blocks` has the number of blocks of each stage. `wider` is 1 for blocks of two 3×3 convolutions, and 4 for bottlenecks
+    (1×1, 3×3, 1×1), whose output is four times as wide.
     """
     layers = list(stem)
     for number, depth in enumerate(blocks):
@@ -115,7 +116,7 @@ class _Attention(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """ViT, norms first; with the defaults ViT-S for images of 64 pixels."""
+    """A pre-norm ViT; by default, ViT-S for images of 64 pixels."""
 
     def __init__(self, width: int = 384, depth: int = 12, heads: int = 6, classes: int = 1000, tokens: int = 16) -> None:
         super().__init__()
@@ -136,7 +137,7 @@ class VisionTransformer(nn.Module):
 
 
 def densenet121(growth: int = 32, classes: int = 1000) -> nn.Module:
-    """Blocks of 6, 12, 24 and 16 layers, which read all that came before, with transitions that halve the channels."""
+    """Return DenseNet121: blocks of 6, 12, 24 and 16 densely connected layers, and transitions that halve the channels."""
     layers, width = _stem(), 64
     for block, depth in enumerate((6, 12, 24, 16)):
         for _ in range(depth):

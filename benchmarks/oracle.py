@@ -66,7 +66,7 @@ def hash_models(paths: Iterable[Path]) -> str:
 
 
 def observe(method: str, way: str) -> dict[str, Any]:
-    """Run one method in one way and return the results to compare; `error` if it failed."""
+    """Run one method in one way; return the results to compare, or only `error` if it failed."""
     with tempfile.TemporaryDirectory(prefix="oracle-") as name:
         folder, out, began = Path(name), Path(name) / "run", time.perf_counter()
         how = ["--workers", "2", "--out", str(out), "--json", "-q", *(["--engine", "flower"] if way == "flower" else [])]

@@ -1,12 +1,13 @@
 """Pruning side by side: sparsekit, Torch-Pruning and narrow networks from scratch, on equal FLOPs and equal data.
 
     python benchmarks/prune.py --task resnet20-cifar10 --out prune.jsonl
-    python benchmarks/prune.py --out prune.jsonl --table            what is in the file, as tables
+    python benchmarks/prune.py --out prune.jsonl --table            print the tables of the file
 
-Every result is written when it is there, and a second call goes on where the first one ended, also within a training. One
-dense model per task and seed is pretrained for all arms at all budgets. Test accuracy as cut, after reconstruction where the
-arm has it, after recalibration of batch norms, and after fine-tuning at the last epoch. Networks from scratch train for as
-many epochs as pretraining and fine-tuning together; `training_flops` says what each arm spent, pretraining included.
+Every result is written as soon as it is measured. Another call continues where the previous one stopped, even within a training
+run. One dense model per task and seed is pretrained for all arms and budgets. Test accuracy is measured right after pruning,
+after reconstruction if the arm has it, after recalibration of batch norms, and after the last epoch of fine-tuning. Networks
+from scratch train for as many epochs as pretraining and fine-tuning together; `training_flops` is the total of each arm,
+pretraining included.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from sparsekit_fl.problem.datasets import datasets
 
 
 def small_resnet(blocks: int, classes: int, width: int = 16, channels: int = 3) -> nn.Module:
-    """The ResNet of He et al. for images of 32 pixels, with 6·blocks + 2 layers."""
+    """Return the ResNet of He et al. for images of 32 pixels, with 6·blocks + 2 layers."""
     stem = (nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
     return resnet(stem, width, (blocks,) * 3, width, 1, classes)
 
 
 def vgg(classes: int, *widths: int) -> nn.Module:
-    """A VGG with batch norm and one linear layer; 0 among the widths is a pooling layer."""
+    """Return a VGG with batch norm and one linear layer; a width of 0 is a pooling layer."""
     layers = convolutions(widths, bias=False)
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], classes))
 
@@ -53,9 +54,9 @@ VGG11 = (32, 0, 64, 0, 128, 128, 0, 256, 256, 0, 256, 256)
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its data, epochs (before, after, and with a regularizer before the cut), and numbers of images.
+    """A model, its data, numbers of epochs (pretraining and fine-tuning), and numbers of images and scoring batches.
 
-    Images are averaged over squares of `pooled` pixels: 2 makes 16 pixels of 32, at a quarter of the FLOPs.
+    Images are average-pooled by `pooled`: 2 turns 32 pixels into 16, at a quarter of the FLOPs.
     """
 
     dataset: str
@@ -83,7 +84,7 @@ Splits = dict[str, tuple[Tensor, Tensor]]
 
 
 class Images:
-    """Batches, shuffled and augmented by a generator of their own, which a checkpoint saves and restores."""
+    """Batches, shuffled and augmented with a separate generator, which checkpoints save and restore."""
 
     def __init__(self, images: Tensor, labels: Tensor, *, seed: int | None = None, augment: bool = False) -> None:
         self.images, self.labels, self.augment = images, labels, augment
@@ -100,7 +101,7 @@ class Images:
                 yield (self._augmented(self.images[rows]) if self.augment else self.images[rows]), self.labels[rows]
 
     def _augmented(self, images: Tensor) -> Tensor:
-        """Crop images out of a border of an eighth of their width, and flip half of them."""
+        """Pad images by an eighth of their width, crop them at random, and flip half of them."""
         count, _, height, width = images.shape
         border = width // 8
         shift = torch.randint(0, 2 * border + 1, (2, count), generator=self.generator)
@@ -114,7 +115,7 @@ class Images:
 
 
 def load(task: Task, root: Path | None) -> Splits:
-    """Read the data of a task, normalized; a tenth of the training images is left out, for choices."""
+    """Read the data of a task, normalized; a tenth of the training images is held out for choices."""
     source = datasets[task.dataset](root)
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (source.mean, source.std))
     order = torch.randperm(len(source.train), generator=torch.Generator().manual_seed(0))[: task.train * 10 // 9]
@@ -139,7 +140,7 @@ class Cell:
     shared: dict[str, Any] = field(default_factory=dict)
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make` returns, which is called once for all cells of this dense model."""
+        """Return the result of `make`, which is called only once for all cells of this dense model."""
         if name not in self.shared:
             self.shared[name] = make()
         return self.shared[name]
@@ -149,14 +150,14 @@ class Cell:
         return torch.zeros_like(self.data["train"][0][:1])
 
     def scoring(self) -> list[tuple[Tensor, Tensor]]:
-        """Batches of training data for criteria, recalibration and reconstruction; the same for every arm."""
+        """Return batches of training data for criteria, recalibration and reconstruction; the same for every arm."""
         loader = Images(*self.data["train"], seed=1000 + self.seed)
         return [batch for _, batch in zip(range(self.task.score_batches), loader)]
 
 
 @dataclass
 class Cut:
-    """A small model before any recalibration, the same reconstructed, how it is trained, and training FLOPs before the cut."""
+    """A pruned model before any correction, the same model reconstructed, and whether it has a teacher or is from scratch."""
 
     model: nn.Module
     reconstructed: nn.Module | None = None
@@ -177,7 +178,7 @@ def accuracy(model: nn.Module, batches: Images) -> float:
 
 
 def train(model: nn.Module, cell: Cell, name: str, epochs: int, rate: float, *, teacher: nn.Module | None = None) -> float:
-    """Train in place, resumable; returns the training FLOPs (a backward pass is two forward passes)."""
+    """Train in place, resuming from a checkpoint; return the training FLOPs (a backward pass is two forward passes)."""
     loader = Images(*cell.data["train"], seed=cell.seed, augment=cell.task.augment)
     steps = epochs * len(loader)
     sk.finetune(
@@ -200,7 +201,7 @@ def _cut(cell: Cell, **options: Any) -> Any:
 
 
 def _default(cell: Cell) -> tuple[Any, nn.Module]:
-    """What `sk.prune` does by default with batches, Fisher by cost and consumers refitted, in parts so that each is scored."""
+    """Prune as `sk.prune` does by default with batches, in parts that are scored: removal by Fisher scores, and refit."""
 
     def find() -> tuple[Any, nn.Module]:
         batches = cell.once("batches", cell.scoring)
@@ -214,7 +215,7 @@ def _default(cell: Cell) -> tuple[Any, nn.Module]:
 
 
 def ours(cell: Cell, *, teacher: bool = False) -> Cut:
-    """The default with batches; the dense model may teach, while rivals are fine-tuned on labels alone."""
+    """Prune with our default; with `teacher`, the dense model teaches, while other arms are fine-tuned on labels only."""
     pruned, small = _default(cell)
     return Cut(copy.deepcopy(pruned.model), small, teacher=teacher, notes={"widths": pruned.mask.counts()})
 
@@ -238,7 +239,7 @@ _STEPS = 400
 
 
 def torch_pruning(cell: Cell) -> Cut:
-    """L2 norms in small steps until the FLOPs are met, as in its own script; one walk serves all budgets of a dense model."""
+    """Prune by L2 norms in small steps until the FLOPs are met, as in Torch-Pruning's script; one run serves all budgets."""
 
     def walk() -> dict[float, Cut]:
         import torch_pruning as tp
@@ -269,7 +270,7 @@ def torch_pruning(cell: Cell) -> Cut:
 
 
 def torch_pruning_refitted(cell: Cell, *, teacher: bool = False) -> Cut:
-    """The units that its L2 norms keep, refitted as ours are; the dense model may teach."""
+    """Keep the units of Torch-Pruning's L2 norms, refitted as ours are; with `teacher`, the dense model teaches."""
     found = torch_pruning(cell)
     graph = sk.trace_units(cell.dense.eval(), cell.example)
     mask = mask_of(graph, cell.dense, found.model)
@@ -338,13 +339,13 @@ def _one(cell: Cell, arm: str, pretraining: float) -> dict[str, Any]:
         sk.recalibrate_batchnorm(start, cell.scoring())
         found["compensated"] = accuracy(start, test)
     spent = train(start, cell, "finetuned", task.finetune, RATE, teacher=cell.dense if cut.teacher else None)
-    if cut.teacher:  # its forward passes
+    if cut.teacher:  # forward passes of the teacher
         spent += dense_flops * len(cell.data["train"][1]) * task.finetune
     return found | {"training_flops": pretraining + spent, "finetuned": accuracy(start, test)}
 
 
 def _rows(lines: list[dict[str, Any]]) -> Iterator[dict[str, str]]:
-    """Of the table: budgets from the largest, arms by name."""
+    """Yield the rows of the table, by descending budget, then by arm."""
     cells: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for line in lines:
         cells.setdefault((line["task"], -line["budget"], line["arm"]), []).append(line)

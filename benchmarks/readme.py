@@ -1,13 +1,13 @@
 """The table and the chart of the README that compare accuracy with measured milliseconds.
 
-    python benchmarks/readme.py measure     cells that results/readme.jsonl lacks; half an hour of one core
+    python benchmarks/readme.py measure     what results/readme.jsonl lacks; half an hour of one core
     python benchmarks/readme.py train       the same networks after 100 steps of training; an hour
     python benchmarks/readme.py write       docs/pictures/accuracy.svg
 
 Three draws of 40 batches of 32 calibration images: `prune` scores and refits on the first 32 of them, and so does
 Torch-Pruning, which ranks by its Taylor importance over all layers, and rounds widths to multiples of 8. The networks of the
 first draw are timed in turns with the dense one, on one thread, for one image of 96 pixels, in processor time. A speed-up is
-the median ratio of a turn.
+the median of the ratios within a turn.
 """
 
 import copy
@@ -26,7 +26,7 @@ import sparsekit as sk
 sys.path.insert(1, str(ROOT / "docs" / "make"))
 OUT, SHARES, TRAINED = ROOT / "results" / "readme.jsonl", (0.75, 0.5, 0.35), (0.5, 0.75)
 RATES = (0.004, 0.02)
-"""Learning rates that are tried, for each arm."""
+"""Learning rates that are tried for each arm."""
 RUNTIMES = {"eager": "PyTorch", "onnx": "ONNX Runtime"}
 ARMS = {
     "sparsekit": ("sparsekit", "reconstructed"),
@@ -37,7 +37,7 @@ ARMS = {
 
 
 def measure() -> None:
-    """Add the rows that the file lacks; times for the first draw alone."""
+    """Add the rows that the file lacks; only the first draw is timed."""
     import torch
     from real_nets import efficientnet_lite0
 
@@ -94,9 +94,10 @@ def _measure(draw: int, wanted: Sequence[tuple[float, str]]) -> None:
 
 
 def train() -> None:
-    """Add the accuracy of networks after 100 steps with the dense one as teacher; Torch-Pruning's widths are free, its best.
+    """Add the accuracy of networks after 100 training steps with the dense network as teacher.
 
-    The learning rate of an arm is that of the highest validation accuracy in its first draw.
+    Torch-Pruning's widths are not rounded, which is its best setting. The learning rate of an arm is the one with the highest
+    validation accuracy in the first draw.
     """
     import torch
     from real_nets import efficientnet_lite0
@@ -124,7 +125,7 @@ def train() -> None:
 
 
 def _starts(network: Any, share: float) -> dict[str, Any]:
-    """The networks of a draw that are trained, by tool and by what was done after units were removed."""
+    """Return the networks to train, by tool and by the correction after pruning."""
     from real import torch_pruning
 
     model, example, fit = network.model, network.example, network.calibration[:32]
@@ -161,7 +162,7 @@ def _found(tool: str, share: float, field: str) -> list[float]:
 
 
 def speedups(tool: str, runtime: str) -> list[float]:
-    """Of the dense network, which is 1, and at each share."""
+    """Return the speed-up of the dense network, which is 1, and at each share."""
     rows = {(row["tool"], row["share"]): row for row in read(OUT) if f"{runtime}_speedup" in row}
     return [1.0, *(rows[tool, share][f"{runtime}_speedup"][1] for share in SHARES)]
 
@@ -177,7 +178,7 @@ def chart() -> None:
         most = 1.12 * dense
 
         def at(ms: float, accuracy: float) -> tuple[float, float]:
-            return left + width * ms / most, top + height * (1 - accuracy / 50)  # noqa: B023 - used in this turn alone
+            return left + width * ms / most, top + height * (1 - accuracy / 50)  # noqa: B023 - only used in this iteration
 
         sheet.text(left + width / 2, 24, title, bold=True)
         sheet.text(left, 30, "accuracy", size=11, fill=SOFT)

@@ -1,15 +1,16 @@
-"""Real pretrained networks, cut to equal FLOPs by ours and by published rules: one shot, after equal training, and timed.
+"""Pretrained networks, pruned to equal FLOPs by our rules and published ones: in one shot, after equal training, and timed.
 
     python benchmarks/real.py scores smollm2 --out real            scores by every criterion, once for all budgets
-    python benchmarks/real.py cut smollm2 --out real               what is not in real/smollm2.jsonl yet, one shot
-    python benchmarks/real.py train efficientnet-lite0 --out real  the reconstructed cut trained, three orders of the batches
-    python benchmarks/real.py distil smollm2 --out real --arms "logits|hidden"   logits alone, and hidden outputs, equal steps
+    python benchmarks/real.py cut smollm2 --out real               one-shot results that real/smollm2.jsonl lacks
+    python benchmarks/real.py train efficientnet-lite0 --out real  train the reconstructed network, three orders of batches
+    python benchmarks/real.py distil smollm2 --out real --arms "logits|hidden"   only logits, or hidden outputs too
     python benchmarks/real.py time efficientnet-lite0 --out real   milliseconds of passes, eager and in ONNX Runtime
     python benchmarks/real.py blocks efficientnet-lite0 --out real --shares 0.5   whole blocks, then widths; three draws
     python benchmarks/real.py table --out real
 
 `--arms` and `--shares` select cells. Four fifths of the calibration batches score units and refit layers, and the last
-fifth judges, as in `prune`, whose default is the candidate of least loss there. The test set is read once for each cell.
+fifth judges candidates. This is as in `prune`, whose default is the candidate with the lowest loss there. The test set is used
+once for each cell.
 """
 
 import copy
@@ -50,7 +51,7 @@ USES = {"wanda-sp": "wanda", "llm-pruner": "taylor", "flap": "fluctuation", "ran
 
 
 def mask_of_rule(rule: str, graph: sk.UnitGraph, costs: CostModel, scores: dict[str, Scores], budget: sk.Budget) -> sk.UnitMask:
-    """Return the units that a published rule keeps within a budget.
+    """Return the mask of the units that a published rule keeps within a budget.
 
     Wanda (Sun et al., ICLR 2024), summed over units: one share of the features of every layer, all heads stay. LLM-Pruner (Ma
     et al., NeurIPS 2023), Σ |w·∂L/∂w|: the same, and outer layers are spared. FLAP (An et al., AAAI 2024), variance of inputs
@@ -64,7 +65,7 @@ def mask_of_rule(rule: str, graph: sk.UnitGraph, costs: CostModel, scores: dict[
         whole = {name for name, group in graph.groups.items() if group.kind == "head"}
     if rule == "llm-pruner":
         last, dense = max(map(layer_of, graph.groups)), costs.dense_costs()["flops"]
-        # Chosen on validation at 65 %; below 60 % what is left would be cut to a thread.
+        # Chosen on validation at 65 %. At smaller budgets, the other layers would become far too narrow.
         spared = {0, 1, 2, last - 1, last} if float(budget.limits({"flops": dense})["flops"]) > 0.68 * dense else {0, last}
         whole |= {name for name in graph.groups if layer_of(name) in spared}
     limits = dict.fromkeys(whole, (1.0, 1.0))
@@ -96,7 +97,7 @@ def fluctuation(network: Network, graph: sk.UnitGraph, batches: Sequence[Any]) -
 
 @torch.no_grad()
 def with_bias(network: Network, small: nn.Module, graph: sk.UnitGraph, mask: sk.UnitMask, batches: Sequence[Any]) -> nn.Module:
-    """Add the mean of the dropped values to the bias of the layer that read them, as Wanda-sp and FLAP do."""
+    """Add the mean contribution of dropped inputs to the bias of each layer that reads them, as Wanda-sp and FLAP do."""
     indices, modules = graph.kept_indices(mask), dict(small.named_modules())
     cut = {
         layer: (name, indices[f"{name}.weight"][1])
@@ -117,7 +118,7 @@ def with_bias(network: Network, small: nn.Module, graph: sk.UnitGraph, mask: sk.
 
 @torch.no_grad()
 def shortgpt(network: Network, share: float, batches: Sequence[Any]) -> nn.Module:
-    """ShortGPT (Men et al., 2024): the layers go whose outputs are most like their inputs."""
+    """Prune as ShortGPT does (Men et al., 2024): remove the layers whose outputs are most similar to their inputs."""
     layers = network.model.model.layers
     likeness = torch.zeros(len(layers))
     outputs: list[Tensor] = []  # of each layer; the last of `hidden_states` has been normalized
@@ -139,7 +140,7 @@ def shortgpt(network: Network, share: float, batches: Sequence[Any]) -> nn.Modul
 def torch_pruning(
     network: Network, graph: sk.UnitGraph, share: float, kind: str, batches: Sequence[Any], round_to: int | None = None
 ) -> sk.UnitMask:
-    """Torch-Pruning 1.6 walks to a share of the FLOPs; the channels that it keeps, as a mask over our units."""
+    """Prune with Torch-Pruning 1.6 in steps to a share of the FLOPs; return the mask of the units that it keeps."""
     import torch_pruning as tp
 
     small = copy.deepcopy(network.model)
@@ -148,7 +149,7 @@ def torch_pruning(
         small, network.example[0], importance, global_pruning=kind == "taylor", pruning_ratio=0.95, iterative_steps=100,
         ignored_layers=[small._fc], round_to=round_to,
     )  # fmt: skip
-    # Its own count leaves out convolutions of a subclass, as these are.
+    # FLOPs are counted by sparsekit, since Torch-Pruning leaves out subclasses of convolutions, which this network has.
     dense = sk.count_cost(small, network.example[0]).flops
     if kind == "taylor":
         for x, y in batches:
@@ -164,7 +165,7 @@ RIVALS = {"smollm2": ("wanda-sp", "llm-pruner", "flap", "random"), "efficientnet
 
 
 class Bench:
-    """A network with its units, costs, and scores, which are kept in a file."""
+    """A network with its units, costs and scores; the scores are stored in a file."""
 
     def __init__(self, name: str, out: Path) -> None:
         self.name, self.out = name, out
@@ -200,7 +201,7 @@ class Bench:
         return sk.Budget(flops=kept + share * (self.costs.dense_costs()["flops"] - kept))
 
     def mask(self, arm: str, share: float) -> sk.UnitMask:
-        """The units that an arm keeps: `criterion/allocation`, or the name of a rival."""
+        """Return the mask of an arm: `criterion/allocation`, or the name of a published rule."""
         if arm in USES:
             return mask_of_rule(arm, self.graph, self.costs, self.scores, self.budget(share))
         if arm.startswith("tp "):
@@ -213,7 +214,10 @@ class Bench:
         return sk.mask_from_scores(self.graph, own, counts)
 
     def cut(self, arm: str, share: float, how: str) -> tuple[nn.Module, float]:
-        """The small model, and its share of the FLOPs; `how` is "as cut", "bias", "reconstructed" or "reconstructed alone"."""
+        """Return the pruned model and its share of the FLOPs.
+
+        `how` is "as cut", "bias", "reconstructed" or "reconstructed alone".
+        """
         model, network = self.network.model, self.network
         if arm == "shortgpt":
             return shortgpt(network, share, self.fit), share
@@ -238,7 +242,7 @@ class Bench:
 
 
 def cells(name: str) -> list[tuple[str, float, str]]:
-    """Arm, share of the FLOPs, what is done after the cut; what decides most first."""
+    """Return the cells to measure, the most important first: arm, share of the FLOPs, and correction after pruning."""
     found: list[tuple[str, float, str]] = []
     ours = [f"{first}/{second}" for first, second in CANDIDATES]
     for share in SHARES[name]:
@@ -300,7 +304,7 @@ def blocks(path: Path, shares: Sequence[float]) -> None:
 
 
 def distil(bench: Bench, arm: str, share: float, seed: int) -> tuple[nn.Module, dict[str, Any]]:
-    """Train a cut by Wanda with the dense model's logits alone, or with the hidden outputs of every fourth block as well."""
+    """Train a network pruned by Wanda, with the dense model's logits, or also with the hidden outputs of every fourth block."""
     network, text = bench.network, bench.network.loss is None
     pruned = sk.prune(
         network.model, network.example, budget=bench.budget(share), batches=bench.fit[:8], loss=network.loss, criterion="wanda",
@@ -318,7 +322,7 @@ def distil(bench: Bench, arm: str, share: float, seed: int) -> tuple[nn.Module, 
 
 
 def milliseconds(bench: Bench, small: nn.Module) -> dict[str, float]:
-    """Time of a pass of the dense model over that of a small one, in turns, for one image and eight of 224 pixels."""
+    """Return milliseconds of a pruned model's pass, and the dense model's time over its, for 1 and 8 images of 224 pixels."""
     found = {}
     for batch in (1, 8):
         x = (torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(0)),)
@@ -329,7 +333,7 @@ def milliseconds(bench: Bench, small: nn.Module) -> dict[str, float]:
 
 
 def table(rows: list[dict[str, Any]], metric: str) -> None:
-    """A row for each arm, a column for each share; the default is the candidate of least loss on the batches that judge."""
+    """Print a row per arm and a column per share; the default is the candidate with the lowest loss on the judging batches."""
     shares = sorted({row["share"] for row in rows if row["what"] == "cut"}, reverse=True)
     found = {(row["arm"], row["how"], row["share"]): row for row in rows if row["what"] == "cut"}
     best = {}

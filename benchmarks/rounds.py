@@ -1,19 +1,19 @@
-"""CPU time of whole runs, FedLPS over FedAvg: does it save time, or FLOPs alone?
+"""CPU time of whole runs of FedLPS relative to FedAvg: does FedLPS save time, or only FLOPs?
 
     python benchmarks/rounds.py --data-dir DIR                              a table
     python benchmarks/rounds.py --data-dir DIR --presets mnist --rounds 20 --json
     python benchmarks/rounds.py --scale
     python benchmarks/rounds.py --participations --methods fedavg fedlps p-ucbv-dyn fedlps-paper --turns 15
 
-Paired and interleaved in one process, one thread, the embedded engine with one worker: in each turn every method runs the
-first rounds of the preset from the start, tracing and the clients' first participations included. FLOPs come from the
-runs, with scoring. The last round, which scores all test data, comes after the clock has stopped.
+Methods run in turns in one process, with one worker and one thread. In each turn, every method runs the first rounds of the
+preset from the start, tracing and the clients' first participations included. FLOPs come from the runs, with scoring. The last
+round, which scores all test data, is not timed.
 
 With --participations, a turn is one round of 50 of 1,000 clients that train the CNN for two steps each, on random images: CPU
-seconds of reading memories, training, packing and writing. The first two rounds, which fill caches, do not count.
+time of reading memories, training, packing and writing. The first two rounds, which fill caches, do not count.
 
-With --scale, CPU seconds of choosing a cohort of ten, and of a whole round, among 1,000, 10,000 and 100,000 clients, for every
-method, and the round among most over the round among fewest. The first round, which draws capabilities, does not count.
+With --scale, CPU seconds of sampling a cohort of ten, and of a whole round, among 1,000, 10,000 and 100,000 clients, for every
+method, and the ratio of rounds among most and fewest clients. The first round, which draws capabilities, does not count.
 """
 
 import statistics
@@ -40,7 +40,7 @@ from sparsekit_fl.spec import RunSpec, answer
 from sparsekit_fl.testing import tiny_problem
 
 ROUNDS = {"digits": 20, "mnist": 20, "cifar10": 2, "shakespeare": 3}
-"""Rounds of a run where none are given: a turn of two methods takes half a minute to three minutes."""
+"""Preset → default number of rounds, with which a turn of two methods takes half a minute to three minutes."""
 
 
 class Clock(fl.Callback):
@@ -77,7 +77,7 @@ def measure(preset: str, names: list[str], data: Path | None, rounds: int, turns
 
 
 def participations(names: list[str], turns: int) -> dict[str, Any]:
-    """CPU milliseconds of one participation of each method, relative to the first method."""
+    """Return the CPU milliseconds of one participation for each method, also relative to the first method."""
     generator = torch.Generator().manual_seed(0)
 
     def split(count: int) -> fl.TensorData:
@@ -115,7 +115,7 @@ def participations(names: list[str], turns: int) -> dict[str, Any]:
 
 
 def scale(name: str, counts: tuple[int, ...], rounds: int = 3) -> dict[str, Any]:
-    """CPU seconds of choosing the cohort, and of a whole round of ten clients that take one step, by number of clients."""
+    """Return the CPU seconds of sampling, and of a whole round of ten clients that take one step, by number of clients."""
     data = fl.TensorData((torch.randn(8, 6),), torch.randint(3, (8,)))
     split = fl.ClientData(data, None, data)
     config = fl.RunConfig(rounds=rounds + 1, cohort=10, capability_levels=HETEROGENEITY["high"])

@@ -1,15 +1,15 @@
 """Time of one FedLPS step against a plain SGD step of a natively narrow network of the same size.
 
-Paired and interleaved in one process, one thread, medians of the ratios of steps in one turn after a warm-up:
+All cases run in turns in one process, on one thread. Results are medians of ratios within a turn, after a warm-up:
 
     python benchmarks/step.py                        a table
     python benchmarks/step.py --json                 one line per case, for machines
     python benchmarks/step.py --models cnn --ratios 1 0.5 --steps 50
 
 The cases: `narrow`, a plain module with fewer channels, trained with torch.optim.SGD; `ours`, the whole FedLPS step
-(task loss, importance update, both regularizers, look at the pattern); `wrapper`, a LearnableMask with torch.optim.SGD;
-`dense`, the whole network. `remask_over_narrow` is the time to change the pattern by one unit in a hundred (at least one) of
-every group, in steps of the narrow network.
+(task loss, importance update, both regularizers, mask update); `wrapper`, a LearnableMask with torch.optim.SGD; `dense`, the
+whole network. `remask_over_narrow` is the time of a mask change by one unit in a hundred (at least one) of every group,
+relative to a step of the narrow network.
 """
 
 import statistics
@@ -57,7 +57,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, T
     "mlp": (mlp, pictures(1, 28, 28), 64),
     "transformer": (lambda: VisionTransformer(128, 2, 4, classes=10), pictures(3, 64, 64), 20),
 }
-"""Name → model, inputs and targets of a number of examples, size of a batch."""
+"""Name → factory of the model, function from a number of examples to inputs and targets, and batch size."""
 
 
 def build(name: str) -> tuple[nn.Module, Tensor, Tensor]:
@@ -80,8 +80,8 @@ def plain_step(module: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
 def our_step(
     model: nn.Module, graph: UnitGraph, ratio: float, x: Tensor, y: Tensor
 ) -> tuple[Callable[[], None], LearnableMask]:
-    """One step of FedLPS on its learnable mask."""
-    # The pattern is looked at in every step but must not change here: changes are timed on their own.
+    """Return a function that takes one step of FedLPS, and the learnable mask that it trains."""
+    # With lr=0, the mask is updated at every step but does not change, since changes are timed separately.
     masked = LearnableMask(model, graph=graph, learning=GradientImportance(lr=0.0))
     masked.load(model.state_dict(), ratio=ratio, importance=torch.rand(graph.units))
     training, leaves = TrainingConfig(lr=LR), trained_leaves(masked)
@@ -104,7 +104,7 @@ def our_step(
 
 
 def shifted(graph: UnitGraph, mask: UnitMask, generator: torch.Generator) -> UnitMask:
-    """Another mask of the same counts that differs by one unit in a hundred of every group, at least one."""
+    """Return a mask with the same counts that differs by one unit in a hundred of every group, at least one."""
     entries = {}
     for name, keep in mask.items():
         changed = keep.clone()
@@ -137,7 +137,7 @@ def measure(name: str, ratio: float, steps: int, warmup: int) -> dict[str, Any]:
 
 
 def second_call(call: Callable[[], Any]) -> float:
-    """Processor seconds of a step that follows one of its own, as in training: another case leaves the caches cold."""
+    """Return the processor seconds of a step right after another step of the same case, so that caches are warm."""
     call()
     return processor_seconds(call)
 

@@ -1,9 +1,9 @@
-"""The CSV tables of results/, small enough to keep next to the pages that quote them: written, read, and drawn as a report.
+"""Writes and reads the CSV tables of results/, which are small enough to store next to the pages that quote them.
 
     python benchmarks/stored_tables.py results/mnist.csv PAGES      writes PAGES/report.html
 
 A row is an evaluated round of a run. Columns are paths in `result.json`, such as `config.training.lr`; columns of a round begin
-with `rounds.`. Of a round, a table has the costs and the accuracy, to four digits, and no clients, cohorts or ratios.
+with `rounds.`. A table has the costs and accuracies of a round, to four digits, but not its clients, cohort or ratios.
 """
 
 import csv
@@ -21,7 +21,7 @@ COSTS = ("flops", "flops_paper", "simulated_seconds")
 
 
 def write_table(results: Sequence[tuple[str, Mapping[str, Any]]], path: Path | str) -> None:
-    """Write the results of runs, which have different names, to a file whose name ends in .csv."""
+    """Write the results of runs, (name, result) with distinct names, to a .csv file."""
     rows = [row for name, result in results for row in _rows(name, result)]
     write_rows([dict(sorted(row.items(), key=lambda item: not item[0].startswith("rounds."))) for row in rows], path)
 
@@ -47,7 +47,7 @@ def _short(value: float | None) -> float | None:
 
 
 def write_rows(rows: Sequence[Mapping[str, Any]], path: Path | str) -> None:
-    """Write rows as CSV; an empty or missing cell repeats the cell above it, so that what rows share is written once."""
+    """Write rows as CSV; an empty or missing cell repeats the cell above it, so that repeated values are written once."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     above: dict[str, str] = {}
     with Path(path).open("w", encoding="utf-8", newline="") as file:
@@ -88,7 +88,7 @@ def _value(cell: str) -> Any:
 
 
 def read_results(path: Path | str) -> dict[str, dict[str, Any]]:
-    """Return the name of each run → its result as far as the table has it, as `result.json` has it."""
+    """Return name of the run → its result in the form of `result.json`, with the parts that the table has."""
     found: dict[str, dict[str, Any]] = {}
     for row in read_rows(path):
         nested: dict[str, Any] = {}

@@ -1,14 +1,14 @@
-"""Time of trace_units, verification included, beside the time that torch-pruning needs to build its dependency graph.
+"""Time of trace_units, verification included, next to the time that torch-pruning needs to build its dependency graph.
 
-Each model in a fresh process, one thread, processor seconds; the first call and the best of some later ones, ours and
-theirs in turn:
+Each model runs in a new process, on one thread. Processor seconds of the first call and of the fastest of several later ones,
+ours and theirs in turns:
 
     python benchmarks/units.py                       a table
     python benchmarks/units.py --models vit-s --repeats 9
     python benchmarks/units.py --models llama-135m llama-1b-meta refused-blocks --repeats 1    (needs transformers)
 
-torch-pruning (`pip install torch-pruning`) builds and lists its groups but verifies nothing; without it only our
-times are shown.
+torch-pruning (`pip install torch-pruning`) builds and lists its groups, but verifies nothing. Without it, only our times are
+shown.
 """
 
 import resource
@@ -41,7 +41,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
                       num_key_value_heads=3, vocab_size=49152),
         lambda: torch.randint(0, 1000, (1, 16)),
     ),
-    "llama-1b-meta": (  # of Llama 3.2 1B, on the meta device; without a mask, transformers reads values
+    "llama-1b-meta": (  # the sizes of Llama 3.2 1B, on the meta device; without a mask, transformers would read values
         lambda: llama("meta", hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
                       num_key_value_heads=8, vocab_size=128256),
         lambda: dict.fromkeys(("input_ids", "attention_mask"), torch.ones(1, 16, dtype=torch.long, device="meta")),
@@ -55,7 +55,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
 
 
 def list_groups(model: nn.Module, x: Tensor) -> int:
-    """What torch-pruning does before a cut; the number of its groups."""
+    """Build torch-pruning's dependency graph, which it needs before pruning, and return its number of groups."""
     import torch_pruning
 
     graph = torch_pruning.DependencyGraph().build_dependency(model, x)
