@@ -25,7 +25,7 @@ Positive = Annotated[float, Field(gt=0)]
 
 @dataclass(frozen=True, kw_only=True)
 class FedAdam(fl.Method):
-    """Take the mean change of the clients for a gradient, and let Adam step the global model.
+    """Use the mean change of the clients as a gradient, and update the global model with Adam.
 
     m ← β₁ m + (1 − β₁) Δ, v ← β₂ v + (1 − β₂) Δ², x ← x + lr · m / (√v + τ); m starts at 0 and v at τ², without bias
     correction, as in the paper. Buffers, such as the statistics of batch norms, move by the plain mean.
@@ -41,7 +41,7 @@ class FedAdam(fl.Method):
     tau: Positive = fl.option(1e-3, "The larger, the less the step adapts; above 0.")
 
     def aggregate(self, server: fl.ServerContext, updates: Sequence[fl.Update]) -> StateDict:
-        """Step the global model; the moments live in the memory of the server, so a resumed run has the same bits."""
+        """Update the global model. The moments are in the server's memory, so a resumed run is bit-identical."""
         changes = mean_change(server.graph, server.state, updates)
         first, second = (server.memory.setdefault(name, {}) for name in ("m", "v"))
         for name in server.parameters & changes.keys():
@@ -58,7 +58,7 @@ class FedAdam(fl.Method):
 
 @dataclass(frozen=True, kw_only=True)
 class FedYogi(FedAdam):
-    """FedAdam, but the second moment moves by at most (1 − β₂) Δ²: v ← v − (1 − β₂) Δ² sign(v − Δ²)."""
+    """FedAdam, but the second moment changes by at most (1 − β₂) Δ²: v ← v − (1 − β₂) Δ² sign(v − Δ²)."""
 
     def second(self, v: Tensor, square: Tensor) -> Tensor:
         """Return the next second moment."""

@@ -121,7 +121,7 @@ def measure(test: Batches) -> None:
 
 
 def main(folder: str = "data") -> None:
-    """Run all steps, and write the four networks into this folder."""
+    """Run all steps, and write the four networks into the current folder."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model, calibration, train, test = load(Path(folder))

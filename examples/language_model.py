@@ -34,7 +34,7 @@ def load() -> tuple[Any, nn.Module]:
 
 
 def texts(tokenizer: Any) -> tuple[Batches, Batches]:
-    """Return calibration and test sequences of Python's own reference; every third chapter is held out. Your text is better."""
+    """Return calibration and test sequences of Python's reference; every third chapter is held out. Replace it by your text."""
     chapters = [text for _, text in sorted(pydoc_data.topics.topics.items())]
 
     def sequences(texts: list[str], count: int) -> Batches:

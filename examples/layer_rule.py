@@ -1,8 +1,8 @@
-"""Teach sparsekit a layer of your own: a LayerRule in one file, two kinds of it. Seconds, offline.
+"""Support layers of your own with a LayerRule: two kinds of rules in one file. Seconds, offline.
 
-Run it with `python examples/layer_rule.py`. To test a rule of your own as the built-in ones are tested, inherit
-`sparsekit.testing.RuleContract` and supply the rule, a network with the layer inside, and its inputs. To make a rule
-known wherever sparsekit is used, name its class in the entry-point group `sparsekit.rules` of your package.
+Run it with `python examples/layer_rule.py`. To test your rule like the built-in ones, inherit `sparsekit.testing.RuleContract`
+and supply the rule, a network with the layer inside, and its inputs. To make a rule known wherever sparsekit is used, name its
+class in the entry-point group `sparsekit.rules` of your package.
 """
 
 import warnings
@@ -17,7 +17,7 @@ import sparsekit as sk
 
 
 class GatedLinear(nn.Module):
-    """A gated linear unit with one fused weight: the upper half of the rows makes values, the lower half their gates."""
+    """A gated linear unit with one fused weight: the first half of the rows gives values, the second half their gates."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class GatedLinear(nn.Module):
 
 
 class GatedLinearRule(sk.LayerRule):
-    """The operators of the layer say which rows go together; only the sizes that it keeps must be set after a cut."""
+    """Only updates the layer's stored sizes after pruning; tracing its operators shows which rows belong together."""
 
     types: ClassVar[tuple[type[nn.Module], ...]] = (GatedLinear,)
 
@@ -42,7 +42,7 @@ class GatedLinearRule(sk.LayerRule):
 
 
 class Centred(nn.Module):
-    """Scales each feature and takes off its median over time, by an operator that sparsekit does not know."""
+    """Scales each feature and subtracts its median over time, by an operator that sparsekit does not support."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -54,12 +54,12 @@ class Centred(nn.Module):
 
 
 class CentredRule(sk.LayerRule):
-    """Describes the layer instead of its operators: gain j scales feature j, and feature j comes out at place j."""
+    """Describes the layer in place of its operators: gain j scales feature j, which is output j."""
 
     types: ClassVar[tuple[type[nn.Module], ...]] = (Centred,)
 
     def resize(self, module: nn.Module) -> None:
-        """The layer keeps no sizes."""
+        """Do nothing, since the layer stores no sizes."""
 
     def trace(
         self,
@@ -69,7 +69,7 @@ class CentredRule(sk.LayerRule):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Say that gain and features are one unit, made anew by the gain."""
+        """Tie each feature to its gain as one unit, which the gain produces."""
         assert isinstance(module, Centred)
         out = run(*args, **kwargs)
         entering, gain = tracer.labels(args[0]), tracer.labels(module.gain)
@@ -88,12 +88,12 @@ RULES: dict[type[nn.Module], sk.LayerRule] = {GatedLinear: GatedLinearRule(), Ce
 
 
 def make_model() -> nn.Module:
-    """Both layers between ordinary ones, over (batch, time, features)."""
+    """Return both layers between ordinary ones, for inputs (batch, time, features)."""
     return nn.Sequential(nn.Linear(6, 32), Centred(32), GatedLinear(32, 24), nn.Linear(24, 4))
 
 
 def main() -> None:
-    """Trace without the rules and with them, cut, and compare."""
+    """Trace without the rules and with them, prune, and compare outputs."""
     torch.manual_seed(0)
     model, x = make_model().eval(), torch.randn(8, 16, 6)
 

@@ -1,4 +1,4 @@
-"""Fine-tune a transformer by LoRA over clients: only the adapters and the head train, travel, and are kept for each client.
+"""Federated fine-tuning of a transformer by LoRA: only the adapters and the head are trained, sent, and stored per client.
 
 python examples/lora.py [--rounds N]
 
@@ -19,7 +19,7 @@ VOCABULARY, LENGTH, CLASSES = 60, 12, 3
 
 
 class Classifier(nn.Module):
-    """A BERT of two layers whose weights are frozen but for rank-4 adapters of queries and values, and the head."""
+    """A two-layer BERT with frozen weights, except for rank-4 adapters of queries and values, and the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,13 +38,13 @@ class Classifier(nn.Module):
         self.body = get_peft_model(BertForSequenceClassification(config), adapters)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits, float (batch, classes), of token ids, int64 (batch, length)."""
+        """Map token ids, int64 (batch, length), to logits, float (batch, classes)."""
         logits: Tensor = self.body(input_ids=tokens).logits
         return logits
 
 
 def clients(count: int = 4, examples: int = 60) -> list[fl.Client]:
-    """Sequences whose class is which third of the vocabulary their tokens mostly come from."""
+    """Return clients with token sequences, whose class is the third of the vocabulary that their tokens come from."""
     generator = torch.Generator().manual_seed(0)
 
     def split(size: int) -> fl.TensorData:
@@ -56,7 +56,7 @@ def clients(count: int = 4, examples: int = 60) -> list[fl.Client]:
 
 
 def main(rounds: int = 6) -> fl.RunResult:
-    """Run FedAvg with AdamW, and print what travels."""
+    """Run FedAvg with AdamW, and print the size of an update."""
     problem = fl.Problem(model=Classifier, example_inputs=(torch.zeros(1, LENGTH, dtype=torch.int64),))
     training = fl.TrainingConfig(optimizer="adamw", lr=0.02, local_epochs=2)
     config = fl.RunConfig(rounds=rounds, cohort=4, training=training, eval_every=rounds)

@@ -1,8 +1,8 @@
 """A federated method of your own in one file: SCAFFOLD, which corrects every step on a client. Seconds, offline.
 
 Karimireddy, Kale, Mohri, Reddi, Stich, Suresh: SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020
-(arXiv 1910.06378). The control variate of a client is option II of the paper, written as its meaning: the mean of the
-gradients of the round. For plain SGD both are equal; with momentum, clipping or a schedule this remains a gradient.
+(arXiv 1910.06378). The control variate of a client is option II of the paper, computed directly as the mean of the gradients of
+the round. For plain SGD, both are equal; with momentum, clipping or a schedule, this is still a mean gradient.
 
 Needs `pip install -c constraints.txt ".[fl]"`. Run it with `python examples/new_method.py`, or by name, with every
 option of the command line: `sparsekit run examples/new_method.py:Scaffold --rounds 10`. In a package of your own,
@@ -61,18 +61,18 @@ class Scaffold(fl.Method):
         result = fl.sgd(client, task, adjusts=corrections, batches=batches)
         means = {name: total.cpu() / batches.steps for name, total in sums.items()}
         client.memory.update(means)
-        # Of parameters that are tied, one name has the leaf; c and cᵢ of the others remain zero.
+        # Of tied parameters, only one name has the leaf; c and cᵢ of the others stay zero.
         return replace(result, extra={name: means.get(name, before) - before for name, before in own.items()})
 
     def aggregate(self, server: fl.ServerContext, updates: Sequence[fl.Update]):
-        """Return the mean with equal weights; c moves by the mean change of cᵢ, times the share of clients that took part."""
+        """Return the mean with equal weights; c changes by the mean change of cᵢ, times the share of clients that took part."""
         for name, common in self.common(server).items():
             server.memory[name] = common + sum(update.extra[name] for update in updates) / len(server.roster)
         return fl.mean(server, updates, weights="uniform")
 
 
 def main() -> None:
-    """Run it and FedAvg on scikit-learn's digits."""
+    """Compare SCAFFOLD with FedAvg on scikit-learn's digits."""
     preset = fl.preset_for(dataset="digits")
     problem, clients = fl.build_problem(preset, seed=0)
     config = fl.RunConfig(rounds=ROUNDS, cohort=preset.cohort, training=replace(preset.training, lr=0.02))

@@ -41,7 +41,7 @@ class Readers:
 def wide_middle(problem: sk.allocation.Problem) -> Mapping[str, int]:
     """Keep at least a quarter of the units of the first and the last group, and half of the others.
 
-    The numbers come from `problem.free`, which has what limits and multiples allow.
+    Counts are chosen from `problem.free`, which has the numbers that limits and multiples allow.
     """
     ends = {next(iter(problem.graph.groups)), next(reversed(problem.graph.groups))}
     counts = {}
@@ -52,7 +52,7 @@ def wide_middle(problem: sk.allocation.Problem) -> Mapping[str, int]:
 
 
 def main() -> None:
-    """Cut a trained network by both, and print the units that stay."""
+    """Prune a trained network with both, and print the numbers of kept units."""
     digits = load_digits()
     images, labels = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 16, torch.tensor(digits.target)
     torch.manual_seed(0)

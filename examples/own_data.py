@@ -1,4 +1,4 @@
-"""FedLPS over a network and tensors of your own: ten clients with unlike data and unlike devices. Seconds, offline.
+"""FedLPS with your own network and tensors: ten clients with different data and devices. Seconds, offline.
 
 Needs `pip install -c constraints.txt ".[fl]"`. Run it with `python examples/own_data.py`.
 """
@@ -23,19 +23,19 @@ class MyNet(nn.Module):
         self.out = nn.Linear(64, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        """float (N, 20) → logits (N, CLASSES)."""
+        """Map float (N, 20) to logits (N, CLASSES)."""
         scores: Tensor = self.out(F.relu(self.hidden2(F.relu(self.hidden1(x)))))
         return scores
 
 
 def make_client(id: int, centres: Tensor, generator: torch.Generator) -> fl.Client:
-    """A client that holds three of the six classes, and a device of its own."""
+    """Return a client with examples of three of the six classes; its capability depends on its id."""
     own = torch.randperm(CLASSES, generator=generator)[:3]
     labels = own[torch.randint(len(own), (160,), generator=generator)]
     inputs = centres[labels] + 1.5 * torch.randn(160, 20, generator=generator)
     data = fl.TensorData((inputs,), labels)
     train, val, test = (data.take(list(range(*bounds))) for bounds in ((0, 80), (80, 100), (100, 160)))
-    speeds = (1.0, 0.5, 0.25)  # what share of the model the device can train
+    speeds = (1.0, 0.5, 0.25)  # share of the model's FLOPs that the device can train
     return fl.Client(id=id, data=fl.ClientData(train=train, val=val, test=test), capability=fl.Capability(ratio=speeds[id % 3]))
 
 

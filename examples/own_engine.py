@@ -1,4 +1,4 @@
-"""An engine of your own in one file: clients train in this process, and the time of each is noted. Seconds, offline.
+"""An engine of your own in one file: clients train in this process, and the time of each is recorded. Seconds, offline.
 
 Needs `pip install -c constraints.txt ".[fl]"`. In a package of your own, the entry point
 
@@ -24,17 +24,17 @@ class Timed:
         self.seconds: dict[int, float] = {}
 
     def clients(self, spec: fl.engines.RunSpec, clients: Mapping[int, fl.Client]) -> Mapping[int, fl.Client]:
-        """Return the clients that are there: always all."""
+        """Return the available clients, which are always all clients."""
         return clients
 
     @contextmanager
     def open(
         self, spec: fl.engines.RunSpec, clients: Mapping[int, fl.Client], memories: fl.engines.Memories
     ) -> Iterator[fl.engines.RunClients]:
-        """Give what runs clients. One torch thread, so that results do not depend on the number of cores."""
+        """Provide the function that runs clients, with one torch thread, so that results do not depend on the cores."""
 
         def run_clients(requests: Sequence[fl.Request]) -> Iterator[fl.Reply]:
-            """Train or score: one reply for each request, in their order. A client that fails is a reply too."""
+            """Train or score clients; yield one reply per request, in order. If a client fails, its reply has the error."""
             for request in requests:
                 id, began = request.client_id, time.perf_counter()
                 yield fl.engines.answer(spec, clients[id], request, memories)
@@ -45,7 +45,7 @@ class Timed:
 
 
 def main() -> None:
-    """Run FedLPS on scikit-learn's digits, here and on the engine that comes along: the same model, to the bit."""
+    """Run FedLPS on scikit-learn's digits with this engine and the built-in one; the models are bit-identical."""
     preset = fl.preset_for(dataset="digits")
     problem, clients = fl.build_problem(preset, seed=0)
     config = fl.RunConfig(rounds=3, cohort=preset.cohort, training=preset.training)

@@ -1,12 +1,12 @@
 """FedAvg with client-level differential privacy: clipped changes, Gaussian noise, Poisson sampling, Opacus' accountant.
 
-Protected is whether a client took part with all its data; released are the global models. Run `python
+The released global models reveal little about whether a client, with all its data, took part. Run `python
 examples/private_fedavg.py`, or by name: `sparsekit run examples/private_fedavg.py:PrivateFedAvg --set noise=1 --rounds 20`.
 Needs `pip install -c constraints.txt ".[privacy]"` for ε.
 
 What is *not* protected: losses, scores and cohorts in the result. Early stopping and the best checkpoint choose a model by such
-scores, which have no noise, so they leak: release the last model of a number of rounds that was fixed before. The seed of the
-noise is in the server's checkpoint, and whoever knows it can subtract the noise: keep checkpoints secret.
+scores, which have no noise, so they leak information: fix the number of rounds beforehand, and release the last model. The seed
+of the noise is in the server's checkpoint, and anyone who has it can subtract the noise: keep checkpoints secret.
 """
 
 import dataclasses
@@ -33,8 +33,8 @@ Positive = Annotated[float, Field(gt=0)]
 class PrivateFedAvg(fl.Method):
     """FedAvg whose global models reveal little about any one client.
 
-    The change of each client is scaled to norm `clip` at most, all clients count equally, Gaussian noise of standard deviation
-    `noise` · `clip` is added to the sum, and the sum is divided by the *expected* number of clients, whoever answered.
+    The change of each client is scaled to norm `clip` at most, and all clients have equal weights. Gaussian noise of standard
+    deviation `noise` · `clip` is added to the sum, which is divided by the *expected* number of clients, however many answered.
 
     Source: McMahan, Ramage, Talwar, Zhang, Learning Differentially Private Recurrent Language Models, ICLR 2018.
     """
@@ -54,7 +54,7 @@ class PrivateFedAvg(fl.Method):
                 return sorted(int(ids[place]) for place in drawn)
 
     def aggregate(self, server: fl.ServerContext, updates: Sequence[fl.Update]) -> StateDict:
-        """Clip, add up, add noise and divide. Integer entries, which count batches, do not move."""
+        """Clip, add up, add noise and divide. Integer entries, which count batches, stay unchanged."""
         rng = self._secret(server, "noise")
         names = sorted(name for name, tensor in server.state.items() if tensor.is_floating_point())
         sums = {name: torch.zeros(server.state[name].shape, dtype=torch.float64) for name in names}
@@ -72,7 +72,7 @@ class PrivateFedAvg(fl.Method):
         return moved(server.state, changes)
 
     def _secret(self, server: fl.ServerContext, what: str) -> np.random.Generator:
-        """Return a generator that clients cannot repeat: they know the seed of the run, but not this one."""
+        """Return a generator that clients cannot reproduce: they know the seed of the run, but not this one."""
         seed = server.memory.setdefault("seed", secrets.token_hex(16))
         return np.random.default_rng([int(seed, 16), server.round, ("cohort", "noise").index(what)])
 

@@ -69,7 +69,7 @@ def train(network: nn.Module, batches: DataLoader, epochs: int, lr: float) -> No
 
 
 def scorer(batches: DataLoader) -> Callable[[nn.Module], float]:
-    """Return a function that gives the accuracy of a network."""
+    """Return a function that computes the accuracy of a network."""
 
     @torch.no_grad()
     def accuracy(network: nn.Module) -> float:
@@ -79,7 +79,7 @@ def scorer(batches: DataLoader) -> Callable[[nn.Module], float]:
 
 
 def main(folder: str | None = None) -> nn.Module:
-    """Run all steps, write small.safetensors and small.onnx into this folder, and return the small network."""
+    """Run all steps, write small.safetensors and small.onnx into the current folder, and return the small network."""
     torch.manual_seed(0)
     train_batches, test_batches = loaders(None if folder is None else Path(folder))
     accuracy = scorer(test_batches)

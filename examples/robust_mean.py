@@ -52,12 +52,12 @@ class RobustMean(fl.Method):
 
 @dataclass(frozen=True, kw_only=True)
 class Attacked(RobustMean):
-    """The same, while the first `attackers` clients send ten times the opposite of their change."""
+    """RobustMean under attack: the first `attackers` clients send ten times the opposite of their change."""
 
     attackers: int = 4
 
     def train(self, client: fl.ClientContext, task: fl.Task) -> fl.Result:
-        """Train honestly, then mirror the trained state at the received one."""
+        """Train; if the client is an attacker, reverse its change and multiply it by ten."""
         result = fl.sgd(client, task)
         if client.client.id >= self.attackers:
             return result
@@ -67,7 +67,7 @@ class Attacked(RobustMean):
 
 def main() -> None:
     """Compare the rules under attack by four of 20 clients, on scikit-learn's digits."""
-    # Mildly different clients: with two classes each, a median of ten rejects most of what is honest.
+    # Clients differ only mildly: with two classes each, a median of ten would reject most of the honest changes.
     preset = dataclasses.replace(fl.preset_for(dataset="digits"), partition="dirichlet", options={"alpha": 1.0})
     problem, clients = fl.build_problem(preset, seed=0)
     config = fl.RunConfig(rounds=ROUNDS, cohort=10, training=preset.training)

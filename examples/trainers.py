@@ -22,7 +22,7 @@ RATIOS = (0.8, 0.6, 0.5)
 
 
 def with_transformers(folder: Path) -> nn.Module:
-    """Train a small Llama with `Trainer`; the compact model."""
+    """Train a small Llama with `Trainer`, and return the compact model."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
     class Narrow(TrainerCallback):  # type: ignore[misc]
@@ -49,7 +49,7 @@ def with_transformers(folder: Path) -> nn.Module:
 
 
 def with_lightning(folder: Path) -> nn.Module:
-    """Train a small perceptron with Lightning; the compact model."""
+    """Train a small perceptron with Lightning, and return the compact model."""
     import lightning
 
     class Narrow(lightning.Callback):  # type: ignore[misc]

@@ -1,8 +1,8 @@
 """Tune a knob of a database: how many connections its pool holds, a whole number between 1 and 256.
 
-Too few connections and queries wait in line; too many and they get in each other's way. The database is simulated, with
-contention as in Gunther's Universal Scalability Law, so that the optimum is known (about 70 connections); each load
-test is short and noisy, as such tests are. Run it with `python examples/tune_database.py`; it needs numpy alone.
+With too few connections, queries wait; with too many, they slow each other down. The database is simulated, with contention as
+in Gunther's Universal Scalability Law, so the optimum is known (about 70 connections). Each load test is short and noisy, as in
+practice. Run it with `python examples/tune_database.py`; it only needs numpy.
 """
 
 import heapq
@@ -15,14 +15,14 @@ import sparsekit as sk
 PULLS = 60
 FIXED_SIZES = (4, 16, 64, 256)
 
-QUERY_MS = 6.0  # of a query that has the database for itself
-CONTENTION, COHERENCE = 0.02, 2e-4  # what each other running query adds, and each pair of them
+QUERY_MS = 6.0  # mean time of a query that runs alone
+CONTENTION, COHERENCE = 0.02, 2e-4  # relative slowdown by each other running query, and by each pair
 QUERIES = 600
 
 
 def mean_latency(connections: int, *, rng: np.random.Generator) -> float:
-    """Mean time until a query is answered, in milliseconds, in a load test: a burst of queries at once."""
-    running: list[float] = []  # when each running query ends, the first on top
+    """Return the mean time until a query is answered, in milliseconds, in a load test: a burst of queries at once."""
+    running: list[float] = []  # heap of the times at which running queries end
     total = 0.0
     for alone in rng.exponential(QUERY_MS, size=QUERIES):
         start = heapq.heappop(running) if len(running) == connections else 0.0
@@ -36,13 +36,13 @@ def mean_latency(connections: int, *, rng: np.random.Generator) -> float:
 def main() -> None:
     """Search, then measure the best pool and a few fixed ones for longer."""
     rng = np.random.default_rng(0)
-    # By order of magnitude, and half a connection more at both ends, so that 1 and 256 are rounded to as often as others.
+    # On a log scale, with half a connection more at both ends, so that 1 and 256 have whole rounding intervals, too.
     space = sk.bandit.Interval(0.5, 256.5, scale="log")
     bandit = sk.bandit.PUCBV(space, horizon=PULLS, rng=np.random.default_rng(1))
     for _ in range(PULLS):
         pull = bandit.ask()
         size = min(max(round(pull.value), 1), 256)
-        # The number that was tried is told, not the one that was proposed; and larger is better.
+        # Report the number that was tried, not the proposed one. Larger rewards are better.
         bandit.tell(replace(pull, value=size), reward=-mean_latency(size, rng=rng))
     best = round(bandit.best().value)
     print(f"best pool after {PULLS} load tests: {best} connections")

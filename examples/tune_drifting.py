@@ -1,7 +1,6 @@
 """Tune a number whose best value moves: how long a cache keeps an entry, while the traffic changes in the middle.
 
-SplitUCBV notices by itself that rewards fall, and follows. Run it with `python examples/tune_drifting.py`; it needs numpy
-alone.
+SplitUCBV detects that rewards fall, and adapts. Run it with `python examples/tune_drifting.py`; it only needs numpy.
 """
 
 import math
@@ -24,13 +23,13 @@ BANDITS: dict[str, Callable[[np.random.Generator], Bandit]] = {
 
 
 def saved(keep_seconds: float, pull: int) -> float:
-    """What the cache saves on average, at most 0: the further from the best, the less."""
+    """Return the mean reward, at most 0: it falls with the distance from the best value, on a log scale."""
     best = BEST_BEFORE if pull < PULLS // 2 else BEST_AFTER
     return -abs(math.log(keep_seconds / best)) / math.log(3600.0)
 
 
 def losses(make: Callable[[np.random.Generator], Bandit], *, seed: int) -> tuple[np.ndarray, float]:
-    """What was lost at each pull against the best value of its time, and the value that is believed in at the end."""
+    """Return the loss of each pull relative to the best value at that time, and the value recommended at the end."""
     noise, bandit = np.random.default_rng([seed, 0]), make(np.random.default_rng([seed, 1]))
     lost = np.empty(PULLS)
     for trial in range(PULLS):
@@ -42,13 +41,13 @@ def losses(make: Callable[[np.random.Generator], Bandit], *, seed: int) -> tuple
 
 
 def main() -> None:
-    """Play each bandit through the change, a few times."""
-    print(f"mean loss per pull over {RUNS} runs, and the value believed in at the end (best: {BEST_AFTER:g} s)")
+    """Run each bandit through the change several times."""
+    print(f"mean loss per pull over {RUNS} runs, and the value recommended at the end (best: {BEST_AFTER:g} s)")
     for name, make in BANDITS.items():
         runs = [losses(make, seed=seed) for seed in range(RUNS)]
         lost, believed = np.mean([run for run, _ in runs], axis=0), np.median([value for _, value in runs])
         before, after = lost[: PULLS // 2].mean(), lost[PULLS // 2 :].mean()
-        print(f"  {name:26s} before the change {before:.3f}, after it {after:.3f}, believes in {believed:.3g} s")
+        print(f"  {name:26s} before the change {before:.3f}, after it {after:.3f}, recommends {believed:.3g} s")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ Split = tuple[Tensor, Tensor]  # images float32 (examples, 64), labels int64 (ex
 
 
 def load_splits() -> tuple[Split, Split, Split]:
-    """Digits for training, for choosing the rate and for the final score, which chooses nothing."""
+    """Return digits for training, for choosing the rate, and for the final score."""
     images, labels = load_digits(return_X_y=True)
     images, test_images, labels, test_labels = train_test_split(images / 16.0, labels, test_size=360, random_state=0)
     images, val_images, labels, val_labels = train_test_split(images, labels, test_size=360, random_state=0)
@@ -31,7 +31,7 @@ def load_splits() -> tuple[Split, Split, Split]:
 
 
 def train(lr: float, data: Split, *, epochs: int, seed: int) -> nn.Module:
-    """A small network after `epochs` of plain SGD at this rate."""
+    """Return a small network after `epochs` of plain SGD at this rate."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
@@ -46,7 +46,7 @@ def train(lr: float, data: Split, *, epochs: int, seed: int) -> nn.Module:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, data: Split) -> float:
-    """Share of right answers."""
+    """Return the share of correct predictions."""
     images, labels = data
     return float((model(images).argmax(dim=1) == labels).float().mean())
 
@@ -61,8 +61,8 @@ def main() -> None:
     for trial in range(PULLS):
         pull = bandit.ask()
         error = 1.0 - accuracy(train(pull.value, training, epochs=2, seed=trial), val)
-        # The reward is 0 at best, so an arm that nobody has pulled (its mean counts as 0) looks good until it is tried.
-        # As bad as guessing at a rate above 1 means that the training went astray, and larger rates do no better.
+        # The reward is at most 0, so an arm without pulls, whose mean counts as 0, looks good until it is tried. If a rate
+        # above 1 is as bad as guessing, training diverged, and larger rates need not be tried.
         bandit.tell(pull, reward=-error, eliminate="above" if error > 0.8 and pull.value > 1.0 else None)
     best = bandit.best().value
     print(f"best learning rate after {PULLS} pulls: {best:.3g}")

@@ -1,4 +1,4 @@
-"""Wrap a network of your own, train it sparse with your own loop, and take a smaller plain module away. Seconds, offline.
+"""Wrap your own network, train it sparse with your own loop, and extract a smaller plain module. Seconds, offline.
 
 Needs scikit-learn (`pip install -c constraints.txt ".[fl]"`). Run it with `python examples/wrap_module.py`.
 """
@@ -19,7 +19,7 @@ BATCH = 32
 
 
 def load_splits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Digits: images float32 (examples, 1, 8, 8) and labels int64 (examples,), to train on and to test with."""
+    """Return digits, to train and to test: images float32 (examples, 1, 8, 8) and labels int64 (examples,)."""
     images, labels = load_digits(return_X_y=True)
     parts = train_test_split(images.reshape(-1, 1, 8, 8) / 16.0, labels, test_size=360, random_state=0)
     train_images, test_images = (torch.tensor(part, dtype=torch.float32) for part in parts[:2])
@@ -28,7 +28,7 @@ def load_splits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def make_model() -> nn.Module:
-    """An ordinary network that knows nothing of masks."""
+    """Return an ordinary network, without any code for masks."""
     return nn.Sequential(
         nn.Conv2d(1, 64, 3, padding=1),
         nn.BatchNorm2d(64),
@@ -46,14 +46,14 @@ def make_model() -> nn.Module:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Share of right answers."""
+    """Return the share of correct predictions."""
     model.eval()
     return float((model(images).argmax(dim=1) == labels).float().mean())
 
 
 @torch.no_grad()
 def milliseconds(model: nn.Module, images: Tensor, repeats: int = 30) -> float:
-    """Median time of one forward pass."""
+    """Return the median time of one forward pass in milliseconds."""
     model.eval()
     times = []
     for _ in range(repeats):
@@ -70,7 +70,7 @@ def main() -> None:
     images, labels, test_images, test_labels = load_splits()
     model = make_model()
 
-    # Traces the units; the model itself is never edited.
+    # This traces the units; the model itself is never changed.
     masked = sk.LearnableMask(model, (images[:2],), ratio=RATIO)
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.05)
     start = time.perf_counter()
