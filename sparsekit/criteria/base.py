@@ -47,7 +47,7 @@ class Criterion(Protocol):
             Group name → float (units,), for every group; larger stays, NaN is not allowed. Any device, any float dtype.
 
         Raises:
-            MissingImportanceError: the context lacks an entry that the criterion needs, or the criterion has no batches.
+            MissingImportanceError: the context lacks an entry that the criterion needs, or the criterion lacks batches.
             InvalidValueError: scores that are not finite, or groups that the criterion cannot score.
         """
         ...

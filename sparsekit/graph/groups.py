@@ -56,7 +56,7 @@ class UnitGroup:
     convolutions puts both in one group.
 
     Args:
-        name: Unique; the name of the first module that makes the units.
+        name: Unique name, from the first module that produces the units.
         size: Number of units.
         kind: Kind of unit, such as "channel" or "head".
         slices: Every tensor axis that holds the units.
@@ -91,7 +91,7 @@ class Unprunable:
     """Units that cannot be pruned, and why.
 
     Args:
-        module: Qualified name of the module that makes them.
+        module: Qualified name of the module that produces the units.
         size: Number of units.
         reason: One phrase, with the line of the user's code.
         kind: "output" for units that the model returns; "expected" for others that need no warning, such as a vocabulary;

@@ -71,7 +71,10 @@ def _tied_directions(tracer: Tracer, directions: Sequence[Labels | None]) -> Lab
 
 
 def _given(tracer: Tracer, layers: Sequence[Labels | None], given: Tensor) -> None:
-    """Unite the units of an initial state with those of the layers. Constants other than zero make the units unprunable."""
+    """Unite the units of an initial state with those of the layers.
+
+    A constant other than zero makes the states count as not zero when gated. Values without units make them unprunable.
+    """
     units = [labels for labels in layers if labels is not None]
     axis = tracer.labels(given).axes[-1]
     if not units:

@@ -151,7 +151,7 @@ class Budget:
 
 METRICS = tuple(field.name for field in fields(Budget) if field.name != "runtime")
 RUNTIMES = ("eager", "compile", "export", "onnx")
-"""What can run a model: its own forward pass, torch.compile, torch.export, ONNX Runtime."""
+"""Runtimes of a model: its own forward pass, torch.compile, torch.export, ONNX Runtime."""
 
 
 def _number(name: str, text: str) -> float:

@@ -28,7 +28,7 @@ _RIGHT_FACTOR = {
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 _CONVOLUTIONS = ("convolution", "_convolution")
 _DISTANCES = ("_cdist_forward", "_euclidean_dist")
-_CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"  # is not in torch's flop_registry
+_CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"  # a kernel that torch's flop_registry lacks
 _COUNTED = frozenset((*_RIGHT_FACTOR, *_CONVOLUTIONS, *_DISTANCES, "conv_tbc", "_trilinear", _CPU_ATTENTION))
 
 

@@ -240,7 +240,7 @@ def _spans(lengths: Callable[[Collection[str]], list[int] | None], lost: Mapping
 
 
 def _decoded(lost: Mapping[str, int], shrinks: Callable[[Collection[str]], list[int] | None]) -> list[dict[str, float]] | None:
-    """Return the same from few passes; None if an axis depends on more than one width.
+    """Return the result of `_spans` from few passes; None if an axis depends on more than one width.
 
     Each width is halved in a different half of the passes, so the set of passes with a shorter axis identifies its width. An
     axis that depends on two widths is shorter in more than half of the passes.

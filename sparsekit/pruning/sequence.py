@@ -111,7 +111,7 @@ class Refit:
         return self.small is self.model
 
     def run(self, batches: Batches, *, sequential: bool = True, undo: Undo | None = None) -> dict[str, float]:
-        """Run `reconstruct`. `undo` restores `small` if this fails; None: `small` is left as it is then."""
+        """Run `reconstruct`. `undo` restores `small` if this fails; with None, `small` may then be left partly changed."""
         refuse_inference(self.small)
         self.mask.check(self.graph)
         self.graph.check_state(named_entries(self.model), what=f"the {type(self.model).__name__}")

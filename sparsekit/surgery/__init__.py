@@ -1,4 +1,4 @@
-"""Cut units away and put them back: modules, states, optimizers, files."""
+"""Remove units and restore them, in modules, states, optimizers and files."""
 
 from sparsekit.surgery.compaction import compact, expand
 from sparsekit.surgery.onnx import export_onnx, export_program

@@ -1,4 +1,4 @@
-"""compact() cuts masked units away, expand() puts them back."""
+"""compact() removes dropped units, expand() puts them back."""
 
 import copy
 import os
