@@ -176,7 +176,7 @@ class LoggedBandit(ABC):
         if "ask" in entry:
             id = entry.pop("ask")
             if self.ask(**entry).id != id:
-                raise InvalidValueError(f"pull {id!r} of the state was asked for out of turn")
+                raise InvalidValueError(f"pull {id!r} of the state is out of order")
         elif "tell" in entry:
             self.tell(self._pull(entry.pop("tell"), entry.pop("value")), entry.pop("reward"), **entry)
         else:

@@ -227,7 +227,7 @@ def _refuse_what_is_no_loader(batches: Any) -> None:
         if unlike and len({each.shape[:1] for each in batches}) == 1:
             found = f"one batch, tensors of shapes {' and '.join(str(tuple(each.shape)) for each in batches)}"
     if found is not None:
-        raise DataError(f"batches must be batches, got {found}; {advice}")
+        raise DataError(f"batches must be an iterable of batches, got {found}; {advice}")
 
 
 def batch_count(batches: Batches) -> int | None:

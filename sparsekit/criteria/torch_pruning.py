@@ -84,7 +84,7 @@ class TorchPruning(DataDriven):
         if self.importance is None:
             raise MissingImportanceError("TorchPruning needs an object of one of its classes; TorchPruning(LAMPImportance())")
         if any(hasattr(self.importance, name) for name in ("accumulate_grad", "compute_importance")):
-            raise InvalidValueError(f"{type(self.importance).__name__} needs passes of its own; take Fisher or Wanda")
+            raise InvalidValueError(f"{type(self.importance).__name__} needs passes over data; use Fisher or Wanda")
         model = self._model(context, graph)
         before = {parameter: parameter.grad for parameter in model.parameters()}
         try:

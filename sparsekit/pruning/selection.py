@@ -142,7 +142,7 @@ def read_limits(
             found[name] = max(old[0], pair[0]), min(old[1], pair[1])
             if found[name][0] > found[name][1]:
                 raise InvalidValueError(
-                    f"the limits of group {name!r} contradict each other, with {selector!r} last; exclude goes over limits"
+                    f"the limits of group {name!r} contradict each other, with {selector!r} last; exclude overrides limits"
                 )
     kept = {name for selector in exclude for name in select_groups(model, graph, selector)}
     for groups in graph.tied_sets:

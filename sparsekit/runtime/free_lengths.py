@@ -110,8 +110,8 @@ def _rewritten(function: Any, base: type, places: Iterable[tuple[str, int]]) -> 
         found = [call for call, own in calls if own == text]
         if not found:
             raise ForeignMaskError(
-                f"{base.__qualname__} has no {text!r} in its code, or its source is not at hand; use the code that the model"
-                " was traced with"
+                f"{base.__qualname__} has no {text!r} in its code, or Python cannot find its source; use the code that the"
+                " model was traced with"
             )
         for call in found:
             _leave_out(call, at)

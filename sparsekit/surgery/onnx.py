@@ -40,7 +40,7 @@ def export_program(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     set_mode(model, False)
     try:
         if kwargs or not all(isinstance(value, Tensor) and value.dim() for value in args) or len({len(x) for x in args}) > 1:
-            raise TypeError("the axis of examples is known of tensors by position alone, the first of all of them")
+            raise TypeError("the batch axis is known only of positional tensors of equal batch size, as their first axis")
         # A batch of one would become a constant of the program.
         several = tuple(tensor[:1].expand(2, *tensor.shape[1:]).contiguous() for tensor in args)
         batch = torch.export.Dim("batch")

@@ -320,6 +320,6 @@ def set_sizes(model: nn.Module, graph: UnitGraph, counts: Mapping[str, int]) -> 
         try:
             module = model.get_submodule(name)
         except AttributeError as error:
-            raise ForeignMaskError(f"no module {name!r} in this {type(model).__name__}, but the graph sizes it") from error
+            raise ForeignMaskError(f"no module {name!r} in this {type(model).__name__}, but the graph has one") from error
         if not set_held(module, path, value):
             raise ForeignMaskError(f"module {name!r} of this {type(model).__name__} has no integer at {shown(path)}")

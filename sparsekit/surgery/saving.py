@@ -311,8 +311,8 @@ def _check_architecture(
     missing, unknown = sorted(set(tensors) - set(entries)), sorted(set(entries) - set(tensors))
     if missing or unknown:
         raise CompactFileError(
-            f"{what} of other parts: only in the file {missing[:3] or 'nothing'}, only in the model {unknown[:3] or 'nothing'};"
-            " pass the factory of the dense model that was compacted"
+            f"{what} with other parameters: only in the file {missing[:3] or 'none'}, only in the model {unknown[:3] or 'none'}"
+            "; pass the factory of the dense model that was compacted"
         )
     for name, own in entries.items():
         saved = tensors[name].shape

@@ -165,7 +165,7 @@ def _rope(model: Any, config: Any, head: int) -> tuple[float, Tensor]:
     theta, own = float(rope["rope_theta"]), model.model.rotary_emb.inv_freq.detach().double().cpu()
     plain = theta ** -(torch.arange(0, head, 2, dtype=torch.float64) / head)
     if own.shape != plain.shape:
-        raise _refusal(model, "its position embedding turns a part of each head")
+        raise _refusal(model, "its position embedding rotates only some dimensions of each head")
     factors = plain / own
     return theta, torch.where((factors - 1).abs() < _ROUNDING, 1.0, factors)
 

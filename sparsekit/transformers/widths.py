@@ -126,8 +126,8 @@ def build_on_meta(kind: type[nn.Module], config: Any) -> nn.Module:
             return kind(copy.deepcopy(config))
     except Exception as error:
         raise UnsupportedModelError(
-            f"{kind.__name__} cannot be built from the configuration of this model ({type(error).__name__}: {error}), so that"
-            " nobody could load it; save it with sparsekit.save_compact"
+            f"{kind.__name__} cannot be built from the configuration of this model ({type(error).__name__}: {error}), so"
+            " it could not be loaded; save it with sparsekit.save_compact"
         ) from error
 
 
