@@ -64,7 +64,7 @@ def unlike(result: Mapping[str, Any]) -> list[str]:
 
 
 def columns_of(results: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
-    """Return the columns of tables: accuracies, costs and other metrics. The first ones fit on a narrow terminal."""
+    """Return the columns of tables: accuracies, costs and other metrics. A narrow terminal shows only the first ones."""
     names = dict.fromkeys(name for one in results for name in one["final"].get("personal", {}) if name != "accuracy")
     found = (*_SCORES, *_COSTS, *(Column(f"final.personal.{name}", name, "number") for name in names))
     return tuple(sorted(found, key=lambda column: column.title not in _FIRST))
@@ -115,9 +115,9 @@ class Comparison:
         return np.isfinite(self.frame.filter(like="final.personal.")).any(axis=1)
 
     def table(self, *parts: str) -> Any:
-        """Return a DataFrame of text: a row per method, the seeds (see `runs`), and a column per known number.
+        """Return a DataFrame of text: a row per method, its number of seeds (see `runs`), and a column per known number.
 
-        With `parts`, "final" or "cost", only the numbers under these keys of a result are kept.
+        If `parts` are given, "final" or "cost", only the numbers under these keys of a result are included.
         """
         found = {"seeds": list(map(str, self.runs.values()))}
         for path, title, unit in self.columns:

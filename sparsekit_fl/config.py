@@ -218,7 +218,7 @@ class TrainingConfig(Checked):
     """Set how each client trains in a round.
 
     Pass it as `RunConfig(training=...)`. A client starts each round with a fresh optimizer, makes
-    `local_epochs` passes over its training data, and sends what changed to the server.
+    `local_epochs` passes over its training data, and sends the changes of its weights to the server.
 
     Raises:
         InvalidValueError: a value that is not allowed.
@@ -279,7 +279,7 @@ class RunConfig(Checked):
     """Set the number of rounds, the clients of each round, their training and their scores.
 
     Pass it to `fl.run(method, problem, clients, config)`. Method, model, data and configuration
-    decide every number of a result; the engine and the number of workers change the speed only.
+    determine every number of a result; the engine and the number of workers affect only the speed.
 
     Raises:
         InvalidValueError: a value, or a combination of values, that is not allowed.

@@ -54,7 +54,7 @@ def trace_layers(model: nn.Module, example_inputs: Any) -> tuple[Layer, ...]:
         TraceError: the model fails on the inputs.
     """
     tensors = {name: entry for name, entry in model.state_dict(keep_vars=True).items() if isinstance(entry, Tensor)}
-    found: list[tuple[str, list[str], list[str]]] = [("", [], [])]  # owner, entries, reads
+    found: list[tuple[str, list[str], list[str]]] = [("", [], [])]  # name of the module, entries, reads
     homes: dict[str, list[str]] = {}  # key → the list of entries that has it
     for event in entry_reads(model, example_inputs):
         wide = [name for name in event if tensors[name].dim() > 1]

@@ -201,7 +201,7 @@ def _at_equal_cost(comparison: Comparison, metric: str, unit: str) -> tuple[list
 
 
 def verdict(comparison: Comparison) -> str:
-    """Return a sentence that says which method wins at equal FLOPs, and by how much; empty with fewer than two methods."""
+    """Return a sentence on which method wins at equal FLOPs, and by how much; empty if fewer than two have a score."""
     metric, unit = _metric(comparison)
     budget, scores = _within(comparison, metric, "flops")
     if len(scores) < 2:

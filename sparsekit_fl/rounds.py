@@ -240,7 +240,7 @@ def _explained(view: RunView) -> Iterator[None]:
 
 
 def _run_round(server: Server, view: RunView, run_clients: RunClients) -> tuple[RoundRecord, list[ClientScores] | None]:
-    """Let the cohort train, change the global model, and score clients if it is time; return scores after the last round."""
+    """Run one round: train the cohort, aggregate, and score clients if due. Return its record, and scores of the last round."""
     began, spec, round = time.perf_counter(), server.spec, view.round + 1
     ctx = server.context(round)
     if len(ctx.roster) < (spec.config.min_replies or 1):
@@ -297,7 +297,7 @@ def _collect(
 
 
 def _scored_after(round: int, ids: list[int], config: RunConfig) -> tuple[list[int], bool]:
-    """Return the clients that are scored after a round, if any, and whether the global model is scored too."""
+    """Return the ids of the clients to score after a round, if any, and whether the global model is scored too."""
     every, last = config.eval_global_every, round == config.rounds
     count = config.final_clients if last else config.eval_clients
     whole = last or (every is not None and round % every == 0)

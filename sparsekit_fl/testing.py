@@ -166,7 +166,7 @@ class MethodContract:
             try:
                 RunSpec.build(make(), problem, tiny_config())
             except SparsekitError:
-                continue  # it says that it cannot use this network
+                continue  # the method refuses this network
             result = run(make(), problem, tiny_clients(), tiny_config(rounds=2))
             assert all(not record.dropped for record in result.rounds)
 

@@ -232,7 +232,7 @@ def _read_file(path: Path, rest: dict[str, Any], own: Collection[str], command: 
 
 
 def with_run_options(command: Callable[..., None], *, without: tuple[str, ...] = ()) -> Callable[..., None]:
-    """Replace a command's keyword-only parameter `options` by a flag for each of `FLAGS`; it then gets a RunOptions.
+    """Give a command a flag for each of `FLAGS`; its keyword-only parameter `options` gets their values as a RunOptions.
 
     Flags override `--set`, which overrides `--config FILE`, or the `run.toml` of a run that is resumed. A file may also name
     the method. The options in `without` are left out.

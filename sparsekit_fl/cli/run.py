@@ -88,7 +88,7 @@ class Experiment:
 
 def _config(options: RunOptions, clients: Sequence[Client], count: int) -> RunConfig:
     """Return the options of a run with `count` clients; options that were not given are the preset's."""
-    from sparsekit_fl.problem.data import Capability  # here: help texts need no torch
+    from sparsekit_fl.problem.data import Capability  # imported here, since help texts need no torch
 
     given = options.given_of(TrainingConfig, RunConfig)
     # Clients with their own capabilities keep them, unless levels were requested.

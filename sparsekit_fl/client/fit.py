@@ -260,7 +260,7 @@ def fit(
 ) -> TrainingLog:
     """Run `step` over every batch, in training mode; return losses, accuracies and counts. No other code loops over batches.
 
-    Accuracy is recorded if `metrics` has that name. `rng` seeds torch's global generator, for example for dropout.
+    Accuracy is recorded if `metrics` has the name "accuracy". `rng` seeds torch's global generator, for example for dropout.
     """
     accuracy = metrics.get("accuracy")
     losses, accuracies = list[float](), list[float]()

@@ -70,7 +70,7 @@ class SubmodelStrategy(Strategy):
         self._examples = getattr(strategy, "weighted_by_key", "num-examples")
         self._state: StateDict = {}
         self._sent: dict[int, Request] = {}
-        self._name = ""  # of the record of arrays
+        self._name = ""  # name of the ArrayRecord in messages
 
     def summary(self) -> None:
         """Log the options of this strategy and of the wrapped one."""

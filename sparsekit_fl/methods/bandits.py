@@ -43,7 +43,7 @@ class ClientBandit:
 
 
 class EUCB(PUCBV):
-    """Extended Upper Confidence Bound, a bandit for drifting rewards. It splits arms as P-UCBV does, by default from one arm.
+    """Extended Upper Confidence Bound, a bandit for drifting rewards. It splits arms as P-UCBV does; FedMP starts with one arm.
 
     After t rewards G_1 … G_t at values x_1 … x_t, an arm P has the discounted count, mean and index
 

@@ -324,7 +324,7 @@ def learn_limits(server: ServerContext, updates: Sequence[Update]) -> None:
 
 
 Weights = Literal["examples", "uniform"]
-"""How much a client counts: by its number of training examples, or equally."""
+"""Weights of clients: by number of training examples, or equal."""
 
 Over = Literal["all", "holders"]
 """The clients over which an entry is averaged; see `mean`."""

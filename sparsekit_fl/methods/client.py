@@ -57,7 +57,7 @@ class Model:
     Args:
         state: Dense, or narrow under a mask that drops nothing.
         mask: Units or entries to keep; None: all. The model is physically small if units are dropped.
-        ratio: The share that it keeps, in (0, 1], as in a task.
+        ratio: The share that the model keeps, in (0, 1], as in `Task.ratio`.
     """
 
     state: StateDict

@@ -191,7 +191,7 @@ class DepthFL(Method):
         return Task(mask=mask, ratio=ratio)
 
     def least(self, server: ServerContext) -> float:
-        """Return the share of the model's FLOPs in the layers of the first exit."""
+        """Return the share of the model's FLOPs up to the first exit."""
         work = depth_flops(server.layers, server.costs)
         return work[0] / work[-1]
 

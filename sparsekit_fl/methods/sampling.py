@@ -165,9 +165,9 @@ class REFL(Method):
     server optimizer of its reference code, YoGi, is left out: the server adds the weighted mean of the changes, as in other
     methods.
 
-    A client can be sampled if it is available, does not still compute, and has not been sampled in the last `cool_down` rounds.
+    A client can be sampled if it is available, is not still computing, and was last sampled at least `cool_down` rounds ago.
     Clients expected to be unavailable in the next round come first; among equals, clients are drawn at random. If these are too
-    few, available clients in their cool-down follow. If no client is available, unavailable ones are sampled, which stands for
+    few, available clients in their cool-down follow. If there are none either, unavailable ones are sampled, which stands for
     waiting. The cohort shrinks by one client for each late update that is expected within an average round. A round ends when
     the share `target` of its clients has answered, in simulated seconds. The other updates count in the round in which they
     arrive.

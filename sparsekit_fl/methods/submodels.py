@@ -164,12 +164,12 @@ class EFD(HeteroFL):
 class FjORD(Submodels):
     """Ordered dropout up to the client's capability; nested entries are averaged over the clients that hold them, by examples.
 
-    Every step trains the first units of the client's submodel. Their width is drawn uniformly from the levels of the run that
-    the client affords, so that the widths of all clients coincide (0.2, 0.4, …, 1 in the paper). The widths are physically
-    narrow modules that share the leaves of the widest one. One optimizer updates these leaves, so its momentum and weight decay
-    also change entries outside the drawn width, as in the reference code. Batch norm statistics are separate for each width;
-    those of a client's widest are averaged over the clients of this width. A client deploys the width that it can run.
-    Distillation, which is off by default in the reference code, is left out.
+    Every step trains the first units of the client's submodel. Their width is drawn uniformly from the client's ratio and the
+    smaller levels of the run, so that the widths of all clients coincide (0.2, 0.4, …, 1 in the paper). The widths are
+    physically narrow modules that share the leaves of the widest one. One optimizer updates these leaves, so its momentum and
+    weight decay also change entries outside the drawn width, as in the reference code. Batch norm statistics are separate for
+    each width; those of a client's widest are averaged over the clients of this width. A client deploys the width that it can
+    run. Distillation, which is off by default in the reference code, is left out.
     """
 
     source = "Horváth et al., FjORD: Fair and Accurate FL with Ordered Dropout, NeurIPS 2021, arXiv 2102.13451, Algorithm 1"

@@ -63,7 +63,7 @@ def keep_largest(scores: Tensor, count: int, within: Tensor | None = None) -> Te
 def largest_weights(
     state: StateDict, names: Collection[str], ratio: float, *, within: Mapping[str, Tensor] | None = None
 ) -> WeightMask:
-    """Keep max(1, ⌈ratio · size⌉) weights of each layer, by largest absolute value among those that `within` keeps."""
+    """Return the mask of the max(1, ⌈ratio · size⌉) largest weights of each layer by absolute value, inside `within`."""
     counts = {name: weight_count(ratio, state[name].numel()) for name in names}
     return WeightMask({name: keep_largest(state[name], count, (within or {}).get(name)) for name, count in counts.items()})
 

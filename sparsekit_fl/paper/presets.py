@@ -74,7 +74,7 @@ def preset_for(*, preset: str | None = None, dataset: str | None = None) -> Pres
     Raises:
         UnknownNameError: no preset, or no data set, of that name.
     """
-    from sparsekit_fl.problem.datasets import datasets  # here: help texts need no torch
+    from sparsekit_fl.problem.datasets import datasets  # imported here, since help texts need no torch
 
     if preset is not None:
         if preset not in PRESETS:

@@ -206,7 +206,7 @@ def _deal(
 
 
 def natural(source: DataSource, *, clients: int, rng: np.random.Generator) -> list[ClientData]:  # noqa: ARG001 - draws nothing
-    """Make the owners with most examples clients, such as users or speakers. Each is split 80/10/10, the latest for testing.
+    """Make clients of the owners with most examples, such as users. Each splits its own 80/10/10, the latest for testing.
 
     Clients are in the order of the source, whose test set is not used. Among owners with equally many examples, the first ones
     are chosen.
