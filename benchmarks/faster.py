@@ -3,6 +3,7 @@
     python benchmarks/faster.py --out faster.jsonl                  measure what the file lacks, then print the table
     python benchmarks/faster.py --out faster.jsonl --models resnet50 --arms default 16 --shares 0.5 --batches 8
     python benchmarks/faster.py --out faster.jsonl --table
+    python benchmarks/faster.py --out budgets.jsonl --budgets       milliseconds asked for, and measured in another process
 
 Arms are the values of `multiple_of` ("default" leaves it out), and Torch-Pruning at three values of its `round_to`. In each
 turn, every model runs once, in a new order, in eval mode on one thread; processor time is measured. The networks have random
@@ -14,6 +15,7 @@ import argparse
 import copy
 import math
 import platform
+import time
 import warnings
 from collections.abc import Callable
 from itertools import product
@@ -22,13 +24,13 @@ from statistics import geometric_mean, median
 from typing import Any
 
 import torch
-from common import add, in_turns, options_of, over, read, show
+from common import add, in_process, in_turns, options_of, over, read, show
 from nets import VisionTransformer, densenet121, mobilenet_v2, resnet50, vgg16
 from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.allocation import PreferredMultiple
-from sparsekit.measure.timing import prepare
+from sparsekit.measure.timing import measure_turns, median_ms, prepare
 
 ARMS = ("1", "up to 8", "default", "16", "torch-pruning 1", "torch-pruning 8", "torch-pruning 16")
 
@@ -141,6 +143,33 @@ def measure(options: argparse.Namespace) -> None:
                 )
 
 
+def pruned_to(name: str, runtime: str, share: float) -> dict[str, Any]:
+    """Prune to a share of the dense milliseconds, asked for as a number, and time the result in a new process, twice."""
+    torch.manual_seed(0)
+    dense, inputs = MODELS[name]().eval(), (example(1)[:, :, :96, :96],)
+
+    def turns() -> dict[str, Any]:
+        pair = measure_turns(dense, pruned.model, inputs, {}, runtime=runtime, seconds=2.0)
+        return {"dense again": pair.before_ms, "got": pair.after_ms, "faster": pair.faster}
+
+    with torch.no_grad():
+        asked = float(f"{share * median_ms(prepare(dense, runtime, inputs, {}), torch.device('cpu')):.2g}")
+    began = time.process_time()
+    pruned = sk.prune(dense, inputs, budget=sk.Budget(latency_ms=asked, runtime=runtime), progress=False)
+    seconds, report = time.process_time() - began, pruned.report
+    told = {"dense": report.before["latency_ms"], "told": report.after["latency_ms"]}
+    told |= {"flops": report.after["flops"] / report.before["flops"]}
+    again = in_process(turns, 300)
+    return {"model": name, "runtime": runtime, "share": share, "asked": asked, **told, **again, "seconds": seconds}
+
+
+def budgets(options: argparse.Namespace) -> None:
+    done = [(row["model"], row["runtime"], row["share"]) for row in read(options.out)]
+    for cell in product(options.models, options.runtimes, options.shares):
+        if cell not in done:
+            add(options.out, pruned_to(*cell))
+
+
 def table(rows: list[dict[str, Any]]) -> None:
     """Print each arm's speed-up over its FLOPs reduction, and the time of the default over that of multiples of 16."""
     cells: dict[tuple[Any, ...], dict[str, str]] = {}
@@ -160,9 +189,12 @@ def table(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     options = options_of(
         __doc__, choices={"models": MODELS}, out=Path("faster.jsonl"), models=list(MODELS), arms=list(ARMS), shares=[0.5, 0.25],
-        batches=[1, 8], runtimes=["eager", "onnx"], turns=100, seconds=30.0, table=False,
+        batches=[1, 8], runtimes=["eager", "onnx"], turns=100, seconds=30.0, table=False, budgets=False,
     )  # fmt: skip
     warnings.simplefilter("ignore")
+    if options.budgets:
+        budgets(options)
+        return
     if not options.table:
         measure(options)
     table(read(options.out))

@@ -21,11 +21,12 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from common import add, in_turns, mask_of, options_of, over, read, show
-from real_nets import NETWORKS, Network, efficientnet_lite0
+from real_nets import NETWORKS, Network
 from torch import Tensor, nn
 
 import sparsekit as sk
@@ -36,10 +37,13 @@ from sparsekit.criteria.gate_gradients import inputs_of, unit_readers
 from sparsekit.finetuning import Distillation, recalibrate_batchnorm, reconstruct
 from sparsekit.measure.cost import CostModel, cost_model
 from sparsekit.measure.timing import measure_turns, prepare
+from sparsekit.pruning.cutting import Stage
 from sparsekit.pruning.reconstruction import statistics_prior
 from sparsekit.pruning.settings import CANDIDATES
 
 Scores = dict[str, Tensor]
+Cut = tuple[tuple[str, ...], nn.Module]
+"""The removed blocks, and the pruned network."""
 
 
 def layer_of(group: str) -> int:
@@ -159,6 +163,11 @@ def torch_pruning(
     return mask_of(graph, network.model, small)
 
 
+CRITERION = {
+    "smollm2": {"criterion": "position_fisher", "allocation": "by_loss"},
+    "efficientnet-lite0": {"criterion": "fisher", "allocation": "by_cost"},
+}
+"""The best default candidate of a large network, which stands for all of them where blocks are removed."""
 CRITERIA = ("fisher", "position_fisher", "wanda", "taylor", "magnitude", "random")
 SHARES = {"smollm2": (0.8, 0.65, 0.5), "efficientnet-lite0": (0.75, 0.5, 0.35)}
 RIVALS = {"smollm2": ("wanda-sp", "llm-pruner", "flap", "random"), "efficientnet-lite0": ("random", "tp l2", "tp taylor")}
@@ -266,41 +275,64 @@ def train(bench: Bench, share: float, seed: int) -> tuple[nn.Module, dict[str, A
 
 def trained(network: Network, small: nn.Module, seed: int) -> nn.Module:
     """Train in place, with the dense network as teacher: 50 steps of a language model, 100 of an image network."""
-    optimizer, rate, steps = (torch.optim.AdamW, 1e-4, 50) if network.loss is None else (torch.optim.SGD, 0.004, 100)
     batches = list(network.training)
     np.random.default_rng(seed).shuffle(batches)
-    make, teacher = partial(optimizer, lr=rate), Distillation(network.model)
-    sk.finetune(small, batches[:steps], network.loss, epochs=1, optimizer=make, distillation=teacher, seed=seed)
+    make, teacher = network.optimizer, Distillation(network.model)
+    sk.finetune(small, batches[: network.steps], network.loss, epochs=1, optimizer=make, distillation=teacher, seed=seed)
     if network.loss is not None:
         recalibrate_batchnorm(small, network.training)
     return small.eval()
 
 
-def blocks(path: Path, shares: Sequence[float]) -> None:
-    """Remove 0, 3, 5 and 7 blocks of EfficientNet-Lite0, then widths to equal FLOPs: Fisher by cost, 640 images of a draw.
+def tried_depths(network: Network, budget: sk.Budget, batches: Sequence[Any], **given: Any) -> tuple[sk.Pruned, list[Cut]]:
+    """Call `prune` with all numbers of blocks that it tries by itself; returns its result, and each finished cut."""
+    found: list[Cut] = []
+    execute = Stage.execute
+
+    def kept(stage: Stage, cut: Any) -> Any:
+        small, measured = execute(stage, cut)
+        found.append((stage.settings.removed, copy.deepcopy(small)))
+        return small, measured
+
+    with patch.object(Stage, "execute", kept):
+        pruned = sk.prune(
+            network.model, network.example, budget=budget, batches=batches, loss=network.loss, depth=(0, 1000), **given
+        )
+    return pruned, found
+
+
+def blocks(name: str, path: Path, shares: Sequence[float]) -> None:
+    """Remove blocks, then widths to equal FLOPs, with each number of blocks that `prune` tries; 640 images of a draw.
 
     The networks of the first draw and share are timed in turns, with the dense one twice.
     """
     timed: dict[str, nn.Module] = {}
-    for draw, share, number in product(range(3), shares, (0, 3, 5, 7)):
-        key = {"what": "blocks", "draw": draw, "share": share, "blocks": number}
-        if any(key == {name: row.get(name) for name in key} for row in read(path)):
+    for draw, share in product(range(1 if name == "smollm2" else 3), shares):
+        key = {"what": "blocks", "draw": draw, "share": share}
+        if any(key == {word: row.get(word) for word in key} for row in read(path)):
             continue
-        network = efficientnet_lite0(draw=draw)
-        given: Any = {"criterion": "fisher", "allocation": "by_cost", "batches": network.calibration[:20], "loss": network.loss}
-        pruned = sk.prune(network.model, network.example, budget=f"flops={share:.0%}", depth=number, **given)
-        timed |= {"dense": network.model, "dense again": network.model} if not timed else {}
-        timed |= {f"{number} blocks": copy.deepcopy(pruned.model)} if (draw, share) == (0, shares[0]) else {}
-        row = network.judge(pruned.model, network.calibration[16:20])["loss"], network.judge(pruned.model, network.test)
-        after = network.judge(trained(network, pruned.model, draw), network.test)
-        found = {"judge": row[0], "accuracy": row[1]["accuracy"], "trained": after["accuracy"]}
-        add(path, {**key, **found, "removed": pruned.report.removed})
-    for pixels, batch, runtime in product((96, 224), (1, 8), ("onnx", "eager")) if len(timed) > 2 else ():
-        x = (torch.randn(batch, 3, pixels, pixels, generator=torch.Generator().manual_seed(0)),)
+        network = NETWORKS[name](**({"draw": draw} if draw else {}))
+        dense, calibration = sk.count_cost(network.model, network.example[0]).flops, network.calibration[:20]
+        judge, kept = calibration[-len(calibration) // 5 :], network.kept_flops
+        budget = sk.Budget(flops=kept + share * (dense - kept))
+        pruned, found = tried_depths(network, budget, calibration, **CRITERION.get(name, {}))
+        if (draw, share) == (0, shares[0]):
+            timed = {"dense": network.model, "dense again": network.model}
+            timed |= {f"{len(removed)} blocks": copy.deepcopy(small) for removed, small in found}
+        for removed, small in found:
+            row = key | {"blocks": len(removed), "chosen": removed == tuple(pruned.report.removed), "removed": removed}
+            row |= {"judge": network.judge(small, judge)["loss"], **network.judge(small, network.test)}
+            after = network.judge(trained(network, small, draw), network.test)
+            row |= {f"trained {word}": value for word, value in after.items()}
+            add(path, row)
+    sizes = (64,) if name == "smollm2" else (16,) if name == "resnet20" else (96, 224)
+    for size, batch, runtime in product(sizes, (1, 8), ("onnx", "eager")) if timed else ():
+        random = torch.Generator().manual_seed(0)
+        x = torch.randint(0, 1000, (batch, size)) if name == "smollm2" else torch.randn(batch, 3, size, size, generator=random)
         with torch.no_grad():
-            times = in_turns({name: prepare(model, runtime, x, {}) for name, model in timed.items()}, 30, warm=2)
-        shares_of_dense = {name: over(times, name, "dense") for name in timed if name != "dense"}
-        add(path, {"what": "block times", "pixels": pixels, "batch": batch, "runtime": runtime, **shares_of_dense})
+            times = in_turns({case: prepare(model, runtime, (x,), {}) for case, model in timed.items()}, 30, warm=2)
+        shares_of_dense = {case: over(times, case, "dense") for case in timed if case != "dense"}
+        add(path, {"what": "block times", "pixels": size, "batch": batch, "runtime": runtime, **shares_of_dense})
 
 
 def distil(bench: Bench, arm: str, share: float, seed: int) -> tuple[nn.Module, dict[str, Any]]:
@@ -362,7 +394,7 @@ def main() -> None:
         return
     path = options.out / f"{options.network}.jsonl"
     if options.what == "blocks":
-        blocks(path, options.shares or [0.5])
+        blocks(options.network, path, options.shares or [0.5])
         return
     bench = Bench(options.network, options.out)
     if options.what == "scores":

@@ -10,7 +10,8 @@ import json
 import os
 import pydoc_data.topics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ class Network:
     """A pretrained network, with the data to prune, train and evaluate it.
 
     Choices made while this benchmark was written are based on `validation`. `kept_flops` are FLOPs of an example that budgets
-    leave out, such as those of an output embedding.
+    leave out, such as those of an output embedding. `optimizer` trains a pruned network for so many `steps`.
     """
 
     model: nn.Module
@@ -40,6 +41,17 @@ class Network:
     loss: Callable[..., Tensor] | None
     kept_flops: float
     judge: Callable[[nn.Module, Sequence[Any]], dict[str, float]]
+    optimizer: Callable[..., torch.optim.Optimizer]
+    steps: int
+
+
+def _judge(small: nn.Module, batches: Sequence[Any]) -> dict[str, float]:
+    """Return the mean cross-entropy and the accuracy on images."""
+    with torch.no_grad():
+        outputs = [(small(x), y) for x, y in batches]
+    right = sum(int((out.argmax(1) == y).sum()) for out, y in outputs)
+    total = sum(len(y) for _, y in outputs)
+    return {"loss": sum(float(F.cross_entropy(out, y)) * len(y) for out, y in outputs) / total, "accuracy": right / total}
 
 
 def _folder(package: str) -> Path:
@@ -116,8 +128,9 @@ def smollm2(length: int = 256) -> Network:
 
     example = (parts["calibration"][0]["input_ids"],)
     return Network(
-        model, example, parts["calibration"], parts["validation"], parts["training"], parts["test"], None, head * length, judge
-    )
+        model, example, parts["calibration"], parts["validation"], parts["training"], parts["test"], None, head * length, judge,
+        partial(torch.optim.AdamW, lr=1e-4), 50,
+    )  # fmt: skip
 
 
 def images(split: str, places: Sequence[int], pixels: int) -> tuple[Tensor, Tensor]:
@@ -170,14 +183,43 @@ def efficientnet_lite0(pixels: int = 96, draw: int = 0) -> Network:
     training = batches("train", order[2500:5700])
     test = batches("valid", np.arange(0, 5000, 5), 50)
 
-    def judge(small: nn.Module, given: Sequence[Any]) -> dict[str, float]:
-        with torch.no_grad():
-            outputs = [(small(x), y) for x, y in given]
-        right = sum(int((out.argmax(1) == y).sum()) for out, y in outputs)
-        total = sum(len(y) for _, y in outputs)
-        return {"loss": sum(float(loss(out, y)) * len(y) for out, y in outputs) / total, "accuracy": right / total}
-
-    return Network(model, (calibration[0][0][:1],), calibration, validation, training, test, loss, 0.0, judge)
+    sgd = partial(torch.optim.SGD, lr=0.004)
+    return Network(model, (calibration[0][0][:1],), calibration, validation, training, test, loss, 0.0, _judge, sgd, 100)
 
 
-NETWORKS: dict[str, Callable[[], Network]] = {"smollm2": smollm2, "efficientnet-lite0": efficientnet_lite0}
+def cifar10(name: str, draw: int = 0, out: Path = Path("real")) -> Network:
+    """ResNet-20 (16 pixels) or MobileNetV2 (32), trained once on 40,000 images: OUT/NAME.pt has the weights.
+
+    A draw is 640 of these images.
+    """
+    from nets import mobilenet_v2
+    from prune import TASKS, Cell, load, train
+
+    task = replace(TASKS["resnet20-cifar10"], train=40_000, test=10_000)
+    if name == "mobilenetv2":
+        task = replace(task, make=partial(mobilenet_v2, 10), pretrain=4, pooled=1)
+    data, path = load(task, DATA), out / f"{name}.pt"
+    torch.manual_seed(0)
+    model = task.make()
+    if path.exists():
+        model.load_state_dict(torch.load(path, weights_only=True))
+    else:
+        train(model, Cell(task, data, model, 1.0, 0, out), name, task.pretrain, 0.1)
+        torch.save(model.state_dict(), path)
+
+    def batches(split: str, start: int, count: int, size: int = 64) -> list[Any]:
+        x, y = (part[start : start + count] for part in data[split])
+        return list(zip(x.split(size), y.split(size)))
+
+    calibration, training = batches("train", 640 * draw, 640), batches("train", 20_000, 6_400)
+    sgd, test = partial(torch.optim.SGD, lr=0.02, momentum=0.9), batches("test", 0, 10_000, 500)
+    example, loss = (calibration[0][0][:1],), F.cross_entropy
+    return Network(model.eval(), example, calibration, training[:4], training, test, loss, 0.0, _judge, sgd, 100)
+
+
+NETWORKS: dict[str, Callable[..., Network]] = {
+    "smollm2": smollm2,
+    "efficientnet-lite0": efficientnet_lite0,
+    "resnet20": partial(cifar10, "resnet20"),
+    "mobilenetv2": partial(cifar10, "mobilenetv2"),
+}

@@ -22,6 +22,8 @@ _WARM, _LEAST, _TURNS = 2, 5, 100
 """Number of warm-up turns, and the minimum and usual maximum of measured turns."""
 _TURN_SECONDS, _CALLS = 0.01, 200
 """Seconds for which a short call is repeated in a turn, to average out other load, and the largest number of repetitions."""
+_SHORT = 0.1
+"""Seconds of a call up to which each turn begins with a call that is not counted: the other model has filled the caches."""
 _SPREAD, _PATIENCE = 1.2, 4
 """Largest ratio between the quartiles of a measurable speed-up, and by how much measuring may be prolonged to reach it."""
 
@@ -54,8 +56,7 @@ def median_ms(call: Callable[[], object], device: torch.device, *, seconds: floa
     """Return the median milliseconds of a call, after two warm-up calls; measures for `seconds`, at least five calls."""
     timed = stopwatch(device)
     times: list[float] = []
-    begun = time.perf_counter()
-    while len(times) < 200 and (len(times) < 7 or time.perf_counter() - begun < seconds):
+    while len(times) < 200 and (len(times) < 7 or sum(times) < seconds):
         times.append(timed(call))
     return float(np.median(times[2:])) * 1000
 
@@ -153,7 +154,10 @@ def time_turns(
     *,
     seconds: float = 0.5,
 ) -> TimePair:
-    """Time two calls alternately with the stopwatch `timed`, for `seconds`, or up to four times that if timings vary."""
+    """Time two calls alternately with the stopwatch `timed`, for `seconds`, or up to four times that if timings vary.
+
+    A short call is timed as if it were called again and again, as a program does that has one model.
+    """
     order = np.random.default_rng(0)
     turns: list[tuple[float, float]] = []
     one = min(min(timed(first), timed(second)) for _ in range(_WARM))
@@ -164,11 +168,13 @@ def time_turns(
             call()
 
     def mean(call: Callable[[], object]) -> float:
+        if one < _SHORT:
+            call()
         return timed(partial(repeated, call)) / calls
 
-    begun, low, middle, high = time.perf_counter(), 0.0, 0.0, 0.0
+    low, middle, high = 0.0, 0.0, 0.0
     for part in range(1, _PATIENCE + 1):
-        while len(turns) < _LEAST or (len(turns) < part * _TURNS and time.perf_counter() - begun < part * seconds):
+        while len(turns) < _LEAST or (len(turns) < part * _TURNS and calls * sum(map(sum, turns)) < part * seconds):
             late = mean(second) if order.random() >= 0.5 else None
             turns.append((mean(first), mean(second) if late is None else late))
         low, middle, high = map(float, np.quantile([dense / small for dense, small in turns], [0.25, 0.5, 0.75]))

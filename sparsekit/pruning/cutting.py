@@ -300,9 +300,9 @@ def _milliseconds(settings: Settings, small: nn.Module, small_pass: Callable[[],
     with torch.no_grad(), evaluated(settings.dense, small):
         pair = time_turns(settings.dense_pass, small_pass, timed)
     turns.append(pair)
-    # A limit given as a share uses the dense model's time in the same turns, since the speed of a machine varies.
-    of_dense = settings.budget is not None and isinstance(settings.budget.latency_ms, str)
-    return settings.dense_costs["latency_ms"] / pair.faster if of_dense else pair.after_ms
+    # The speed of a machine varies, and slows both models in a turn.
+    settings.dense_ms.append(pair.before_ms)
+    return settings.typical_ms / pair.faster
 
 
 def notes_on_time(cut: Cut) -> list[str]:

@@ -27,8 +27,8 @@ from sparsekit.tracing.inputs import map_tensors
 from sparsekit.tracing.modes import scoring
 from sparsekit.tracing.passes import lent_copy
 
-_EXAMPLES = 256
-"""Examples that order the blocks, at most."""
+_EXAMPLES, _TOKENS = 256, 1024
+"""Examples that order the blocks, at most, and tokens where inputs are token ids: a language model has many blocks."""
 _LARGEST = 0.9
 """Largest share of what a budget cuts that blocks may take. Widths take the rest."""
 _NUMBERS = 3
@@ -268,9 +268,10 @@ def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 def _some(batches: Sequence[Batch]) -> list[Batch]:
     found: list[Batch] = []
     for batch in batches:
-        if found and sum(each.examples for each in found) + batch.examples > _EXAMPLES:
+        more = [*found, batch]
+        if found and (sum(each.examples for each in more) > _EXAMPLES or sum(each.terms for each in more) > _TOKENS):
             break
-        found.append(batch)
+        found = more
     return found
 
 

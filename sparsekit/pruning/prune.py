@@ -407,10 +407,11 @@ def _report(
     multiples = 1 if isinstance(settings.multiple_of, PreferredMultiple) else settings.multiple_of
     absolute = budget.limits(settings.dense_costs) if budget is not None else {}
     latency_ms = decision.cut.latency_ms
+    before = {**settings.dense_costs, **({} if latency_ms is None else {"latency_ms": settings.typical_ms})}
     notes = [*settings.notes, *notes_on(decision.tried), *notes_on_time(decision.cut)]
     if LEFT_OUT in found:
         notes.append(f"Left out: {found[LEFT_OUT]}, since the loss on held-out examples is lower without.")
-    if budget is not None and all(settings.dense_costs[name] <= limit for name, limit in absolute.items()):
+    if budget is not None and all(before[name] <= limit for name, limit in absolute.items()):
         notes.append(
             f"The dense model is within the budget already ({budget}), so nothing was cut.{budget.question(*absolute)}"
         )
@@ -421,7 +422,7 @@ def _report(
         allocation=decision.candidate.way,
         requested={name: getattr(budget, name) for name in absolute},
         limits=absolute,
-        before=settings.dense_costs,
+        before=before,
         after=own.costs.costs(mask.counts()) | ({} if latency_ms is None else {"latency_ms": latency_ms}),
         minimum=settings.costs.costs(least_counts(free_counts(graph, settings.limits, multiples))),
         groups=describe(settings.costs, counts, own.costs),

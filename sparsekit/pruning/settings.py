@@ -5,8 +5,9 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
+from statistics import median
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -66,7 +67,8 @@ class Candidate(NamedTuple):
 class Settings:
     """The checked arguments of one call of `prune`, in common for all its cuts.
 
-    `dense_costs` has milliseconds if the budget limits them; `dense_pass` is then a pass of the dense model in its runtime.
+    `dense_costs` has milliseconds if the budget limits them; `dense_pass` is then a pass of the dense model in its runtime, and
+    `dense_ms` are its timings in the turns of a search.
     `limits` is group name → (least, largest) share of its units that stays. `depth` is the smallest and the largest number of
     blocks to remove, `blocks` those that may be removed, and `removed` those that the model of `graph` and `costs` lacks.
     """
@@ -92,6 +94,13 @@ class Settings:
     depth: tuple[int, int] = (0, 0)
     blocks: Sequence[str] = ()
     removed: tuple[str, ...] = ()
+    dense_ms: list[float] = field(default_factory=list)
+
+    @property
+    def typical_ms(self) -> float:
+        """The dense model's milliseconds: those that a share of the budget refers to, or the median of its turns so far."""
+        of_dense = self.budget is not None and isinstance(self.budget.latency_ms, str)
+        return self.dense_costs["latency_ms"] if of_dense or not self.dense_ms else median(self.dense_ms)
 
     @cached_property
     def prior(self) -> Mapping[str, Tensor]:

@@ -1,5 +1,6 @@
 """Budgets: what may be asked for, how it is read, and how milliseconds are met by measurement."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -100,6 +101,29 @@ def test_a_budget_of_milliseconds_says_how_well_it_could_measure(noisy: bool, mo
     assert len(told) == 1
     assert f"in half of 80 turns, the pruned model was {pair.low:.2f} to 1050.00 times as fast" in told[0]
     assert ("machine is busy" in told[0]) == noisy
+
+
+@pytest.mark.parametrize("share", [0.5, 0.8])
+@pytest.mark.parametrize("first", [0.7, 1.6])
+def test_milliseconds_are_met_though_the_machine_changes_its_pace(
+    first: float, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pace slows the dense and the small model in a turn. The first timing of the dense model is at an unusual pace."""
+    pace, model = itertools.chain([first], itertools.cycle([1.0, 1.0, 1.6, 1.0, 0.7])), _net()
+    dense = sk.count_cost(model, X).flops
+
+    def turns(before: Any, after: Any, _timed: Any) -> TimePair:
+        own, part = next(pace), sk.count_cost(after(), X).flops / sk.count_cost(before(), X).flops
+        return TimePair(1, 1, 10.0 * own, 10.0 * part * own, 1 / part, 0.99 / part, 1.01 / part, 9)
+
+    monkeypatch.setattr("sparsekit.pruning.cutting.time_turns", turns)
+    for place in ("prune", "cutting"):
+        monkeypatch.setattr(f"sparsekit.pruning.{place}.prepare", lambda module, *_: lambda: module)
+    monkeypatch.setattr("sparsekit.pruning.prune.median_ms", lambda *_: 10.0 * next(pace))
+    pruned = sk.prune(model, X, budget=sk.Budget(latency_ms=10.0 * share), multiple_of=1)
+    assert 0.92 * share < sk.count_cost(pruned.model, X).flops / dense <= share
+    assert pruned.report.before["latency_ms"] == pytest.approx(10.0)
+    assert 9.2 * share < pruned.report.after["latency_ms"] <= 10.0 * share
 
 
 @given(

@@ -237,6 +237,24 @@ def test_a_speed_up_in_noise_is_not_measurable_and_no_factor_is_shown(
     assert ("times as fast" in shown[2]) == ("times faster" in shown[0]) == pair.measurable
 
 
+@pytest.mark.parametrize("milliseconds", [0.1, 2.0, 30.0])
+def test_a_call_in_turns_takes_as_long_as_one_that_is_repeated(milliseconds: float) -> None:
+    """A call after another model finds its weights in slower memory."""
+    last, work, before, after = [""], [0.0], 1.5 * milliseconds, milliseconds
+
+    def timed(call: Callable[[], object]) -> float:
+        work[0] = 0.0
+        call()
+        return work[0]
+
+    def takes(name: str, own: float) -> None:
+        work[0] += own / 1000 * (1.3 if last[0] != name else 1.0)
+        last[0] = name
+
+    pair = time_turns(lambda: takes("dense", before), lambda: takes("small", after), timed)
+    assert (pair.before_ms, pair.after_ms) == (pytest.approx(before), pytest.approx(after))
+
+
 def test_one_thread_of_a_cpu_is_timed_by_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
     wall, own = iter([5.0, 9.0]), iter([1.0, 1.5])
     monkeypatch.setattr("time.perf_counter", lambda: next(wall))
