@@ -353,6 +353,26 @@ def decoder(kind: str, **more: Any) -> tuple[Any, Tensor]:
     return model, torch.randint(3, 50, (1, 9))
 
 
+def test_training_steps_and_the_state_of_their_optimizer_are_those_of_the_model_without_blocks() -> None:
+    model, batches = trained()
+    pruned = sk.prune(model, X, budget="flops=50%", batches=batches, loss=F.cross_entropy, criterion="fisher", depth=1)
+    small = copy.deepcopy(pruned.model)
+    masked = sk.LearnableMask.from_pruned(pruned, model)
+    states = []
+    for net in (small, masked):
+        optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+        for x, y in batches[:3]:
+            optimizer.zero_grad()
+            F.cross_entropy(net.train()(x), y).backward()
+            optimizer.step()
+        names = [name for name, _ in net.named_parameters()]
+        states.append({name: own for name, own in zip(names, optimizer.state_dict()["state"].values(), strict=True)})
+    assert len(states[0]) < len(list(model.parameters())), "removed blocks have no state"
+    sizes = [sorted((own["exp_avg"].numel(), float(own["exp_avg"].double().norm())) for own in each.values()) for each in states]
+    torch.testing.assert_close(sizes[0], sizes[1])
+    torch.testing.assert_close(masked.eval()(X), small.eval()(X))
+
+
 @pytest.mark.parametrize(
     ("kind", "more", "layers", "kept"),
     [
