@@ -366,9 +366,11 @@ def test_training_steps_and_the_state_of_their_optimizer_are_those_of_the_model_
             F.cross_entropy(net.train()(x), y).backward()
             optimizer.step()
         names = [name for name, _ in net.named_parameters()]
-        states.append({name: own for name, own in zip(names, optimizer.state_dict()["state"].values(), strict=True)})
+        states.append(dict(zip(names, optimizer.state_dict()["state"].values(), strict=True)))
     assert len(states[0]) < len(list(model.parameters())), "removed blocks have no state"
-    sizes = [sorted((own["exp_avg"].numel(), float(own["exp_avg"].double().norm())) for own in each.values()) for each in states]
+    sizes = [
+        sorted((own["exp_avg"].numel(), float(own["exp_avg"].double().norm())) for own in each.values()) for each in states
+    ]
     torch.testing.assert_close(sizes[0], sizes[1])
     torch.testing.assert_close(masked.eval()(X), small.eval()(X))
 
