@@ -341,7 +341,11 @@ class Field(Tree):
         return self._halve(cell) if self._ripe(cell, cell, pending) else cell
 
     def _ripe(self, arm: int, cell: int, pending: Mapping[int, int]) -> bool:
-        """Return whether to split: the arm is known better than its cell varies, and the noise is known; or it has failed."""
+        """Return whether to split a cell instead of pulling `arm` again.
+
+        It is split if the arm failed, or if its posterior variance is below κ times the variation within the cell and
+        enough pulls were repeated to estimate the noise.
+        """
         if arm in self._failed:
             return True
         within = self.variation.item(self.depth.item(cell) + 1)

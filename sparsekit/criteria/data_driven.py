@@ -18,7 +18,7 @@ from sparsekit.graph import UnitGraph
 from sparsekit.graph.index import wide
 
 _Sums: TypeAlias = tuple[Tensor, Tensor]
-"""Of each expert: the sum over its tokens, float (experts,), and the number of tokens, float (experts,)."""
+"""The sum over the tokens of each expert, and the number of its tokens; both float (experts,)."""
 
 
 @dataclass(frozen=True)

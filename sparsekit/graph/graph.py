@@ -198,7 +198,7 @@ class UnitGraph:
         return {name: dict(axes) for name, axes in self._kept(keep).items() if name not in self.constants}
 
     def kept_constants(self, keep: Mapping[str, Tensor]) -> dict[str, dict[int, Tensor]]:
-        """Return the same for `constants`: name → axis → int64 (kept,)."""
+        """Return name in `constants` → axis → int64 (kept,): the positions that stay, as in `kept_indices`."""
         return {name: dict(axes) for name, axes in self._kept(keep).items() if name in self.constants}
 
     def _kept(self, keep: Mapping[str, Tensor]) -> dict[str, dict[int, Tensor]]:

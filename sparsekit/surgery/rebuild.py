@@ -183,7 +183,7 @@ def memory_format(tensor: Tensor) -> torch.memory_format | None:
 
 
 def in_format(tensor: Tensor, wanted: torch.memory_format | None) -> Tensor:
-    """Return the tensor in a memory format, since selecting positions loses it; the tensor itself if `wanted` is None."""
+    """Return the tensor in the format it had before positions were selected; the tensor itself if `wanted` is None."""
     return tensor if wanted is None else tensor.contiguous(memory_format=wanted)
 
 
