@@ -91,7 +91,7 @@ def ran(name: str, code: Callable[[], Any], *, how: str = "", advice: str = "fix
 
 @contextlib.contextmanager
 def calling(what: str | Callable[[], str]) -> Iterator[None]:
-    """Add a note to exceptions of a user's code: `what` names the call, a text such as "the loss", or a function for it."""
+    """Add a note to exceptions of a user's code. `what` is a name for the call, such as "the loss", or returns it."""
     try:
         yield
     except SparsekitError:  # its message already says what to do

@@ -38,7 +38,7 @@ def seeded(seed: int) -> Iterator[None]:
     Use it for initializers and dropout, which take no generator. No other function seeds the global random state.
     """
     with same_random_state():
-        # Not torch.manual_seed: its first call imports the compiler, which takes seconds, and each takes a millisecond.
+        # Not torch.manual_seed: its first call imports the compiler, which takes seconds, and every call takes a millisecond.
         torch.default_generator.manual_seed(seed)
         for generator in torch.cuda.default_generators if torch.cuda.is_initialized() else ():
             generator.manual_seed(seed)

@@ -276,7 +276,7 @@ class Field(Tree):
         return index
 
     def _index_of(self, arm: int, times: int) -> float:
-        # Count open pulls of the arm as if their rewards were known, here and in the two lines below.
+        # `times`, here and below: the open pulls of the arm, which count as if their rewards were known.
         worth = self._worth(arm, times)
         return max(worth, self._beside.item(arm)) if arm < len(self._beside) else worth
 

@@ -193,7 +193,7 @@ class Arm:
         high: Its end, which belongs to the next arm (to this one at the end of the space).
         pulls: Rewards credited, including inherited ones; h in the paper.
         mean: Mean of these rewards; 0 if there are none.
-        variance: Variance of these rewards, divided by `pulls`; 0 if there are none.
+        variance: Population variance of these rewards; 0 if there are none.
     """
 
     low: float

@@ -55,7 +55,7 @@ def remove_blocks(model: nn.Module, blocks: Collection[Block], *, inplace: bool 
 
 
 def numbered_layers(modules: Mapping[str, nn.Module]) -> list[list[tuple[int, str]]]:
-    """Return, for each kind of layer, the numbers of its layers in a cache and the names of their modules, ascending."""
+    """Return, for each kind of layer with an index in a key-value cache, its (index, module name) pairs, ascending."""
     kinds: dict[object, list[tuple[int, str]]] = {}
     for name, module in modules.items():
         number = getattr(module, "layer_idx", None)
