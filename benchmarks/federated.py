@@ -90,7 +90,7 @@ class Setting:
     """Data of the clients, initial network, and training; `counts` are numbers of training, validation and test examples."""
 
     model: Callable[[], nn.Module] = residual
-    pixels: int = 16  # 0: text
+    pixels: int = 16  # height and width of images; 0: text
     seen: Callable[[Tensor], Tensor] = grey
     trained: bool = True
     clients: int = 50

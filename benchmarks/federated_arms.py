@@ -128,7 +128,7 @@ class Paced(fl.methods.fedlps):
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen(fl.methods.fedlps):
-    """A client's ratio, up to its capability, is drawn uniformly, or chosen by a bandit with validation accuracy per second."""
+    """A client's ratio, up to its capability, is drawn uniformly, or by a bandit that gets validation accuracy per second."""
 
     bandit: bool = option(False, "Whether P-UCBV chooses the ratio.")
 

@@ -131,7 +131,7 @@ class Run:
             optimizer.step()
             self.steps += 1
             if model is None and self.masked.unit_mask() is not mask:
-                self.pay(self.calibrating, 1, self.flops)  # a refit
+                self.pay(self.calibrating, 1, self.flops)  # cost of a refit
         raise AssertionError("batches do not end")
 
 

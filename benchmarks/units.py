@@ -65,7 +65,7 @@ def list_groups(model: nn.Module, x: Tensor) -> int:
 def measure(name: str, repeats: int) -> dict[str, Any]:
     make, example = CASES[name]
     model, x = make(), example()
-    trace_units(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)), torch.zeros(1, 2))  # imports
+    trace_units(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)), torch.zeros(1, 2))  # so that imports are not timed
     row: dict[str, Any] = {"model": name, "parameters": sum(p.numel() for p in model.parameters())}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     row["first_seconds"] = processor_seconds(lambda: trace_units(model, x))

@@ -67,8 +67,8 @@ class EarlyStopping(_Monitor):
 
     Args:
         monitor: `PART.METRIC`, a mean over clients on their own validation data. PART is `validation` for the models that
-            clients deploy, or `global_validation` for the global model. Empty takes the first metric of `validation`. Test data
-            cannot be monitored.
+            clients deploy, or `global_validation` for the global model. Empty: `validation` of accuracy, or without it of the
+            first metric. Test data cannot be monitored.
         patience: Number of evaluations without an improvement after which the run ends.
         target: End the run as soon as the number is as good as this; None for no target.
 

@@ -138,7 +138,7 @@ class Comparison:
         return [f"{method}: {line}" for method, lines in self.notes.items() for line in lines]
 
     def troubles(self) -> list[str]:
-        """Return lines for below the table about runs that deviate, for example because they stopped early or diverged."""
+        """Return footnotes on runs that deviate from the others, for example because they stopped early or diverged."""
         lost = self.frame.index[~self._known]
         found = [f"diverged: {method}, seed {seed} has no finite score" for method, seed in lost]
         return found + [f"{one['method']}, seed {one['seed']}: {text}" for one in self.results for text in unlike(one)]
@@ -178,7 +178,7 @@ class Comparison:
 
 
 def _plain(value: Any) -> Any:
-    """Return JSON values only; numbers that are not finite become null."""
+    """Return a value as plain JSON values, with null for numbers that are not finite."""
     return json.loads(to_json(value, inf_nan_mode="null"))
 
 

@@ -205,7 +205,7 @@ def toml_of(values: Mapping[str, Any]) -> str:
 
 
 def by_path(given: Mapping[str, Any], *without: str) -> dict[str, Any]:
-    """Return path → value of the given options, as in files."""
+    """Return the given options as path → value, as files for `--config` have them."""
     kept = {path_of(name): value for name, value in given.items() if name not in (*MOMENTARY, "set", *without)}
     return {**kept, **read_settings(given.get("set") or ())}
 

@@ -129,7 +129,7 @@ class FedLPS(Method):
         return replace(result, extra=extra, work=work)
 
     def _narrower(self, client: ClientContext, task: Task, start: StateDict) -> list[tuple[int, int, Callable[[Batch], Any]]]:
-        """Return for each narrower level the FLOPs of training on an example, also by the paper's count, and a forward pass."""
+        """Return the narrower levels: FLOPs of training on an example, FLOPs by the paper's count, and a forward function."""
         levels = sorted({level for level in client.levels if level < task.ratio}) if self.nested else []
         masks, costs = [_first(client, task.extra["order"], level) for level in levels], client.costs
         return [

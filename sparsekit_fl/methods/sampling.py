@@ -252,7 +252,7 @@ class REFL(Method):
 
 
 def _fill(tiers: Sequence[Ids | Sequence[int]], wanted: int, rng: np.random.Generator) -> list[int]:
-    """Return `wanted` clients, or all if there are fewer: whole tiers, then a random draw from the first too large tier.
+    """Return `wanted` clients, or all if there are fewer: whole tiers, then a random draw from the first one that is larger.
 
     Tiers are sorted before a draw, so that their order does not matter.
     """

@@ -32,7 +32,7 @@ _LEAST_GAP = 0.1  # our choice, so that a client that takes exactly the mean tim
 
 @dataclass(frozen=True, kw_only=True)
 class Submodels(Method):
-    """Base class: the server sends each client as many units, by a criterion, as its capability allows; see the module."""
+    """Base class: each client gets as many units, by a criterion, as its capability allows; means are over holders."""
 
     uses_capability = True
     criterion: ClassVar[Criterion] = Ordered()  # ranks the units; the first units of each group come first

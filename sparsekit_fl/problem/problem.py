@@ -70,7 +70,7 @@ class Problem:
         return frozenset(name for name in (*self.metrics, "loss") if lower_is_better(name, self.metrics.get(name)))
 
     def require_accuracy(self, who: str) -> None:
-        """Raise InvalidValueError unless there is a metric "accuracy". `who`, such as "FedX needs it", begins the message."""
+        """Raise InvalidValueError unless there is a metric "accuracy". `who` begins the message, as in "FedX needs it"."""
         if "accuracy" not in self.metrics:
             raise InvalidValueError(
                 f"{who}, and the problem has the metrics {sorted(self.metrics)};"
