@@ -37,9 +37,9 @@ def place_of(module: nn.Module, frame: FrameType, dim: int, rank: int) -> Place 
     function = getattr(_base(type(module)), code.co_name, None)
     if not isinstance(function, FunctionType) or function.__code__ is not code:
         return None
-    span = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None), None)
+    span = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
     for call, text in _parsed(function)[1]:
-        if (call.lineno, call.end_lineno, call.col_offset, call.end_col_offset) == span:
+        if _is_at(call, span):
             at = _element(call, dim, rank)
             return None if at is None else (code.co_name, text, at)
     return None
@@ -129,6 +129,14 @@ def _calls(tree: ast.AST, code: CodeType) -> list[tuple[ast.Call, str]]:
     firsts = ((min([node.lineno, *(each.lineno for each in node.decorator_list)]), node) for node in functions)
     found = [call for line, node in firsts if line == code.co_firstlineno for call in ast.walk(node)]
     return [(call, ast.unparse(call)) for call in found if isinstance(call, ast.Call) and _is_reshape(call.func)]
+
+
+def _is_at(call: ast.Call, span: tuple[int | None, ...]) -> bool:
+    """Return whether a call has a position in the code. If its method is on a line of its own, that is the name's position."""
+    method = call.func
+    if isinstance(method, ast.Attribute) and method.end_lineno != call.lineno and method.end_col_offset is not None:
+        return (method.end_lineno, method.end_col_offset - len(method.attr)) == (span[0], span[2])
+    return (call.lineno, call.end_lineno, call.col_offset, call.end_col_offset) == span
 
 
 def _is_reshape(function: ast.expr) -> bool:

@@ -85,6 +85,8 @@ _SPELLINGS: list[dict[str, str]] = [
     {"split": "self.qkv(x).reshape(B, N, 3, self.num_heads, -1)"},
     {"split": "self.qkv(x).reshape(B, N, 3, self.num_heads, self.size)"},
     {"split": "self.qkv(x).reshape(B, N, 3, -1, C // self.num_heads)"},
+    {"split": "(\n            self.qkv(x)\n            .reshape(B, N, 3, self.num_heads, C // self.num_heads)\n        )"},
+    {"join": "(\n            y\n            .transpose(1, 2).reshape(B, N, C)\n        )"},
     {"split": "torch.reshape(self.qkv(x), (B, N, 3, self.num_heads, C // self.num_heads))"},
     {"join": "y.transpose(1, 2).contiguous().view(B, N, C)"},
     {"join": "y.transpose(1, 2).reshape([B, N, C])"},
