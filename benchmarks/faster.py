@@ -4,6 +4,7 @@
     python benchmarks/faster.py --out faster.jsonl --models resnet50 --arms default 16 --shares 0.5 --batches 8
     python benchmarks/faster.py --out faster.jsonl --table
     python benchmarks/faster.py --out budgets.jsonl --budgets       milliseconds asked for, and measured in another process
+    python benchmarks/faster.py --out int8.jsonl --int8 --models resnet50 mobilenetv2 hard-swish    in ONNX Runtime
 
 Arms are the values of `multiple_of` ("default" leaves it out), and Torch-Pruning at three values of its `round_to`. In each
 turn, every model runs once, in a new order, in eval mode on one thread; processor time is measured. The networks have random
@@ -15,9 +16,11 @@ import argparse
 import copy
 import math
 import platform
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -41,10 +44,21 @@ def _convnext() -> nn.Module:
     return ConvNextForImageClassification(ConvNextConfig(num_labels=1000))
 
 
+def _hard_swish() -> nn.Module:
+    """MobileNetV2 with another activation."""
+    model = mobilenet_v2()
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.ReLU6):
+                setattr(module, name, nn.Hardswish())
+    return model
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet50": resnet50,
     "vgg16": vgg16,
     "mobilenetv2": mobilenet_v2,
+    "hard-swish": _hard_swish,
     "densenet121": densenet121,
     "convnext-tiny": _convnext,
     "vit-b16": lambda: VisionTransformer(width=768, heads=12, tokens=196),
@@ -170,6 +184,39 @@ def budgets(options: argparse.Namespace) -> None:
             add(options.out, pruned_to(*cell))
 
 
+def int8(options: argparse.Namespace) -> None:
+    """Time a network in 8 bits in turns with itself in float32, a single image of 96 pixels in ONNX Runtime."""
+    import onnxruntime
+    from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    class Reader(CalibrationDataReader):  # type: ignore[misc]
+        def __init__(self, given: dict[str, Any]) -> None:
+            self.rest = [given] * 2
+
+        def get_next(self) -> dict[str, Any] | None:
+            return self.rest.pop() if self.rest else None
+
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads = 1
+    for name in options.models:
+        torch.manual_seed(0)
+        x = example(1)[:, :, :96, :96]
+        with tempfile.TemporaryDirectory() as folder:
+            whole, ready, small = (str(Path(folder) / f"{each}.onnx") for each in ("whole", "ready", "small"))
+            torch.onnx.export(MODELS[name]().eval(), (x,), whole, dynamo=False, input_names=["x"])
+            quant_pre_process(whole, ready)
+            quantize_static(ready, small, Reader({"x": x.numpy()}), per_channel=True, weight_type=QuantType.QInt8)
+            runs = {
+                case: onnxruntime.InferenceSession(file, settings, providers=["CPUExecutionProvider"])
+                for case, file in (("float32", whole), ("int8", small))
+            }
+        passes = {case: partial(session.run, None, {"x": x.numpy()}) for case, session in runs.items()}
+        times = in_turns(passes, options.turns, warm=5)
+        ms = {f"{case} ms": 1000 * median(own) for case, own in times.items()}
+        add(options.out, {"model": name, "what": "int8", "faster": over(times, "float32", "int8"), **ms})
+
+
 def table(rows: list[dict[str, Any]]) -> None:
     """Print each arm's speed-up over its FLOPs reduction, and the time of the default over that of multiples of 16."""
     cells: dict[tuple[Any, ...], dict[str, str]] = {}
@@ -189,11 +236,11 @@ def table(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     options = options_of(
         __doc__, choices={"models": MODELS}, out=Path("faster.jsonl"), models=list(MODELS), arms=list(ARMS), shares=[0.5, 0.25],
-        batches=[1, 8], runtimes=["eager", "onnx"], turns=100, seconds=30.0, table=False, budgets=False,
+        batches=[1, 8], runtimes=["eager", "onnx"], turns=100, seconds=30.0, table=False, budgets=False, int8=False,
     )  # fmt: skip
     warnings.simplefilter("ignore")
-    if options.budgets:
-        budgets(options)
+    if options.budgets or options.int8:
+        (budgets if options.budgets else int8)(options)
         return
     if not options.table:
         measure(options)

@@ -26,7 +26,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from common import add, in_turns, mask_of, options_of, over, read, show
-from real_nets import NETWORKS, Network
+from real_nets import NETWORKS, Network, images
 from torch import Tensor, nn
 
 import sparsekit as sk
@@ -307,6 +307,7 @@ def blocks(name: str, path: Path, shares: Sequence[float]) -> None:
     The networks of the first draw and share are timed in turns, with the dense one twice.
     """
     timed: dict[str, nn.Module] = {}
+    is_lite0 = name == "efficientnet-lite0"
     for draw, share in product(range(1 if name == "smollm2" else 3), shares):
         key = {"what": "blocks", "draw": draw, "share": share}
         if any(key == {word: row.get(word) for word in key} for row in read(path)):
@@ -315,6 +316,7 @@ def blocks(name: str, path: Path, shares: Sequence[float]) -> None:
         dense, calibration = sk.count_cost(network.model, network.example[0]).flops, network.calibration[:20]
         judge, kept = calibration[-len(calibration) // 5 :], network.kept_flops
         budget = sk.Budget(flops=kept + share * (dense - kept))
+        larger = list(zip(*(part.split(25) for part in images("valid", np.arange(0, 5000, 10), 224)))) if is_lite0 else []
         pruned, found = tried_depths(network, budget, calibration, **CRITERION.get(name, {}))
         if (draw, share) == (0, shares[0]):
             timed = {"dense": network.model, "dense again": network.model}
@@ -322,6 +324,7 @@ def blocks(name: str, path: Path, shares: Sequence[float]) -> None:
         for removed, small in found:
             row = key | {"blocks": len(removed), "chosen": removed == tuple(pruned.report.removed), "removed": removed}
             row |= {"judge": network.judge(small, judge)["loss"], **network.judge(small, network.test)}
+            row |= {"accuracy at 224": network.judge(small, larger)["accuracy"]} if larger else {}
             after = network.judge(trained(network, small, draw), network.test)
             row |= {f"trained {word}": value for word, value in after.items()}
             add(path, row)

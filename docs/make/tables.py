@@ -13,7 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import federated_tables  # noqa: F401 - its tables are drawn too
+import block_tables  # noqa: F401 - their tables are drawn too
+import federated_tables  # noqa: F401
 from cells import ROOT, SENTENCES, Lines, drawn, one, placed, rows, sentence, table, values
 from common import spread
 from stored_tables import read_results
@@ -302,31 +303,6 @@ def lite0() -> Lines:
     ):
         key = {**LITE0, "arm": arm, "how": how}
         yield [label, *(one("real.csv", "accuracy", times=100, share=share, **key) for share in SHARES)]
-
-
-BLOCKS = "blocks.jsonl"
-
-
-@table(
-    REAL, "EfficientNet-Lite0, accuracy in % (dense 44.6)", "widths alone", "3 blocks, then widths", "5 blocks", "7 blocks",
-    "lowest held-out loss",
-)  # fmt: skip
-def blocks() -> Lines:
-    for share, draw in itertools.product((0.65, 0.5), range(3)):
-        own = {row["blocks"]: row for row in rows(BLOCKS, what="blocks", share=share, draw=draw)}
-        if len(own) > 1:
-            cells = [f"{100 * own[number]['accuracy']:.1f}" if number in own else "" for number in (0, 3, 5, 7)]
-            chosen = min(own, key=lambda number: own[number]["judge"])
-            yield [f"{share:.0%} of the FLOPs, draw {draw + 1}".replace("%", " %"), *cells, f"{chosen} blocks"]
-
-
-@table(REAL, "half of the FLOPs, time over that of the dense network", "dense again", "widths alone", "3 blocks", "7 blocks")
-def block_times() -> Lines:
-    for row in rows(BLOCKS, what="block times"):
-        runtime = "ONNX Runtime" if row["runtime"] == "onnx" else "eager"
-        told = f"{runtime}, {row['batch']} image{'s' if row['batch'] > 1 else ''}, {row['pixels']} pixels"
-        columns = ("dense again", "0 blocks", "3 blocks", "7 blocks")
-        yield [told, *("{1:.2f} ({0:.2f} to {2:.2f})".format(*row[name]) for name in columns)]
 
 
 @table(REAL, "method", "EfficientNet-Lite0 at 50 %, accuracy in %, 100 steps", "SmolLM2 at 65 %, perplexity, 50 steps")
