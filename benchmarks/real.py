@@ -339,12 +339,13 @@ def blocks(name: str, path: Path, shares: Sequence[float]) -> None:
 
 
 def distil(bench: Bench, arm: str, share: float, seed: int) -> tuple[nn.Module, dict[str, Any]]:
-    """Train a network pruned by Wanda, with the dense model's logits, or also with the hidden outputs of every fourth block."""
+    """Train a pruned network with the dense model's logits, or also with the hidden outputs of every fourth block.
+
+    An image network is pruned with the defaults, a language model by Wanda, which needs no backward passes.
+    """
     network, text = bench.network, bench.network.loss is None
-    pruned = sk.prune(
-        network.model, network.example, budget=bench.budget(share), batches=bench.fit[:8], loss=network.loss, criterion="wanda",
-        reconstruct="batchnorm",
-    )  # fmt: skip
+    given: Any = {"batches": bench.fit[:8], "loss": network.loss, **({"criterion": "wanda"} if text else {})}
+    pruned = sk.prune(network.model, network.example, budget=bench.budget(share), **given)
     blocks = [name for name, _ in network.model.named_modules() if re.fullmatch(r"(model\.layers|_blocks)\.\d+", name)]
     teacher = Distillation(network.model, hidden=blocks[3::4] if arm == "hidden" else ())
     batches, steps = list(network.training), 12 if text else 20

@@ -23,7 +23,7 @@ from sparsekit.surgery.compaction import compact
 from sparsekit.surgery.optimizer_state import first_value
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.inputs import find_tensors, map_tensors
-from sparsekit.training import learnable, moving_mask
+from sparsekit.training import learnable
 
 Example = tuple[tuple[Any, ...], Tensor | None]
 """Inputs, and classes where the loss is a cross entropy; without them outputs are to be 1/2."""
@@ -106,7 +106,6 @@ def train_alike(
         own = {name: value() if isinstance(value, type) else value for name, value in options.items()}
         pair.append(learnable_mask(model, draw(generator)[0], execution=which, **own))
     optimizers = [make(masked.parameters()) for masked in pair]
-    pair[1].add_optimizer(optimizers[1])  # a mask that does not learn looks for no optimizer, and its oracle needs one
     seen, before, losses = 0, pair[0].unit_mask(), {}
     for at in range(steps):
         x, y = draw(generator)
@@ -136,7 +135,7 @@ def _itself(model: Any) -> Any:
 
 class _MaskedMask(LearnableMask):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with mock.patch.object(learnable, "NarrowModel", MaskedModel), mock.patch.object(moving_mask, "UnitVectors", _itself):
+        with mock.patch.object(learnable, "NarrowModel", MaskedModel), mock.patch.object(learnable, "UnitVectors", _itself):
             super().__init__(*args, **kwargs)
         self._restored: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 

@@ -171,7 +171,8 @@ class Pull:
 class Bandit(Protocol):
     """Searches an interval for the value with the largest mean reward, from noisy trials.
 
-    Call `ask` for a value, try it, and `tell` its reward; `best` is the value to use in the end.
+    Call `ask` for a value, try it, and `tell` its reward; `best` is the value to use in the end. A bandit is not
+    thread-safe: guard it with a lock, as `BanditSampler` does.
     """
 
     def ask(self, *, upper: float | None = None) -> Pull:

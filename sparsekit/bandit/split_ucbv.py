@@ -66,7 +66,6 @@ class SplitUCBV(LoggedBandit):
     - `ask(upper=…)` proposes no value above the bound.
     - A reward that is NaN or infinite is refused, and the pull stays open. `forget` is for a trial that failed: its point
       gets the worst reward known.
-    - It is not thread-safe: guard it with a lock, as `BanditSampler` does.
     - `best()` returns the first told pull at the point with the largest mean minus one standard deviation.
 
     How it chooses is described at the top of `sparsekit/bandit/split_ucbv.py`.

@@ -72,6 +72,7 @@ class Batch:
         """Number of examples: the length of the first axis of the first tensor that has axes; 1 without one.
 
         If the target has the length of the second axis of that tensor, or of a list that is the first input, that counts.
+        If inputs and targets both have time first, this is the number of time steps.
         """
         first = next(iter([*self.args, *self.kwargs.values()]), None)
         scalar = isinstance(self.target, Tensor) and not self.target.dim()

@@ -263,7 +263,7 @@ def finetune(
                 kept = best[0] or copy.deepcopy(result.state_dict())
             while len(history) < epochs if epochs else done < (steps or 0):
                 epoch, begun = len(history) + 1, time.perf_counter()
-                if getattr(model, "narrows", False):  # scores of a wider model are not comparable
+                if getattr(model, "unmet", ""):  # scores of a wider model are not comparable
                     best = None, None, 0
                 mean, score = train(epoch), validate()
                 if schedule is not None and follows_metric:

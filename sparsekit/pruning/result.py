@@ -16,6 +16,7 @@ from sparsekit.graph import UnitGraph, UnitMask
 from sparsekit.measure.timing import measure_pair, measure_turns
 from sparsekit.pruning.report import PAGE, PruneReport, prune_page
 from sparsekit.surgery import save_compact
+from sparsekit.surgery.rebuild import named_entries
 from sparsekit.tracing.inputs import ModelInputs
 
 
@@ -87,7 +88,11 @@ class Pruned(PrunePlan):
 
         Returns:
             A copy with `times` in its report.
+
+        Raises:
+            ForeignMaskError: `dense` is another model.
         """
+        self.graph.check_state(named_entries(dense), what=f"the {type(dense).__name__}")
         call = ModelInputs.of(example_inputs)
         args, kwargs = call.args, call.kwargs
         times, notes = measure_pair(dense, self.model, args, kwargs), [*self.report.notes]

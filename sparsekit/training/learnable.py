@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
+from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import identity, in_transform, is_exporting, is_followed, outside_compiler
-from sparsekit.allocation import check_ratio, ratio_counts
-from sparsekit.criteria.batches import Batch, Batches, Loss, read_batches
-from sparsekit.errors import ForeignMaskError, InvalidValueError
+from sparsekit._torch import in_transform, is_exporting, is_followed, outside_compiler
+from sparsekit.allocation import check_ratio
+from sparsekit.criteria.batches import Batch, Batches, Loss
+from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph, UnitMask
 from sparsekit.layers import Rules
-from sparsekit.measure import Budget, CostModel, cost_model
+from sparsekit.measure import Budget
 from sparsekit.pruning.result import Pruned, PrunePlan
-from sparsekit.surgery import compact
-from sparsekit.tracing.inputs import ModelInputs
+from sparsekit.surgery.files import hash_state
+from sparsekit.surgery.optimizer_state import HasState
 from sparsekit.training import start
-from sparsekit.training.checkpoint import Checkpoint, Loaded, fingerprint
-from sparsekit.training.importance import GradientImportance, ImportanceSteps, importance_targets, on_backward
-from sparsekit.training.moving_mask import MovingMask
+from sparsekit.training.checkpoint import Checkpoint, Loaded, Restorable
+from sparsekit.training.importance import GradientImportance, Steps, Widths, on_backward
 from sparsekit.training.narrow_model import NarrowModel
-from sparsekit.training.narrowing import LearnedNarrowing, NarrowingSteps
-from sparsekit.training.optimizers import is_distributed, watch
+from sparsekit.training.narrowing import LearnedNarrowing, NarrowingReport
+from sparsekit.training.optimizers import OptimizerSet, watch
 from sparsekit.training.start import Learning
+from sparsekit.training.vectors import UnitVectors, split_units
 
 
-class LearnableMask(MovingMask):
+class LearnableMask(Restorable):
     """Train a narrow copy of a model, under a mask that is fixed or learned.
 
     Use it in place of the model in your own training loop: steps run on a physically narrow network, so they are cheap, and
@@ -103,18 +103,23 @@ class LearnableMask(MovingMask):
         if loss is not None and batches is None:
             raise InvalidValueError("a loss needs batches; pass batches=, training data such as a loader")
         graph = start.graph_of(model, example_inputs, graph, rules, prune_hidden_size=prune_hidden_size)
-        super().__init__(NarrowModel(model, graph, rules=rules), learning)
-        self.__class__ = start.with_signature(type(self), model)
+        super().__init__(NarrowModel(model, graph, rules=rules))
+        self.learning = learning
         self.budget = None if budget is None else Budget.of(budget)
         """Upper limits for the sparse model; None for a mask with a ratio."""
+        self.optimizers = OptimizerSet()
+        self.scores = torch.zeros(0)
+        """Present importance of all units, float (J,), in the order of the graph's groups; float32 at least."""
+        self.mask_changed = False  # whether the mask has changed since an optimizer may have been loaded
+        self._rule = Steps()
+        self._widths: Widths = 1.0
+        self._chosen_for: object = None  # the widths for which the mask was last chosen
+        self._mask_given = False  # whether the mask stays until the next `load`, whatever importance says
         narrows = isinstance(learning, LearnedNarrowing)
-        self._costs: CostModel | None = None
-        if narrows and example_inputs is not None:
-            call, *_ = ModelInputs.several(example_inputs)
-            self._costs = cost_model(model, call, graph)
+        self._costs = start.costs_of(model, graph, example_inputs) if narrows else None
         if graph.groups:
             used = start.used_magnitudes(model, graph, example_inputs)
-            self.scores = self._first_importance(self.vectors.magnitudes() if used is None else used)
+            self.scores = start.first_importance(graph, learning, self.vectors.magnitudes() if used is None else used)
         if not narrows and (budget is not None or batches is not None):
             self._widths = ratio
             options: Any = {"budget": self.budget, "batches": batches, "loss": loss, "graph": graph, "rules": rules}
@@ -123,9 +128,7 @@ class LearnableMask(MovingMask):
             if learning is None and ratio < 1.0:
                 start.warn_without_data(model)
             self.load(start.dense_state(model), ratio=ratio, importance=self.scores, batches=batches)
-        if learning is not None or is_distributed():
-            self._watched = True  # nobody holds the mask yet
-            watch(self)
+        watch(self)
 
     @classmethod
     def from_pruned(
@@ -152,33 +155,16 @@ class LearnableMask(MovingMask):
             InvalidValueError: the result of `plan`, or `LearnedNarrowing`, which begins with all units.
             ForeignMaskError: `dense` is another model, or has other weights than those that were pruned.
         """
-        if not isinstance(pruned, Pruned):
-            raise InvalidValueError("plan() makes no small model to begin with; call prune() with the same arguments")
-        if isinstance(learning, LearnedNarrowing):
-            raise InvalidValueError("LearnedNarrowing begins with all units; pass the dense model to LearnableMask instead")
-        start.refuse_foreign(pruned, dense)
-        if pruned.mask.removed:
-            dense = compact(dense, pruned.graph, UnitMask.full(pruned.graph, removed=pruned.mask.removed))
-            graph, mask = pruned.mask.shortened(pruned.graph)
-            pruned = replace(pruned, graph=graph, mask=mask)
+        pruned, dense = start.whole(pruned, dense, learning)
         masked = cls(dense, graph=pruned.graph, learning=learning, rules=rules)
         masked._begin(pruned, dense)
         return masked
 
     def _begin(self, pruned: PrunePlan, dense: nn.Module) -> None:
         """Load a pruned model; dropped units keep their dense weights. After `plan`, load the dense model alone."""
-        if (counts := pruned.mask.counts()) != self._counts():
-            self._widths = counts
-        scores = start.importance_of(pruned, self._targets if self.learning else lambda plain: plain)
+        self._widths = start.widths_of(self.graph, pruned.mask.counts(), self.ratio)
+        scores = start.importance_of(pruned, self.learning)
         self.load(start.dense_state(dense, pruned), importance=scores.to(self.scores))
-
-    def _targets(self, magnitudes: Tensor) -> Tensor:
-        absolute = isinstance(self.learning, GradientImportance) and self.learning.target == "absolute"
-        return importance_targets(magnitudes, [group.size for group in self.graph.groups.values()], absolute=absolute)
-
-    def _first_importance(self, magnitudes: Tensor) -> Tensor:
-        targets = self._targets(magnitudes)
-        return torch.zeros_like(targets) if isinstance(self.learning, LearnedNarrowing) else targets
 
     @property
     def ratio(self) -> float:
@@ -193,15 +179,20 @@ class LearnableMask(MovingMask):
 
     @ratio.setter
     def ratio(self, ratio: float) -> None:
-        ratio, before = check_ratio(ratio), self._widths
+        ratio = check_ratio(ratio)
         self._check_no_budget()
         if isinstance(self.learning, LearnedNarrowing):
             raise InvalidValueError("LearnedNarrowing says how many units stay; pass ratio= to LearnableMask or to load")
-        self._widths = ratio
+        self._set("_widths", ratio)
+
+    def _set(self, name: str, value: Any) -> None:
+        """Set an attribute that the mask follows, and take it back if an optimizer cannot follow."""
+        before = getattr(self, name)
+        setattr(self, name, value)
         try:
             self.update_mask()
         except InvalidValueError:
-            self._widths = before
+            setattr(self, name, before)
             raise
 
     def _check_no_budget(self) -> None:
@@ -212,7 +203,7 @@ class LearnableMask(MovingMask):
         """Return ratio or budget, number of units and rule, for `print`."""
         limit = f"ratio={self.ratio:g}" if self.budget is None else f"budget={self.budget}"
         kept = f"{sum(self.narrow_model.mask.counts().values())} of {self.graph.units} units kept"
-        left = ", cuts left" if self.narrows else ""
+        left = ", cuts left" if self.unmet else ""
         return f"{limit}, {kept}{left}, learning={None if self.learning is None else type(self.learning).__name__}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -231,10 +222,10 @@ class LearnableMask(MovingMask):
             warnings.warn(start.UNCOMPILED, stacklevel=2)
         self._check_shown()
         rule, run = self._rule, partial(self.narrow_model.run, args, kwargs)
-        if rule is None or not torch.is_grad_enabled():
+        if not rule.learns or not torch.is_grad_enabled():
             return run()
         examples = Batch(args, kwargs).examples
-        outputs = rule.run(self.vectors, run, examples) if isinstance(rule, NarrowingSteps) else run()
+        outputs = rule.run(self.vectors, run, examples)
         on_backward(outputs, partial(rule.count, examples))
         return outputs
 
@@ -256,10 +247,10 @@ class LearnableMask(MovingMask):
         masked = sk.LearnableMask(model, (x,), learning=sk.GradientImportance(lr=0.02))
         for client in clients:
             masked.load(received, ratio=client.ratio, importance=client.importance)
-            optimizer = torch.optim.SGD(masked.weights(), lr=0.1)
+            optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
             for x, y in client.loader:
                 optimizer.zero_grad(); F.cross_entropy(masked(x), y).backward(); optimizer.step()
-            client.importance = masked.importance_vector()
+            client.importance = masked.scores.clone()
             send(masked.narrow_state(), masked.unit_mask())
         ```
 
@@ -267,8 +258,8 @@ class LearnableMask(MovingMask):
             state: The dense state under the model's own keys; never written to.
             ratio: Share of units kept in each group; None keeps the present ratio.
             mask: The units that are kept until the next load, whatever their importance.
-            importance: Importance to begin with, float (J,), as from `importance_vector`; None computes it from `state`. The
-                units of the largest importance are kept.
+            importance: Importance to begin with, float (J,), as in `scores`; None computes it from `state`. The units of the
+                largest importance are kept.
             learning: The rule of learning from now on; None keeps the present one. `LearnedNarrowing` begins with all units and
                 needs `ratio`, unless the mask has a budget.
             batches: Data to refit each cut of `LearnedNarrowing` on; None refits nothing.
@@ -282,119 +273,178 @@ class LearnableMask(MovingMask):
         widths = self._widths if ratio is None else check_ratio(ratio)
         if ratio is not None and not narrows:
             self._check_no_budget()
-        self.graph.check_state(state)
-        if mask is not None:
-            mask.check(self.graph)
-        elif importance is not None and importance.shape != (self.graph.units,):
-            raise ForeignMaskError(f"importance must have shape ({self.graph.units},), got {tuple(importance.shape)}")
-        elif importance is not None and not bool(torch.isfinite(importance).all()):
-            raise InvalidValueError("importance must be finite")
-        steps: ImportanceSteps | NarrowingSteps | None = None
-        if mask is None and isinstance(rule, LearnedNarrowing):
-            share = 1.0 if ratio is None else ratio
-            refits = [] if batches is None else list(read_batches(batches, self.model, "Refits", limit=start.REFITS))
-            steps = NarrowingSteps(rule, self.graph, ratio=share, budget=self.budget, costs=self._costs, batches=refits)
-        elif mask is None and isinstance(rule, GradientImportance):
-            steps = ImportanceSteps(rule, self.graph.units)
+        start.check_load(self.graph, state, mask, importance)
+        options: Any = {"ratio": ratio, "budget": self.budget, "costs": self._costs, "batches": batches}
+        steps = start.steps_of(rule if mask is None else None, self.graph, self.model, **options)
         self.learning, self._rule, self._widths = rule, steps, 1.0 if narrows else widths
         self._mask_given, self.mask_changed, self._shown = mask is not None, False, None
-        if learning is not None:
-            self._watch()
+        self.origin = hash_state(state)
         for optimizer in self.optimizers:
-            for leaf in self.weights():
+            for leaf in self.parameters():
                 optimizer.state.get(leaf, {}).clear()
         if mask is not None:
             self.narrow_model.load(state, mask)
             return
-        self.scores.copy_(self._first_importance(self.vectors.magnitudes(state)) if importance is None else importance)
-        self.narrow_model.load(state, self._largest())
-        self.vectors.follow()
+        if importance is None:
+            importance = start.first_importance(self.graph, rule, self.vectors.magnitudes(state))
+        self.scores.copy_(importance)
+        self.narrow_model.load(state, start.largest(self.graph, self.scores, self._widths))
         self._resume({})
 
     def _resume(self, state: Mapping[str, Tensor]) -> None:
-        if self._rule is not None:
-            self._rule.load(state, self.scores, self.narrow_model.version)
+        self.vectors.follow()
+        self._rule.load(state, self.scores, self.narrow_model.version)
         self._chosen_for = self._widths
 
     @cached_property
-    def _units(self) -> Tensor:
-        return fingerprint(self.graph)
+    def vectors(self) -> UnitVectors:
+        # Made on first use, since a graph may have no groups.
+        with torch.inference_mode(False):  # its tables outlive this call
+            return UnitVectors(self.narrow_model)
 
-    def _checkpoint(self) -> Checkpoint:
-        rule = {} if self._rule is None else self._rule.state()
-        flat = [*self.narrow_model.mask.values()]
-        mask = torch.cat(flat) if flat else torch.zeros(0, dtype=torch.bool)
-        return Checkpoint(self.narrow_model, self._units, self.scores, mask, self.ratio, str(self.budget or ""), rule)
+    def unit_mask(self) -> UnitMask:
+        """Return the units that are kept now, as booleans without gradient."""
+        return self.narrow_model.mask
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the narrow weights under the model's own keys, and under `sparsekit.` keys the weights of dropped units,
-        importance, mask, ratio and state of the rule.
+    def compact(self) -> nn.Module:
+        """Return the sparse model as a plain, smaller module with the same outputs; a copy.
 
-        As for any module, weights are the tensors themselves: what writes into them, as a moving average does, changes the
-        mask. A tied weight has one entry, so that every library can save the dict. For dense weights, see `dense_state`.
-
-        Save the state dict of the optimizer with it and load both, in either order.
+        Warns if `LearnedNarrowing` has cuts left: the model is then wider than asked.
         """
         self._check_shown()
-        found: dict[str, Any] = super().state_dict(*args, **kwargs)
-        prefix: str = args[1] if len(args) > 1 else kwargs.get("prefix", "")
-        for _, *others in self.narrow_model.names().values():
-            for name in others:
-                del found[prefix + name]
-        with torch.inference_mode(False), torch.no_grad():
-            checkpoint = self._checkpoint()
-            found.update({prefix + name: value for name, value in checkpoint.entries().items()})
-        self._shown = checkpoint.mask, identity(checkpoint.mask)
+        if self.unmet:
+            warnings.warn(self.unmet, stacklevel=2)
+        return self.narrow_model.compact()
+
+    def dense_state(self) -> dict[str, Tensor]:
+        """Return the dense weights under the model's own keys: kept entries as trained, dropped ones as when last kept."""
+        return self.narrow_model.dense_state()
+
+    def narrow_state(self) -> dict[str, Tensor]:
+        """Return copies of the kept entries under the model's own keys, units ascending, as `compact_state` has them."""
+        return self.narrow_model.narrow_state()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.narrow_model.apply_to_tensors(fn)
+        vars(self).pop("vectors", None)  # its tables are on the old device
+        moved = fn(self.scores)
+        # Steps of importance are smaller than bfloat16 and float16 can tell apart.
+        self.scores = moved if moved.dtype.itemsize >= 4 else self.scores.to(moved.device, torch.float32)
+        return self
+
+    @property
+    def unmet(self) -> str:
+        """What `LearnedNarrowing` has not done yet, in a sentence; empty if nothing is left."""
+        return self._rule.unmet(self.narrow_model.mask)
+
+    @property
+    def may_change(self) -> bool:
+        """Whether a step may change the mask."""
+        return self._rule.may_change
+
+    @property
+    def report(self) -> NarrowingReport | None:
+        """Steps, cuts and cost of `LearnedNarrowing` so far; None for other masks."""
+        found: NarrowingReport | None = self._rule.report(self.narrow_model.mask)
         return found
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load what `state_dict` returned, or a dense state. With `strict`, a state that does not fit changes nothing."""
-        self._strict = strict
-        try:
-            return super().load_state_dict(state_dict, strict, assign)
-        finally:
-            self._strict = False
+    def importance(self) -> dict[str, Tensor]:
+        """Group name → float (units,): copies of the present importance."""
+        return {name: part.clone() for name, part in split_units(self.graph, self.scores).items()}
 
-    def _load_from_state_dict(
-        self, state: dict[str, Any], prefix: str, _metadata: Any, _strict: bool, missing: Any, unexpected: Any, errors: Any
-    ) -> None:
-        """Read a state, and apply it only if it has no fault; torch then finds the narrow entries in `state`."""
-        found, lacking, strange, faults = self._checkpoint().parse(state, prefix)
-        missing += lacking
-        unexpected += strange
-        errors += faults
-        if found is not None and not (self._strict and (lacking or strange)):
-            self._apply_checkpoint(found)
-        for name in [name for name in state if name.startswith(prefix) and not name.endswith("_extra_state")]:
-            del state[name]
-        # The tensors themselves: load_state_dict(assign=True) then puts each in its own place, and optimizers keep theirs.
-        own = self.model.state_dict(keep_vars=True)
-        state |= {prefix + name: value for name, value in own.items() if isinstance(value, Tensor)}
+    def load_importance(self, importance: Mapping[str, Tensor]) -> None:
+        """Set the importance of some or all groups, and keep the units of the largest importance from now on.
 
-    def _apply_checkpoint(self, found: Loaded) -> None:
+        Raises:
+            ForeignMaskError: an unknown group or another number of units.
+            InvalidValueError: a value is NaN or infinite.
+        """
+        self._set("scores", start.with_importance(self.graph, self.scores, importance))
+
+    def update_mask(self) -> None:
+        """Keep the most important units, at the present widths or at the widths of a cut that is due.
+
+        The step of a torch optimizer calls this. Call it after a step of your own. The mask changes nowhere else, and never in
+        the middle of a step.
+        """
+        if self._mask_given or self.optimizers.stepping or not self.graph.groups:
+            return
+        # Tensors of inference mode could not be trained later.
+        with torch.inference_mode(False), torch.no_grad():
+            widths = self._rule.widths(self._widths, self.scores, self.narrow_model.mask)
+            if widths is None or (self._chosen_for is widths and self.vectors.mask_unchanged(self.scores)):
+                return  # most steps, without sorting
+            self._widths = self._chosen_for = widths
+            mask = start.largest(self.graph, self.scores, self._widths)
+            if mask != self.narrow_model.mask:
+                self._change(mask)
+
+    def _change(self, mask: UnitMask) -> None:
+        self.optimizers.check_change(self)
+        self.mask_changed, self._shown = True, None
+        old, before = self.narrow_model.mask, self.narrow_model.compact() if self._rule.batches else None
+        self.vectors.set_mask(mask, list(self.optimizers))
+        self.optimizers.just_loaded.clear()
+        if before is not None:
+            self._rule.refit(before, self.model, old, mask)
+
+    def update_importance(self, gradients: Mapping[Tensor, Tensor] | None = None) -> None:
+        """Learn importance from the gradients of the weights, if no torch optimizer does it in its step.
+
+        Call it after `backward()`, or before gradients are changed, as by clipping. Without a torch optimizer, call
+        `update_mask` after your step. `gradients`: weight → gradient; None reads `.grad` of the weights.
+        """
+        self._rule.take(self.scores, self.vectors, gradients, None, None)
+
+    def add_optimizer(self, optimizer: HasState) -> None:
+        """Let the state of `optimizer` follow the mask from now on.
+
+        A torch optimizer is found at its first step. Call this only if it has state before its first step, as after loading or
+        copying, and before the mask or the ratio changes. Any other object may keep tensors that follow the units:
+        `state[leaf][name]`, each of the leaf's shape.
+
+        When the mask changes, units that stay keep their state; units that enter start with fresh state. Optimizers that are
+        not torch's own, or whose state is not one value for each weight (`Adafactor`, `AdamW8bit`), start with fresh state at
+        every weight whose units change. `LBFGS` is refused while the mask may change.
+
+        Args:
+            optimizer: Steps some of `parameters()`, or has state for them; held weakly.
+
+        Raises:
+            InvalidValueError: `optimizer` steps none of them, or is an LBFGS, and the mask may still change.
+        """
+        self.optimizers.add(optimizer, self)
+
+    def freeze_mask(self) -> AbstractContextManager[None]:
+        """Keep the mask fixed inside the block, such as between the two parts of a SAM step.
+
+        ```python
+        with masked.freeze_mask():
+            sam.first_step()
+            F.cross_entropy(masked(x), y).backward()
+            sam.second_step()
+        ```
+        """
+        return self.optimizers.block(self.update_mask)
+
+    def checkpoint(self) -> Checkpoint:
+        return Checkpoint(
+            self.narrow_model, self.units, self.origin, self.scores, self.ratio, str(self.budget or ""), self._rule.state()
+        )
+
+    def restore(self, found: Loaded) -> None:
         # Leave out optimizers whose state was just loaded: it belongs to these units already.
         following = [optimizer for optimizer in self.optimizers if optimizer not in self.optimizers.just_loaded]
         self.narrow_model.set_mask(found.mask, following)
         self.narrow_model.load(found.dense, found.mask)
-        self.vectors.follow()
         self.scores.copy_(found.importance)
-        counts = found.mask.counts()
-        by_ratio = self.budget is None and counts == ratio_counts(self.graph, found.ratio)
-        self._widths = found.ratio if by_ratio else counts
+        self.origin = found.origin
+        self._widths = start.widths_of(self.graph, found.mask.counts(), found.ratio if self.budget is None else None)
         self._resume(found.rule)
         self.mask_changed, self._shown = False, None
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        state: Any = super().__reduce_ex__(max(2, int(protocol)))[2:]
-        return _blank, (type(self).__base__,), *state  # a class made at run time cannot be found by name
-
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.__class__ = start.with_signature(type(self), self.model)
-        self.mask_changed, self._shown = False, None
-        if self._watched:
-            watch(self)
-
-
-def _blank(kind: type[LearnableMask]) -> LearnableMask:
-    return kind.__new__(kind)
+        super().__setstate__(state)
+        self.mask_changed = False
+        watch(self)

@@ -23,7 +23,8 @@ from sparsekit.graph.index import wide
 from sparsekit.measure import Budget, CostModel, format_cost
 from sparsekit.pruning.reconstruction import reconstruct
 from sparsekit.runtime.narrow_attention import NarrowMultiheadAttention
-from sparsekit.training.importance import Gradients, UnitVectors, split_units
+from sparsekit.training.importance import Steps, Widths
+from sparsekit.training.vectors import Gradients, UnitVectors, split_units
 
 _WHERE_IT_PAYS = (
     "It pays for a trained network that adapts to a small data set at a few percent of its FLOPs; from a quarter on, or with"
@@ -192,8 +193,10 @@ def _add(sums: dict[str, Tensor], name: str, x: Tensor, index: Tensor, axis: int
     sums[name] = sums[name] + rows if name in sums else rows
 
 
-class NarrowingSteps:
+class NarrowingSteps(Steps):
     """The steps of `LearnedNarrowing` in one training. `costs`: None without example inputs; `batches`: to refit on."""
+
+    learns = True
 
     def __init__(
         self,
@@ -208,7 +211,6 @@ class NarrowingSteps:
         if budget is None and ratio == 1.0:
             raise InvalidValueError("learning=LearnedNarrowing(…) needs a ratio below 1 or a budget to narrow to")
         self.settings, self.graph, self.costs, self.batches = settings, graph, costs, batches
-        self.due = False  # whether importance has not yet been measured in the latest backward pass
         self.examples = 0  # examples of the backward passes since the last step
         self._ratio = ratio
         self._limits: dict[str, tuple[float, float]] = {}
@@ -246,7 +248,6 @@ class NarrowingSteps:
         return allocate(rule, self.graph, scores, self.costs, budget=Budget(**limits), limits=shares)
 
     def run(self, vectors: UnitVectors, call: Callable[[], Any], examples: int) -> Any:
-        """Run a forward pass of the narrow model; the next step learns from its backward pass."""
         if all(leaf.grad is None for leaf in vectors.narrow_model.module.parameters()):
             self.examples = 0  # backward passes before were of a step that was not taken
         return self._measure(vectors).run(call, examples, fresh=not self.examples) if self.cuts_left else call()
@@ -262,7 +263,6 @@ class NarrowingSteps:
 
     @torch.no_grad()
     def take(self, scores: Tensor, vectors: UnitVectors, gradients: Gradients, scale: Tensor | None, group: Any) -> None:
-        """Write measured importance into `scores`, float (J,). The arguments are as in `GateSquares.take`."""
         self.due = False
         examples, self.examples = max(self.examples, 1), 0
         self._steps += 1
@@ -283,11 +283,15 @@ class NarrowingSteps:
         return self.settings.cuts - len(self._cuts)
 
     @property
-    def cut_is_due(self) -> bool:
-        done = len(self._cuts)
-        return done < self.settings.cuts and self._steps >= self.cut_steps[done]
+    def may_change(self) -> bool:  # type: ignore[override]
+        return self.cuts_left > 0
 
-    def cut(self, scores: Mapping[str, Tensor], mask: UnitMask) -> Mapping[str, int]:
+    def widths(self, now: Widths, scores: Tensor, mask: UnitMask) -> Widths | None:
+        del now
+        due = self.cuts_left and self._steps >= self.cut_steps[len(self._cuts)]
+        return self._cut(split_units(self.graph, scores), mask) if due else None
+
+    def _cut(self, scores: Mapping[str, Tensor], mask: UnitMask) -> Mapping[str, int]:
         """Return group → units that stay in the cut that is due. `mask`: before it."""
         unmeasured = [name for name, own in scores.items() if not bool((own > _FLOOR).any())]
         if unmeasured:
@@ -301,14 +305,12 @@ class NarrowingSteps:
         return counts
 
     def refit(self, before: nn.Module, small: nn.Module, old: UnitMask, new: UnitMask) -> None:
-        """Refit the layers that read the units removed last, on the batches."""
         inner = UnitMask({name: new[name][old[name]] for name in new})
         reconstruct(before, small, compact_graph(self.graph, old), inner, self.batches)
         if self.costs is not None:
             self._flops += float(sum(batch.examples for batch in self.batches)) * self.costs.forward_flops(old)
 
     def unmet(self, mask: UnitMask) -> str:
-        """Return what is not done yet, in a sentence; empty after the last cut."""
         if not self.cuts_left:
             return ""
         limits = [f"{name} of at most {format_cost(name, end)}" for name, (_, end) in self._limits.items()]
@@ -326,7 +328,6 @@ class NarrowingSteps:
         return NarrowingReport(self._steps, flops, dense, cuts, self.unmet(mask))
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state under keys and in shapes that never change."""
         cuts = torch.zeros(self.settings.cuts, 1 + len(self.graph.groups), dtype=torch.int64)
         for row, (step, counts) in zip(cuts, self._cuts, strict=False):
             row.copy_(torch.tensor([step, *counts]))

@@ -1,8 +1,6 @@
 """Optimizers and wrappers of torch, such as DistributedDataParallel, that hold the leaves of a learnable mask.
 
-If a mask may change, global hooks of torch find an optimizer at its first step, and a wrapper when it gets the mask. A fixed
-mask needs no hook. If a user changes it anyway, its optimizers are searched for among the objects of the process, once, since
-torch has no list of them.
+Global hooks of torch find an optimizer at its first step, and a wrapper when it gets the mask.
 
 A mask never changes while an optimizer steps: sharpness-aware optimizers climb, call the model, and step from the weights
 before the climb.
@@ -11,10 +9,10 @@ before the climb.
 from __future__ import annotations
 
 import functools
-import gc
 import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
 from sparsekit.errors import InvalidValueError, UnsupportedModelError
+from sparsekit.surgery.files import hash_state
 from sparsekit.surgery.optimizer_state import HasState, refuse_history
 
 
@@ -70,6 +69,17 @@ class OptimizerSet:
             optimizer.register_step_post_hook(functools.partial(_after_step, reference))
             optimizer.register_load_state_dict_post_hook(functools.partial(_after_load, reference))
 
+    @contextmanager
+    def block(self, end: Callable[[], None]) -> Iterator[None]:
+        """Keep the mask fixed inside, and call `end` afterwards."""
+        own = object()
+        self.stepping.append(own)
+        try:
+            yield
+        finally:
+            self.finish(own)
+            end()
+
     def finish(self, step: object) -> None:
         """Forget a step or a block, and steps within it that failed."""
         found = (at for at, each in enumerate(self.stepping) if each is step)
@@ -83,27 +93,39 @@ class OptimizerSet:
                 refuse_history(optimizer)
 
 
-_UNITS = "sparsekit.units"
-"""Key of a parameter group in a saved state: hash of the mask whose units the state belongs to."""
+_OF = "sparsekit.of"
+"""Key of a parameter group in a saved state: what the state belongs to, see `_owner`, and a hash of the weights then."""
 
 
 def _sign(reference: Callable[[], Any], _optimizer: Optimizer, state: dict[str, Any]) -> None:
     masked = reference()
-    for group in state["param_groups"] if masked is not None else ():
-        group[_UNITS] = _hash(masked)
+    if masked is not None:
+        signed = [*_owner(masked), hash_state(masked.dense_state())]
+        for group in state["param_groups"]:
+            group[_OF] = signed
 
 
-def _hash(masked: Any) -> str:
-    return hashlib.sha256(torch.cat([*masked.unit_mask().values()]).numpy().tobytes()).hexdigest()[:16]
+def _owner(masked: Any) -> tuple[str, str, str]:
+    """Return hashes of the units of the graph, of the weights that training began with, and of the mask."""
+    mask = torch.cat([*masked.unit_mask().values()]).numpy().tobytes()
+    return masked.units, masked.origin, hashlib.sha256(mask).hexdigest()[:16]
 
 
 def _refuse_foreign(optimizer: Any, masked: Any) -> None:
-    """Raise InvalidValueError if the loaded state of an optimizer belongs to other units."""
-    given = {group.pop(_UNITS) for group in getattr(optimizer, "param_groups", ()) if _UNITS in group}
-    if given - {_hash(masked)}:
+    """Raise InvalidValueError if the loaded state of an optimizer belongs to another mask, model or training."""
+    given = {tuple(group.pop(_OF)) for group in getattr(optimizer, "param_groups", ()) if _OF in group}
+    for graph, origin, mask, ends in given:
+        own, load = _owner(masked), "load the mask of that time as well: masked.load_state_dict(...), or "
+        if graph != own[0]:
+            what, load = "a mask over another model, or over one that was traced with other options", ""
+        elif mask != own[2]:
+            what = "other units than the mask keeps"
+        elif own[1] not in (origin, ends):  # a mask may also begin with the weights of that time
+            what = "a training that began with other weights"
+        else:
+            continue
         raise InvalidValueError(
-            f"the state that this {type(optimizer).__name__} has loaded belongs to other units than the mask keeps; load the"
-            " mask of the same time as well: masked.load_state_dict(...), or make a new optimizer"
+            f"the state that this {type(optimizer).__name__} has loaded belongs to {what}; {load}make a new optimizer"
         )
 
 
@@ -121,24 +143,24 @@ def _before_step(reference: Callable[[], Any], optimizer: Optimizer, args: Any, 
     if not closures:
         _take(masked, optimizer, None)
         return None
-    due = masked._rule is not None and masked._rule.due
+    rule = masked._rule
+    due = rule.due
     # Gradients from before the closure: either accumulated batches, or SAM's first step, whose gradients are discarded.
-    before = {leaf: leaf.grad.clone() for leaf in masked.weights() if leaf.grad is not None} if due else None
+    before = {leaf: leaf.grad.clone() for leaf in masked.parameters() if leaf.grad is not None} if due else None
     calls: list[object] = []
 
     def watched(value: Any) -> Any:
         """Return an argument of the step; a closure that fails ends the step, and no hook is called after it."""
 
         def run() -> Any:
-            rule = masked._rule
-            if not calls and rule is not None:
+            if not calls:
                 rule.due = False
             try:
                 result = value()
             except BaseException:
                 _after_step(reference, optimizer)
                 raise
-            if not calls and rule is not None:
+            if not calls:
                 gradients = None if rule.due else before
                 rule.due = rule.due or due
                 _take(masked, optimizer, gradients)
@@ -154,7 +176,7 @@ def _take(masked: Any, optimizer: Optimizer, gradients: Mapping[Tensor, Tensor] 
     """Update importance from the latest backward pass, if any; with `gradients` None, from the gradients of the weights."""
     overflow: Tensor | None = getattr(optimizer, "found_inf", None)
     # A fused optimizer divides by the scale of a GradScaler itself, and skips a step that overflowed.
-    if masked._rule is not None and masked._rule.due and (overflow is None or not bool(overflow)):
+    if masked._rule.due and (overflow is None or not bool(overflow)):
         scale = getattr(optimizer, "grad_scale", None)
         masked._rule.take(masked.scores, masked.vectors, gradients, scale, masked.optimizers.process_group)
 
@@ -179,7 +201,7 @@ _seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
 def _holds(optimizer: Any, masked: Any) -> bool:
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return any(id(leaf) in held for leaf in masked.weights())
+    return any(id(leaf) in held for leaf in masked.parameters())
 
 
 def _find(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -187,7 +209,7 @@ def _find(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         for masked in list(_masks):
             if optimizer in masked.optimizers or not _holds(optimizer, masked):
                 continue
-            if masked.mask_changed and any(_has_begun(optimizer.state.get(leaf) or {}, leaf) for leaf in masked.weights()):
+            if masked.mask_changed and any(_has_begun(optimizer.state.get(leaf) or {}, leaf) for leaf in masked.parameters()):
                 raise InvalidValueError(
                     f"the state of this {type(optimizer).__name__} predates the current mask; call"
                     " masked.add_optimizer(optimizer) after optimizer.load_state_dict"
@@ -229,21 +251,6 @@ def watch(masked: Any) -> None:
     _masks.add(masked)
 
 
-def is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def find_holders(masked: Any) -> None:
-    """Add the optimizers that step leaves of a mask already, and guard the wrappers that hold it."""
-    for each in gc.get_objects():
-        if issubclass(type(each), Optimizer) and each not in masked.optimizers:
-            # A wrapper, as of accelerate, has no groups of its own; its optimizer is found as well.
-            if "param_groups" in vars(each) and _holds(each, masked):
-                masked.add_optimizer(each)
-        elif issubclass(type(each), DistributedDataParallel) and masked in list(each.modules()):
-            _refuse_other_shapes(each, masked)
-
-
 def _join(wrapper: DistributedDataParallel, masked: Any) -> None:
     """Load the first rank's state, of which DistributedDataParallel itself broadcasts the narrow entries alone."""
     group: Any = wrapper.process_group
@@ -255,10 +262,10 @@ def _join(wrapper: DistributedDataParallel, masked: Any) -> None:
 
 
 def _refuse_other_shapes(wrapper: DistributedDataParallel, masked: Any) -> None:
-    before = [weight.shape for weight in masked.weights()]
+    before = [weight.shape for weight in masked.parameters()]
 
     def check(*_: Any) -> None:
-        if [weight.shape for weight in masked.weights()] != before:
+        if [weight.shape for weight in masked.parameters()] != before:
             raise UnsupportedModelError(
                 "the shapes of the learnable mask's parameters changed (another ratio?) after it was wrapped in"
                 " DistributedDataParallel, which would no longer average their gradients; wrap it again:"

@@ -1,9 +1,9 @@
 """The start of a learnable mask: checks of its arguments, and the first cut."""
 
 import copy
-import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
@@ -11,21 +11,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsekit.allocation.shares import by_ratio, check_ratio
+from sparsekit.allocation.shares import by_ratio, check_ratio, mask_from_scores, ratio_counts
+from sparsekit.criteria.batches import read_batches
 from sparsekit.criteria.weights import unit_sums, used_weights
 from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedModelError
-from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph import StateDict, UnitGraph, UnitMask
 from sparsekit.layers import Rules
+from sparsekit.measure import CostModel, cost_model
 from sparsekit.pruning.prune import plan, prune
 from sparsekit.pruning.result import Pruned, PrunePlan
 from sparsekit.pruning.settings import CANDIDATES, UncalibratedWarning, signs_of_training
-from sparsekit.surgery.compaction import expand
+from sparsekit.surgery.compaction import compact, expand
 from sparsekit.surgery.files import hash_state
 from sparsekit.tracing.blocks import refuse_meta
 from sparsekit.tracing.inputs import ModelInputs, refuse_inference
 from sparsekit.tracing.trace import trace_units
-from sparsekit.training.importance import GradientImportance, split_units
-from sparsekit.training.narrowing import LearnedNarrowing
+from sparsekit.training.importance import GradientImportance, ImportanceSteps, Steps, Widths, importance_targets
+from sparsekit.training.narrowing import LearnedNarrowing, NarrowingSteps
+from sparsekit.training.vectors import split_units
 
 Learning: TypeAlias = GradientImportance | LearnedNarrowing
 """How importance is learned."""
@@ -63,26 +66,6 @@ def refuse_export() -> NoReturn:
     )
 
 
-_OF_TRAINERS = ("accepts_loss_kwargs", "main_input_name")
-"""Attributes of a model by which the `Trainer` of transformers scales losses and counts inputs."""
-
-
-def with_signature(kind: Any, model: nn.Module) -> Any:
-    """Return a subclass whose `forward` has the signature of the model's: trainers find columns and labels by it."""
-    signature, own = inspect.signature(model.forward), kind.forward
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return own(self, *args, **kwargs)
-
-    first = inspect.Parameter("_mask", inspect.Parameter.POSITIONAL_ONLY)
-    parameters = [first, *(each for each in signature.parameters.values() if each.name != first.name)]
-    forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    forward.__doc__ = own.__doc__
-    told = {name: getattr(model, name) for name in _OF_TRAINERS if hasattr(model, name)}
-    name = f"{kind.__name__}[{type(model).__name__}]"  # some look for a task in the name
-    return type(name, (kind,), {"forward": forward, "__module__": kind.__module__, **told})
-
-
 def graph_of(
     model: nn.Module, example_inputs: Any, graph: UnitGraph | None, rules: Rules | None, *, prune_hidden_size: bool
 ) -> UnitGraph:
@@ -92,6 +75,10 @@ def graph_of(
         graph = trace_units(model, example_inputs, prune_hidden_size=prune_hidden_size, rules=rules)
     graph.check_state(model.state_dict(), what="the model")
     return graph
+
+
+def costs_of(model: nn.Module, graph: UnitGraph, example_inputs: Any) -> CostModel | None:
+    return None if example_inputs is None else cost_model(model, ModelInputs.several(example_inputs)[0], graph)
 
 
 def first_cut(model: nn.Module, example_inputs: Any, ratio: float, **options: Any) -> PrunePlan:
@@ -112,13 +99,72 @@ def dense_state(dense: nn.Module, pruned: PrunePlan | None = None) -> dict[str, 
     return expand(pruned.model.state_dict(), pruned.graph, pruned.mask, into=state) if isinstance(pruned, Pruned) else state
 
 
-def importance_of(pruned: PrunePlan, scale: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the scores of the chosen criterion, float (J,), on the given scale.
+def check_load(graph: UnitGraph, state: StateDict, mask: UnitMask | None, importance: Tensor | None) -> None:
+    """Refuse a state, a mask or importance of another model."""
+    graph.check_state(state)
+    if mask is not None:
+        mask.check(graph)
+    elif importance is not None and importance.shape != (graph.units,):
+        raise ForeignMaskError(f"importance must have shape ({graph.units},), got {tuple(importance.shape)}")
+    elif importance is not None and not bool(torch.isfinite(importance).all()):
+        raise InvalidValueError("importance must be finite")
+
+
+def steps_of(
+    learning: Learning | None, graph: UnitGraph, model: nn.Module, *, ratio: float | None, batches: Any, **options: Any
+) -> Steps:
+    """Return the steps of a rule of learning from the first one on."""
+    if isinstance(learning, GradientImportance):
+        return ImportanceSteps(learning, graph.units)
+    if learning is None:
+        return Steps()
+    refits = [] if batches is None else list(read_batches(batches, model, "Refits", limit=REFITS))
+    return NarrowingSteps(learning, graph, ratio=1.0 if ratio is None else ratio, batches=refits, **options)
+
+
+def _targets(graph: UnitGraph, learning: Learning | None, magnitudes: Tensor) -> Tensor:
+    absolute = isinstance(learning, GradientImportance) and learning.target == "absolute"
+    return importance_targets(magnitudes, [group.size for group in graph.groups.values()], absolute=absolute)
+
+
+def first_importance(graph: UnitGraph, learning: Learning | None, magnitudes: Tensor) -> Tensor:
+    """Return the importance that training begins with, float (J,), from the magnitudes of weights."""
+    targets = _targets(graph, learning, magnitudes)
+    return torch.zeros_like(targets) if isinstance(learning, LearnedNarrowing) else targets
+
+
+def with_importance(graph: UnitGraph, scores: Tensor, importance: Mapping[str, Tensor]) -> Tensor:
+    """Return a copy of the scores, float (J,), with the importance of some groups."""
+    parts = split_units(graph, scores := scores.clone())
+    for name, values in importance.items():
+        if name not in parts or values.shape != parts[name].shape:
+            sizes = {group.name: group.size for group in graph.groups.values()}
+            raise ForeignMaskError(f"importance of {name!r} has shape {tuple(values.shape)}; groups and sizes: {sizes}")
+        if not bool(torch.isfinite(values).all()):
+            raise InvalidValueError(f"importance of {name!r} must be finite")
+        parts[name].copy_(values.detach())
+    return scores
+
+
+def widths_of(graph: UnitGraph, counts: Mapping[str, int], ratio: float | None) -> Widths:
+    """Return the ratio if it leaves these counts, else the counts."""
+    return ratio if ratio is not None and ratio_counts(graph, ratio) == counts else counts
+
+
+def largest(graph: UnitGraph, scores: Tensor, widths: Widths) -> UnitMask:
+    """Return the mask that keeps the largest scores, float (J,)."""
+    counts = ratio_counts(graph, widths) if isinstance(widths, float) else widths
+    return mask_from_scores(graph, split_units(graph, scores), counts, source="importance")
+
+
+def importance_of(pruned: PrunePlan, learning: Learning | None) -> Tensor:
+    """Return the scores of the chosen criterion, float (J,), on the scale of the rule.
 
     If a dropped unit scores at least as much as a kept one, as after several steps, all kept units of the group are raised.
     """
     scores = pruned.scores[pruned.report.criterion].values
-    flat = scale(torch.cat([scores[name].float() for name in pruned.graph.groups]))
+    flat = torch.cat([scores[name].float() for name in pruned.graph.groups])
+    flat = flat if learning is None else _targets(pruned.graph, learning, flat)
     found = []
     for name, own in split_units(pruned.graph, flat).items():
         keep = pruned.mask[name].to(own.device)
@@ -128,8 +174,12 @@ def importance_of(pruned: PrunePlan, scale: Callable[[Tensor], Tensor]) -> Tenso
     return torch.cat(found)
 
 
-def refuse_foreign(pruned: PrunePlan, dense: nn.Module) -> None:
-    """Raise if the weights of the dense model are not the ones that were pruned."""
+def whole(pruned: Pruned, dense: nn.Module, learning: Learning | None) -> tuple[Pruned, nn.Module]:
+    """Return a pruned model and the dense one, without removed blocks in both; refuse one that is not of the other."""
+    if not isinstance(pruned, Pruned):
+        raise InvalidValueError("plan() makes no small model to begin with; call prune() with the same arguments")
+    if isinstance(learning, LearnedNarrowing):
+        raise InvalidValueError("LearnedNarrowing begins with all units; pass the dense model to LearnableMask instead")
     own = hash_state(dense.state_dict())
     if any(each.of not in ("", own) for each in pruned.scores.values()):
         raise ForeignMaskError(
@@ -137,6 +187,11 @@ def refuse_foreign(pruned: PrunePlan, dense: nn.Module) -> None:
             " would enter with these; pass the dense model with the weights that it had then. To train these under its mask:"
             " masked = sk.LearnableMask(dense, graph=pruned.graph); masked.load(dense.state_dict(), mask=pruned.mask)"
         )
+    if not pruned.mask.removed:
+        return pruned, dense
+    dense = compact(dense, pruned.graph, UnitMask.full(pruned.graph, removed=pruned.mask.removed))
+    graph, mask = pruned.mask.shortened(pruned.graph)
+    return replace(pruned, graph=graph, mask=mask), dense
 
 
 def used_magnitudes(model: nn.Module, graph: UnitGraph, example_inputs: Any) -> Tensor | None:

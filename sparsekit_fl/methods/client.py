@@ -186,7 +186,7 @@ def narrower(client: ClientContext, start: StateDict, widest: UnitMask | None, m
     }
 
     def outputs(batch: Batch) -> Any:
-        parts: dict[str, Tensor] = {**masked.named_weights()}
+        parts: dict[str, Tensor] = {**masked.narrow_model.named_parameters()}
         for name in parts.keys() & places.keys():
             for dim, kept in places[name]:
                 parts[name] = parts[name].index_select(dim, kept)
@@ -197,7 +197,7 @@ def narrower(client: ClientContext, start: StateDict, widest: UnitMask | None, m
 
 def trained_leaves(masked: LearnableMask) -> dict[str, Tensor]:
     """Return state-dict key → leaf of the narrow model, for the leaves that train."""
-    return {name: leaf for name, leaf in masked.named_weights().items() if leaf.requires_grad}
+    return {name: leaf for name, leaf in masked.narrow_model.named_parameters().items() if leaf.requires_grad}
 
 
 def pull_towards(

@@ -154,7 +154,7 @@ class FedLPSPaper(Method):
         mask = None if learned else units(client, _CRITERIA[self.pattern], task.ratio, task.state)
         metrics = self._first(client, task.ratio, mask)
         # ‖θ − ω‖² is a sum in the paper and a mean in its variants; its gradient has a factor of 2.
-        weights = () if self.literal and learned else client.masked.named_weights()
+        weights = () if self.literal and learned else client.masked.narrow_model.named_parameters()
         pull = 2.0 * self.mu / max(1, sum(task.state[name].numel() for name in weights))
         if not learned:
             result = replace(sgd(client, replace(task, mask=mask), pull=pull), metrics=metrics)
@@ -167,7 +167,7 @@ class FedLPSPaper(Method):
 
             result = descend(client, task, trained_leaves(masked), adjusts=lambda _: [learn], pull=pull)
             result = replace(result, mask=masked.unit_mask(), metrics=metrics)
-            client.memory["importance"] = masked.importance_vector().cpu()
+            client.memory["importance"] = masked.scores.cpu().clone()
         keep_model(client, result)
         return result
 
@@ -198,7 +198,7 @@ class FedLPSPaper(Method):
         rule = GradientImportance(strength=self.strength, target=target, lr=rate, refresh_every=every)
         masked.load(start, ratio=client.width(ratio), importance=importance, learning=rule)
         if importance is None and self.literal:
-            targets = masked.importance_vector()
+            targets = masked.scores.clone()
             noise = torch.from_numpy(client.rng.uniform(0.0, _NOISE, targets.numel()))
             masked.load(start, importance=targets + noise.to(targets))
         return masked

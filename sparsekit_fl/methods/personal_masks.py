@@ -242,7 +242,7 @@ class FedSpa(OwnMasks, SparseWeights):
 
 def _screen(client: ClientContext, mask: WeightMask) -> tuple[StateDict, int]:
     """Return the dense gradients of the masked weights on one batch, in evaluation mode, and the size of the batch."""
-    module, leaves = client.masked.model, client.masked.named_weights()
+    module, leaves = client.masked.model, client.masked.narrow_model.named_parameters()
     batch = next(next(iter(client.batches(epochs=1))))
     module.eval()
     loss = client.problem.loss(module(*batch.inputs), batch.targets)

@@ -141,7 +141,7 @@ def distance(cell: Cell, *, device: str = "cpu", after_step: Callable[..., None]
     `after_step` is called with the learnable mask after each of its steps; a test breaks something in it.
     """
     masked, reference = _masked(cell, device), _masked(cell, device, plain=True)
-    optimizer, plain = (_optimizer(cell, mask.weights(), plain=mask is reference) for mask in (masked, reference))
+    optimizer, plain = (_optimizer(cell, mask.parameters(), plain=mask is reference) for mask in (masked, reference))
     _, x = _model(cell, device)
     first = reference.dense_state()
     scaler = torch.amp.GradScaler(torch.device(device).type, init_scale=1024.0) if "float16" in cell.precision.split() else None
@@ -207,7 +207,7 @@ def _resumed(cell: Cell, masked: LearnableMask, optimizer: Any, device: str) -> 
     buffer.seek(0)
     saved = torch.load(buffer, map_location="cpu", weights_only=True)
     masked = _masked(cell, device)
-    optimizer = _optimizer(cell, masked.weights(), plain=False)
+    optimizer = _optimizer(cell, masked.parameters(), plain=False)
     masked.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     return masked, optimizer

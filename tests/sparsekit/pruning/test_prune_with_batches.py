@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 
 import sparsekit as sk
 from sparsekit.criteria.batches import Batch
+from sparsekit.errors import ForeignMaskError
 from sparsekit.pruning.calibration import Calibration
 from sparsekit.pruning.cutting import StarvedGroupsWarning
 from sparsekit.pruning.reconstruction import statistics_prior
@@ -275,3 +276,34 @@ def test_losses_of_examples_are_those_of_batches(loss: Any, parts: int) -> None:
             for x, wanted in zip((x for x, _ in pairs), plain.wanted or ())
         ]
     assert plain.measure(model) == pytest.approx(sum(distances), rel=1e-5)
+
+
+TAKERS: dict[str, Callable[[sk.Pruned, nn.Module, Any, Path], object]] = {
+    "compact": lambda pruned, other, *_: sk.compact(other, pruned.graph, pruned.mask),
+    "expand": lambda pruned, other, *_: sk.expand(
+        pruned.model.state_dict(), pruned.graph, pruned.mask, into=other.state_dict()
+    ),
+    "a fixed mask": lambda pruned, other, *_: sk.LearnableMask(other, graph=pruned.graph),
+    "a mask from it": lambda pruned, other, *_: sk.LearnableMask.from_pruned(pruned, other),
+    "scores": lambda pruned, other, batches, _: sk.plan(other, batches[0][0][:1], budget="flops=60%", criterion=pruned.scores),
+    "reconstruct": lambda pruned, other, batches, _: sk.reconstruct(other, pruned.model, pruned.graph, pruned.mask, batches),
+    "times": lambda pruned, other, batches, _: pruned.measure_times(other, batches[0][0][:1]),
+    "save": lambda pruned, other, _, path: sk.save_compact(other, path / "x.safetensors", graph=pruned.graph, mask=pruned.mask),
+}
+
+
+@pytest.mark.parametrize(
+    ("taker", "other"), [*((each, "a shape") for each in TAKERS), ("a mask from it", "a weight"), ("scores", "a weight")]
+)
+def test_a_plan_that_is_given_to_another_model_is_refused_with_what_differs(taker: str, other: str, tmp_path: Path) -> None:
+    """Other weights are refused by what depends on them. A mask may be applied to a model that has trained since."""
+    model, batches = make_trained()
+    pruned = sk.prune(model, batches[0][0][:1], budget="flops=50%", batches=batches, loss=F.cross_entropy, criterion="fisher")
+    foreign = copy.deepcopy(model)
+    if other == "a shape":
+        foreign = nn.Sequential(nn.Linear(12, 33), *foreign[1:])
+    else:
+        foreign[0].bias.data.add_(1.0)
+    by_weights = taker in ("a mask from it", "scores")
+    with pytest.raises(ForeignMaskError, match="with other weights" if by_weights else r"of shape \(\d+"):
+        TAKERS[taker](pruned, foreign, batches, tmp_path)

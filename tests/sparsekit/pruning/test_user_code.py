@@ -336,6 +336,7 @@ def test_scores_of_an_earlier_call_are_compared_as_they_were_there() -> None:
         (torch.zeros(6, 1), 6, None),
         ((torch.zeros(4, 3), None), 4, None),
         ((torch.zeros(36, 8, 3), torch.zeros(8)), 8, None),  # time first
+        ((torch.zeros(36, 8, 3), torch.zeros(36, 8)), 36, None),  # the same in targets: nothing tells the axes apart
         ((torch.zeros(8, 36, 3), torch.zeros(8, 36)), 8, None),
         ((torch.zeros(8, 3), torch.zeros(8 * 5)), 8, None),
         (([torch.zeros(3, 9, 9), torch.zeros(3, 7, 8)], [{"boxes": torch.zeros(5, 4)}, {}]), 2, None),

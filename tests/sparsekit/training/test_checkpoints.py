@@ -5,7 +5,6 @@ import functools
 import io
 import pickle
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +14,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
 
 import sparsekit as sk
+from sparsekit import UnitMask
 from sparsekit.errors import InvalidValueError
-from sparsekit.training import moving_mask
+from sparsekit.graph.edit import without
 
 RULES: dict[str, Any] = {
     "fixed": {"ratio": 0.5},
@@ -41,10 +41,10 @@ def _state(rule: str) -> dict[str, torch.Tensor]:
 
 
 FAULTS: dict[str, Any] = {
-    "a shape": lambda state: {**state, "3.weight": torch.zeros(5, 8, 3, 3)},
-    "a missing entry": lambda state: {name: value for name, value in state.items() if name != "3.bias"},
-    "an entry too many": lambda state: {**state, "3.other": torch.zeros(2)},
-    "a value": lambda state: {**state, "3.weight": 5.0},
+    "a shape": lambda state: {**state, "model.3.weight": torch.zeros(5, 8, 3, 3)},
+    "a missing entry": lambda state: {name: value for name, value in state.items() if name != "model.3.bias"},
+    "an entry too many": lambda state: {**state, "model.3.other": torch.zeros(2)},
+    "a value": lambda state: {**state, "model.3.weight": 5.0},
     "importance": lambda state: {**state, "sparsekit.importance": torch.full((24,), torch.nan)},
     "a mask of numbers": lambda state: {**state, "sparsekit.mask": torch.ones(24)},
     "a mask of another width": lambda state: {**state, "sparsekit.mask": torch.ones(25) > 0},
@@ -147,21 +147,58 @@ def test_keys_never_change_and_names_of_parameters_are_among_them_also_for_distr
     torch.testing.assert_close(twin.state_dict(), state, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("rule", ["fixed", "budget"])
-def test_a_mask_that_stays_installs_no_hooks_and_its_optimizer_is_found_when_its_ratio_changes(rule: str) -> None:
-    with mock.patch.object(moving_mask, "watch") as watch:
-        masked, optimizer, (x, y) = _trained(rule)
-        assert not watch.called
-        assert not optimizer._optimizer_step_pre_hooks
-        assert not masked._forward_pre_hooks
-    if rule == "fixed":
-        before = optimizer.state[masked.model[0].weight]["exp_avg"].clone()
-        stay = masked.unit_mask()["0"].nonzero().reshape(-1)
-        masked.ratio = 0.25
-        after = masked.unit_mask()["0"].nonzero().reshape(-1)
-        kept = before[torch.isin(stay, after)]
-        assert torch.equal(optimizer.state[masked.model[0].weight]["exp_avg"], kept)
-        train_step(masked, optimizer, x, y)
+def test_the_optimizer_of_a_mask_that_stays_follows_when_its_ratio_changes() -> None:
+    masked, optimizer, (x, y) = _trained("fixed")
+    before = optimizer.state[masked.model[0].weight]["exp_avg"].clone()
+    stay = masked.unit_mask()["0"].nonzero().reshape(-1)
+    masked.ratio = 0.25
+    after = masked.unit_mask()["0"].nonzero().reshape(-1)
+    kept = before[torch.isin(stay, after)]
+    assert torch.equal(optimizer.state[masked.model[0].weight]["exp_avg"], kept)
+    train_step(masked, optimizer, x, y)
+
+
+OTHERS: dict[str, tuple[str, Any]] = {
+    "options": (
+        "another model, or over one that was traced with other options",
+        lambda graph: without(graph, list(graph.groups)[-1:]),
+    ),
+    "units": ("other units than the mask keeps", None),
+    "weights": ("a training that began with other weights", None),
+}
+
+
+@pytest.mark.filterwarnings("ignore::sparsekit.pruning.settings.UncalibratedWarning")
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("rule", RULES)
+def test_the_state_of_an_optimizer_of_another_mask_is_refused_with_what_differs(rule: str, other: str) -> None:
+    """Also where all shapes are equal. Of the same mask it is taken, whether loaded or made from the weights of that time."""
+    masked, optimizer, (x, y) = _trained(rule)
+    told, change = OTHERS[other]
+    state = copy.deepcopy(optimizer.state_dict())
+    model, _, _ = convolutions(seed=1 if other == "weights" else 0)
+    graph = masked.graph if change is None else change(masked.graph)
+    mask = UnitMask(
+        {name: keep.flip(0) if other == "units" else keep for name, keep in masked.unit_mask().items() if name in graph.groups}
+    )
+    twin = sk.LearnableMask(model, (x,), graph=graph, **RULES[rule])
+    twin.load(model.state_dict(), mask=mask)
+    second = torch.optim.AdamW(twin.parameters(), lr=0.01)
+    second.load_state_dict(state)
+    if other == "units" and mask == masked.unit_mask():
+        pytest.skip("all units are kept")
+    with pytest.raises(InvalidValueError, match=told):
+        train_step(twin, second, x, y)
+    model.load_state_dict(masked.dense_state())
+    for again in ("loaded", "made from the weights of that time"):
+        third = sk.LearnableMask(model, (x,), **RULES[rule])
+        if again == "loaded":
+            third.load_state_dict(masked.state_dict())
+        else:
+            third.load(model.state_dict(), mask=masked.unit_mask())
+        optimizer = torch.optim.AdamW(third.parameters(), lr=0.01)
+        optimizer.load_state_dict(state)
+        train_step(third, optimizer, x, y)
 
 
 def test_neither_a_pass_nor_a_look_moves_a_mask_but_the_step_after_them() -> None:

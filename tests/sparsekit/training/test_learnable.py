@@ -68,7 +68,7 @@ def test_compact_training_equals_a_hand_written_dense_loop(every: int) -> None:
         loss.backward()
         if step % 2:
             masked.update_importance()
-            torch.nn.utils.clip_grad_norm_(masked.weights(), 1e9)
+            torch.nn.utils.clip_grad_norm_(masked.parameters(), 1e9)
         optimizer.step()
         state = masked.dense_state()
         torch.testing.assert_close(state, values, rtol=0, atol=1e-10)
@@ -106,10 +106,10 @@ def test_a_loaded_mask_trains_as_a_new_one_and_gives_what_it_keeps() -> None:
         used.load(model.state_dict(), ratio=0.5, importance=importance, learning=rule)
         assert used.unit_mask() == new.unit_mask()
         for masked in (used, new):
-            optimizer = torch.optim.SGD(masked.weights(), lr=0.1, momentum=0.9)
+            optimizer = torch.optim.SGD(masked.parameters(), lr=0.1, momentum=0.9)
             for _ in range(5):
                 train_step(masked, optimizer, x, y)
-        assert torch.equal(used.importance_vector(), new.importance_vector())
+        assert torch.equal(used.scores, new.scores)
         torch.testing.assert_close(used.dense_state(), new.dense_state(), rtol=0, atol=0)
         small = compact(model, new.graph, new.unit_mask())
         small.load_state_dict(used.narrow_state())
@@ -133,11 +133,11 @@ def test_a_mask_that_is_given_stays_until_the_next_load() -> None:
     masked = LearnableMask(model, (x,), ratio=0.5, learning=GradientImportance(lr=5.0))
     given = UnitMask({name: torch.arange(len(keep)) < 3 for name, keep in masked.unit_mask().items()})
     masked.load(state, mask=given)
-    optimizer, before = torch.optim.SGD(masked.parameters(), lr=0.1), masked.importance_vector()
+    optimizer, before = torch.optim.SGD(masked.parameters(), lr=0.1), masked.scores.clone()
     for _ in range(3):
         train_step(masked, optimizer, x, y)
     assert masked.unit_mask() == given
-    assert torch.equal(masked.importance_vector(), before)
+    assert torch.equal(masked.scores, before)
     masked.load(state, ratio=0.25)
     assert masked.unit_mask().counts()["0"] == 2
     with pytest.raises(ForeignMaskError, match=r"importance must have shape \(24,\), got \(3,\)"):

@@ -135,7 +135,7 @@ def test_any_optimizer_and_precision_trains_through_the_cuts(name: str, precisio
 
 def test_readers_that_are_frozen_are_measured_and_units_that_nothing_measures_are_told_of() -> None:
     masked, x, y = _masked()
-    for name, leaf in masked.named_weights().items():
+    for name, leaf in masked.narrow_model.named_parameters().items():
         leaf.requires_grad_(name.startswith("9."))  # the last layer alone trains
     optimizer = torch.optim.SGD(masked.model[9].parameters(), lr=0.05)
     with warnings.catch_warnings():
@@ -251,7 +251,7 @@ class Planted:
         masked = sk.LearnableMask(copy.deepcopy(self.model), graph=self.graph, **options)
         if mask is not None:
             masked.load(self.model.state_dict(), mask=sk.UnitMask({self.group: mask}))
-        for name, leaf in masked.named_weights().items():
+        for name, leaf in masked.narrow_model.named_parameters().items():
             leaf.requires_grad_(not (self.frozen and name.startswith("trunk")))
         optimizer = torch.optim.SGD([p for p in masked.parameters() if p.requires_grad], lr=0.02, momentum=0.9)
         for _ in range(steps):

@@ -47,7 +47,7 @@ def test_the_state_of_an_optimizer_belongs_to_the_units_that_were_kept(order: st
     mask, state = masked.state_dict(), copy.deepcopy(optimizer.state_dict())
     model, _, _ = classifier()
     twin = LearnableMask(model, (x,), ratio=0.5, learning=GradientImportance())
-    twin.load(model.state_dict(), importance=-masked.importance_vector())
+    twin.load(model.state_dict(), importance=-masked.scores)
     other = _momentum(twin.parameters())
     if known:
         twin.add_optimizer(other)
@@ -71,7 +71,7 @@ def test_state_that_is_not_one_value_for_each_weight_starts_anew_where_units_cha
     """And stays where they do not, and where the mask stands."""
     masked, optimizer, x, y = _trained(lambda p: make(p, lr=0.05))
     changing = [masked.model[0].weight, masked.model[0].bias, masked.model[2].weight]
-    before = {leaf: dict(optimizer.state[leaf]) for leaf in masked.weights()}
+    before = {leaf: dict(optimizer.state[leaf]) for leaf in masked.parameters()}
     masked.unit_mask()
     assert all(optimizer.state[leaf] == before[leaf] for leaf in before)
     masked.load_importance({"0": -masked.importance()["0"]})
@@ -147,7 +147,7 @@ def test_lbfgs_is_refused_before_it_moves_anything_while_the_mask_may_change(lea
         sgd = torch.optim.SGD(masked.parameters(), lr=0.1)
         for _ in range(4):
             train_step(masked, sgd, x, y)
-        assert not masked.narrows
+        assert not masked.may_change
 
         def evaluate() -> torch.Tensor:
             optimizer.zero_grad()
@@ -166,7 +166,7 @@ def test_a_mask_learns_from_passes_whose_backward_pass_ran_in_either_mode(learni
     masked = LearnableMask(model, (x,), ratio=0.5, learning=learning).train(training)
     twin = LearnableMask(model, (x,), ratio=0.5, learning=learning).train(training)
     pair = [(each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in (masked, twin)]
-    first = masked.importance_vector()
+    first = masked.scores.clone()
     for step in range(20):
         for each, optimizer in pair:
             if each is twin:
@@ -178,8 +178,8 @@ def test_a_mask_learns_from_passes_whose_backward_pass_ran_in_either_mode(learni
                 each.eval()(x[:3])
                 each.train(training)
             optimizer.step()
-    assert not torch.equal(masked.importance_vector(), first)
-    assert torch.equal(masked.importance_vector(), twin.importance_vector())
+    assert not torch.equal(masked.scores, first)
+    assert torch.equal(masked.scores, twin.scores)
     assert masked.unit_mask() == twin.unit_mask()
     assert masked.report == twin.report
     state = copy.deepcopy(twin.state_dict())
@@ -198,7 +198,7 @@ def test_both_passes_of_a_pair_count_towards_learned_narrowing() -> None:
         optimizer = torch.optim.SGD(masked.parameters(), lr=0.0)
         F.cross_entropy(torch.cat([masked(x[part]) for part in parts]), y).backward()
         optimizer.step()
-        found.append(masked.importance_vector())
+        found.append(masked.scores.clone())
         found.append(torch.tensor(masked.report.flops))
     torch.testing.assert_close(found[0] * 0.5, found[2])
     torch.testing.assert_close(found[1], found[3])
@@ -308,7 +308,7 @@ def test_steps_that_are_skipped_teach_nothing(size: float, parts: int, zero_late
             _step(masked, optimizer, x, y, zero_late=zero_late, parts=parts)
             optimizer.step()
             masks.append(masked.unit_mask())
-        found.append((masks, masked.importance_vector()))
+        found.append((masks, masked.scores.clone()))
     assert any(mask != found[0][0][0] for mask in found[0][0])
     assert found[1][0] == found[0][0]
     assert torch.equal(found[1][1], found[0][1])
@@ -322,13 +322,12 @@ def test_no_optimizer_steps_importance(learning: GradientImportance | None) -> N
     masked.requires_grad_(False)
     masked.requires_grad_(True)
     optimizer = torch.optim.AdamW(masked.parameters(), lr=0.1, weight_decay=0.5)
-    before = masked.importance_vector()
+    before = masked.scores.clone()
     for _ in range(3):
         _step(masked, optimizer, x, y, zero_late=False)
         assert masked.scores.grad is None
         optimizer.step()
-    assert torch.equal(masked.importance_vector(), before)
-    assert list(masked.parameters()) == masked.weights()
+    assert torch.equal(masked.scores, before)
 
 
 def _live_bytes() -> int:
@@ -393,7 +392,7 @@ def test_a_closure_learns_what_the_same_training_without_one_learns(learning: An
                     optimizer.step(compute)
             if not closure:
                 optimizer.step()
-        found.append((masked.importance_vector(), masked.unit_mask(), masked.report, masked.dense_state()))
+        found.append((masked.scores.clone(), masked.unit_mask(), masked.report, masked.dense_state()))
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1:3] == found[1][1:3]
     torch.testing.assert_close(found[0][3], found[1][3], rtol=0, atol=0)

@@ -161,13 +161,13 @@ def test_a_tied_weight_has_one_entry_and_either_name_is_loaded() -> None:
     model[4].weight = model[0].weight
     masked = sk.LearnableMask(model, (torch.zeros(1, 2, dtype=torch.long),), ratio=0.5)
     state = masked.state_dict()
-    assert "0.weight" in state
-    assert "4.weight" not in state
+    assert "model.0.weight" in state
+    assert "model.4.weight" not in state
     assert len({value.untyped_storage().data_ptr() for value in state.values() if value.numel()}) == sum(
         bool(value.numel()) for value in state.values()
     )
-    renamed = {("4.weight" if name == "0.weight" else name): torch.ones_like(value) if name == "0.weight" else value
-               for name, value in state.items()}  # fmt: skip
+    renamed = {name: value for name, value in state.items() if name != "model.0.weight"}
+    renamed["model.4.weight"] = torch.ones_like(state["model.0.weight"])
     masked.load_state_dict(renamed)
     assert bool((masked.model[4].weight == 1).all())
 

@@ -136,7 +136,7 @@ def test_fedrep_trains_the_head_first_and_the_body_after(monkeypatch):
     assert seen[0][0] == (head := {"last.weight", "last.bias"})
     # A bias in front of batch norm has no gradient.
     assert seen[1][0] | {"first.bias"} == trains - head
-    assert all(leaf.requires_grad for leaf in ctx.masked.weights())
+    assert all(leaf.requires_grad for leaf in ctx.masked.parameters())
     assert len(result.log.loss) == 5
 
 
@@ -145,7 +145,7 @@ def test_entries_that_do_not_train_get_no_gradient():
     seen = set()
 
     def forward(batch):
-        seen.update(name for name, leaf in ctx.masked.named_weights().items() if leaf.requires_grad)
+        seen.update(name for name, leaf in ctx.masked.narrow_model.named_parameters().items() if leaf.requires_grad)
         outputs = ctx.masked.model(*batch.inputs)
         return outputs, spec.problem.loss(outputs, batch.targets)
 
