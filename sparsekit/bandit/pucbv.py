@@ -39,7 +39,7 @@ class PUCBV(LoggedBandit):
     the part "below" or "above" the value for good. FedLPS eliminates below if the accuracy fell by more than Δ, because smaller
     submodels would be less accurate still. After t rewards and with I arms, an arm with h rewards of mean ḡ and variance v̄ has
 
-        U = ḡ + sqrt(ρ (v̄ + 2) · max(0, log(ξ ψ ε)) / (4 (h + 1))),   ψ = ξ / I²,   ε = max(decay^t, floor).
+        U = ḡ + sqrt(ρ (v̄ + 2) · max(0, log(ξ ψ ε)) / (4 (h + 1))),   ψ = ξ / I²,   ε = decay^t.
 
     Decisions about points that the paper leaves open or undefined:
 
@@ -67,7 +67,7 @@ class PUCBV(LoggedBandit):
 
     Source: Xue et al., "Learnable Sparse Customization in Heterogeneous Edge Computing", ICDE 2025 (arXiv 2412.07216),
         Algorithm 2. Its index is from Mukherjee, Naveen, Sudarsanam, Ravindran, "Efficient-UCBV: An Almost Optimal Algorithm
-        using Variance Estimates", AAAI 2018, whose ε stops at the floor sqrt(e / horizon).
+        using Variance Estimates", AAAI 2018, where ε stops at sqrt(e / horizon); the paper has no such floor.
     """
 
     space: Interval
@@ -81,7 +81,6 @@ class PUCBV(LoggedBandit):
         exploration: float = 1.0,
         rng: np.random.Generator,
         decay: float = 0.5,
-        floor: float = 0.0,
         min_width: float = 1e-3,
     ) -> None:
         """Divide the space into equal arms.
@@ -94,7 +93,6 @@ class PUCBV(LoggedBandit):
             exploration: ρ in the paper, at least 0; 0 is greedy.
             rng: Draws the first arm and the values.
             decay: Factor of ε after each reward, in (0, 1]; the paper halves it.
-            floor: The least ε, in [0, 1]; the paper has none.
             min_width: The narrowest part that a split may leave, as a share of the space on its scale, in [0, 1/arms].
 
         Raises:
@@ -112,17 +110,14 @@ class PUCBV(LoggedBandit):
             raise InvalidValueError(f"min_width must be in [0, 1/arms] = [0, {1 / arms:g}], got {min_width!r}")
         self.horizon = None if horizon is None else check_number(horizon, "horizon")
         self.decay = check_number(decay, "decay")
-        self.floor = check_number(floor, "floor")
         if self.horizon is not None and not 0.0 < self.horizon < math.inf:
             raise InvalidValueError(
                 f"horizon must be finite and above 0, got {horizon!r}; it is the number of pulls to come, None if unknown"
             )
         if not 0.0 < self.decay <= 1.0:
             raise InvalidValueError(f"decay must be in (0, 1], got {decay!r}; the paper has 0.5, and 1 means no decay")
-        if not 0.0 <= self.floor <= 1.0:
-            raise InvalidValueError(f"floor must be in [0, 1], got {floor!r}; the paper has none, which is 0")
         settings = {"arms": int(arms), "exploration": self.exploration, "min_width": self.min_width}
-        super().__init__(space, settings | {"horizon": self.horizon, "decay": self.decay, "floor": self.floor}, rng)
+        super().__init__(space, settings | {"horizon": self.horizon, "decay": self.decay}, rng)
         edges = [space.from_unit(i / arms) for i in range(arms + 1)]
         if any(low >= high for low, high in pairwise(edges)):
             raise InvalidValueError(f"{space!r} holds too few numbers for so many arms; take fewer, or a wider space")
@@ -149,8 +144,7 @@ class PUCBV(LoggedBandit):
         """Return the index U of each arm, in the order of `arms`."""
         horizon, age = self._schedule()
         # Add the logarithms of ξ, ψ and ε: in a long run, ε itself would underflow to 0.
-        epsilon = max(age * math.log(self.decay), math.log(self.floor) if self.floor else -math.inf)
-        growth = 2.0 * math.log(horizon / len(self._arms)) + epsilon
+        growth = 2.0 * math.log(horizon / len(self._arms)) + age * math.log(self.decay)
         scale = self.exploration * max(0.0, growth) / 4.0
         return tuple(arm.mean + math.sqrt(scale * (arm.variance + 2.0) / (arm.pulls + 1)) for arm in self._arms)
 

@@ -221,7 +221,7 @@ def test_arms_and_proposals_keep_their_invariants(
     [
         ({"horizon": 1000, "decay": 1.0}, 50, 1000 * 1000),
         ({"horizon": 10}, 1200, 1),  # and ε does not underflow
-        *(({"horizon": 100, "floor": 0.125}, told, 100 * 100 * max(0.5**told, 0.125)) for told in range(6)),
+        *(({"horizon": 100}, told, 100 * 100 * 0.5**told) for told in range(6)),
         # An unknown horizon is the power of two above t, and ε counts from where it grew last.
         *(
             ({"horizon": None}, told, growth)
@@ -229,7 +229,7 @@ def test_arms_and_proposals_keep_their_invariants(
         ),
     ],
 )
-def test_exploration_decays_to_a_floor_and_comes_back_as_an_unknown_horizon_doubles(
+def test_exploration_decays_and_comes_back_as_an_unknown_horizon_doubles(
     options: dict[str, Any], told: int, growth: float
 ) -> None:
     bandit = build(arms=1, min_width=1.0, **options)

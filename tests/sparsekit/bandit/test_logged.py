@@ -55,7 +55,6 @@ def test_a_bandit_gets_the_horizon_if_it_wants_one_and_its_own_options() -> None
         ("p-ucbv", {"min_width": 1.5}, r"\[0, 1/arms\]"),
         ("split-ucbv", {"discount": 0.9}, "has no option discount"),
         ("p-ucbv", {"horizon": 0}, "horizon"),
-        ("p-ucbv", {"floor": 1.5}, r"floor must be in \[0, 1\]"),
         ("p-ucbv", {"decay": 0.0}, r"decay must be in \(0, 1\]"),
         ("p-ucbv", {"color": 1}, "p-ucbv has no option color; it has horizon, arms, exploration"),
         ("p-ucb", {}, "unknown bandit 'p-ucb'; did you mean 'p-ucbv'"),
@@ -108,7 +107,7 @@ LOG = Interval(1e-4, 10.0, "log")
 GOLDEN: dict[str, tuple[str, dict[str, Any], Interval, list[float]]] = {
     "p-ucbv": ("p-ucbv", {}, UNIT, [0.7111299383023898, 0.7128136372180836, 0.7122504802756504, 0.7107420375415382]),
     "p-ucbv, fewer arms": (
-        "p-ucbv", {"arms": 3, "floor": 0.1, "exploration": 0.5}, LOG,
+        "p-ucbv", {"arms": 3, "exploration": 0.5}, LOG,
         [0.3907548647902992, 0.396216116101695, 0.3943810154903194, 0.38950737547399894],
     ),
     "split-ucbv": ("split-ucbv", {}, UNIT, [0.7264897984714136, 0.7264897984714136, 0.7264897984714136, 0.7282692313893515]),
