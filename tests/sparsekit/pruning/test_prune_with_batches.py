@@ -285,7 +285,9 @@ TAKERS: dict[str, Callable[[sk.Pruned, nn.Module, Any, Path], object]] = {
     ),
     "a fixed mask": lambda pruned, other, *_: sk.LearnableMask(other, graph=pruned.graph),
     "a mask from it": lambda pruned, other, *_: sk.LearnableMask.from_pruned(pruned, other),
-    "scores": lambda pruned, other, batches, _: sk.plan(other, batches[0][0][:1], budget="flops=60%", criterion=pruned.scores),
+    "scores": lambda pruned, other, batches, _: sk.plan(
+        other, batches[0][0][:1], budget="flops=60%", criterion=pruned.scores["Fisher"]
+    ),
     "reconstruct": lambda pruned, other, batches, _: sk.reconstruct(other, pruned.model, pruned.graph, pruned.mask, batches),
     "times": lambda pruned, other, batches, _: pruned.measure_times(other, batches[0][0][:1]),
     "save": lambda pruned, other, _, path: sk.save_compact(other, path / "x.safetensors", graph=pruned.graph, mask=pruned.mask),
@@ -301,7 +303,8 @@ def test_a_plan_that_is_given_to_another_model_is_refused_with_what_differs(take
     pruned = sk.prune(model, batches[0][0][:1], budget="flops=50%", batches=batches, loss=F.cross_entropy, criterion="fisher")
     foreign = copy.deepcopy(model)
     if other == "a shape":
-        foreign = nn.Sequential(nn.Linear(12, 33), *foreign[1:])
+        wider = [nn.Linear(12, 33), nn.BatchNorm1d(33), nn.ReLU(), nn.Linear(33, 16)]
+        foreign = nn.Sequential(*wider, *foreign[4:]).eval()
     else:
         foreign[0].bias.data.add_(1.0)
     by_weights = taker in ("a mask from it", "scores")
