@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from sparsekit._torch import identity
 from sparsekit.criteria.weights import unit_magnitudes
 from sparsekit.graph import StateDict, UnitGraph, UnitMask, group_order
 from sparsekit.graph.index import wide
@@ -109,6 +110,7 @@ class UnitVectors:
         return torch.cat([unit_magnitudes(group, leaves) for group in self.narrow_model.graph.groups.values()])
 
     def follow(self) -> None:
+        self._seen: tuple[int, int] | None = None  # identity of scores for which the mask was right
         mask, device = self.narrow_model.mask, self.group_of.device
         kept = torch.cat([mask[name].cpu() for name in self.offsets])
         self._any_dropped = not bool(kept.all())
@@ -133,7 +135,8 @@ class UnitVectors:
 
         If the least kept score equals the largest dropped one, the result is False, and the caller compares by index.
         """
-        if not self._any_dropped:
+        seen = None if scores.is_inference() else identity(scores)
+        if not self._any_dropped or (seen is not None and seen == self._seen):
             return True
         scores = scores.to(self.group_of.device)
         if scores.dtype.itemsize < 4:  # reductions over groups support float32 and float64 on every device
@@ -141,4 +144,6 @@ class UnitVectors:
         bounds = scores.new_full((self.sizes.numel(),), float("inf"))
         kept = bounds.scatter_reduce(0, self.group_of, scores.masked_fill(~self.kept, float("inf")), "amin")
         dropped = (-bounds).scatter_reduce(0, self.group_of, scores.masked_fill(self.kept, -float("inf")), "amax")
-        return bool((kept > dropped).all())
+        unchanged = bool((kept > dropped).all())
+        self._seen = seen if unchanged else None
+        return unchanged
