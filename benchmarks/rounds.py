@@ -37,7 +37,7 @@ from sparsekit_fl.paper.presets import preset_for
 from sparsekit_fl.problem.models import Cnn
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec, answer
-from sparsekit_fl.testing import tiny_problem
+from sparsekit_fl.testing import problem_of
 
 ROUNDS = {"digits": 20, "mnist": 20, "cifar10": 2, "shakespeare": 3}
 """Preset → default number of rounds, with which a turn of two methods takes half a minute to three minutes."""
@@ -122,7 +122,7 @@ def scale(name: str, counts: tuple[int, ...], rounds: int = 3) -> dict[str, Any]
     row: dict[str, Any] = {"method": name}
     for count in counts:
         clients = {id: fl.Client(id=id, data=split) for id in range(count)}
-        spec = RunSpec.build(methods[name](), tiny_problem(), config)
+        spec = RunSpec.build(methods[name](), problem_of(methods[name]()), config)
         server, chosen, whole = Server(spec, clients), list[float](), list[float]()
         with tempfile.TemporaryDirectory() as folder:
             memories = Memories(Path(folder), durable=False)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.problem.datasets import datasets as datasets, DataSource as DataSource
     from sparsekit_fl.engines import Engine as Engine, Processes as Processes
     from sparsekit_fl.paper.build import build_problem as build_problem
+    from sparsekit_fl.methods.adapters import Adapter as Adapter, adapters as adapters
     from sparsekit_fl.methods.base import Method as Method, ServerContext as ServerContext, Setup as Setup
     from sparsekit_fl.methods.base import mean as mean, units as units
     from sparsekit_fl.methods.client import sgd as sgd, Model as Model, Result as Result, Task as Task
@@ -53,6 +54,7 @@ _HOMES = {
 _FURTHER = {
     "sparsekit_fl": "engines",
     "sparsekit_fl.client.context": "ClientContext",
+    "sparsekit_fl.methods.adapters": "Adapter adapters",
     "sparsekit_fl.methods.base": "ServerContext Setup mean units",
     "sparsekit_fl.problem.datasets": "datasets DataSource",
     "sparsekit_fl.engines": "Engine Processes",

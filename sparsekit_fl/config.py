@@ -205,7 +205,7 @@ Source: Xue et al., ICDE 2025 (arXiv 2412.07216), Effect of Heterogeneity (Q3); 
 
 Amp = Literal["off", "bfloat16"]
 Upload = Literal["float32", "bfloat16"]
-CapabilityOf = Literal["flops", "units"]
+CapabilityOf = Literal["flops", "units", "memory"]
 Deploy = Literal["last", "best"]
 Factor = Annotated[float, Field(gt=0, le=1)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
@@ -334,7 +334,9 @@ class RunConfig(Checked):
         "Unit of capabilities and ratios. flops: shares of the FLOPs of a step of the whole model; "
         "every layer keeps the largest equal share of its units that fits, so that a device of capability 1/4, at a "
         "quarter of the speed, needs as long as a full one. units: the units of each layer, as HeteroFL, FedRolex and "
-        "FjORD define it. A quarter of the units costs about a sixteenth of the FLOPs. Default: flops.",
+        "FjORD define it. A quarter of the units costs about a sixteenth of the FLOPs. "
+        "memory: the entries that train, each of which needs room for its value, its gradient and the state of the "
+        "optimizer, as for the ranks of adapters, which hardly change the FLOPs. Default: flops.",
     )
     capability_levels: tuple[Factor, ...] | None = option(
         None,

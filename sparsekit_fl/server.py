@@ -185,7 +185,7 @@ class Server:
             can = f"{lowest:.2g}" if lowest == highest else f"{lowest:.2g} to {highest:.2g}"
             done = "are not asked" if self.spec.config.too_small == "skip" else "train that, in more time than the others"
             known = len(self.seen) or len(self.clients)
-            what = "FLOPs" if ctx.capability_of == "flops" else "units"
+            what = {"flops": "FLOPs", "units": "units", "memory": "entries that train"}[ctx.capability_of]
             told = (
                 f"The least submodel has {self._least:.2g} of the {what}; {len(self._small)} of {known} clients can"
                 f" train {can} only, and {done}."
@@ -249,7 +249,8 @@ class Server:
             training = self.spec.config.training
             passes = training.local_epochs * -(-examples // training.batch_size) * training.batch_size
             whole = 3 * rowmask_flops(costs, own) * (passes + _FURTHER_EXAMPLES)
-            check(update, request, ctx.graph, ctx.state, task, examples=examples, upload=self.spec.config.upload, whole=whole)
+            state = {name: tensor for name, tensor in ctx.state.items() if name not in self.spec.frozen}
+            check(update, request, ctx.graph, state, task, examples=examples, upload=self.spec.config.upload, whole=whole)
             update = self._with_share(ctx, update, task)
         except UpdateError:
             raise
@@ -318,7 +319,7 @@ def learn_statistics(server: ServerContext, updates: Sequence[Update]) -> StateD
 
     As long as all clients train the whole model, this returns nothing, and the method averages buffers like all other entries.
     """
-    names = [name for name in server.state if name not in server.parameters]
+    names = [name for name in server.state if name not in server.parameters and name in updates[0].delta]
     ratios = [server.tasks[update.client_id].ratio for update in updates]
     held: dict[int, StateDict] = dict(server.memory.get(_STATISTICS, {}))
     if not names or not (held or any(ratio < 1.0 for ratio in ratios)):

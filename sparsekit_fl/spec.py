@@ -50,6 +50,7 @@ class RunSpec:
         parameters: State-dict keys of parameters that train; the others are buffers or frozen parameters.
         frozen: State-dict keys of parameters without gradient. They are neither sent nor stored for each client.
         private: State-dict keys of the entries that stay on each client.
+        written: State-dict keys of frozen entries that the server may change, and sends.
         trained: Whether the global state of round 0 is trained: it was passed as `init`, or the model shows signs of training.
     """
 
@@ -63,6 +64,7 @@ class RunSpec:
     parameters: frozenset[str] = frozenset()
     frozen: frozenset[str] = frozenset()
     private: frozenset[str] = frozenset()
+    written: frozenset[str] = frozenset()
     trained: bool = False
 
     @classmethod
@@ -79,23 +81,28 @@ class RunSpec:
         costs = cost_model(model, setup.problem.example_inputs, graph)
         initial = clone(model.state_dict())
         leaves = dict(model.named_parameters(remove_duplicate=False))
+        trained = frozenset(name for name, leaf in leaves.items() if leaf.requires_grad)
+        frozen = frozenset(leaves) - trained
+        if strange := sorted(frozenset(setup.written) - frozen):
+            raise InvalidValueError(f"Setup.written must name frozen parameters, got {strange[:5]}; others travel in any case")
         return cls(
             method=method,
             problem=setup.problem,
             graph=graph,
             layers=layers,
-            costs=costs,
+            costs=replace(costs, parameters=costs.parameters & trained),
             config=setup.config,
             initial=initial if init is None else read_initial(init, initial),
-            parameters=frozenset(name for name, leaf in leaves.items() if leaf.requires_grad),
-            frozen=frozenset(name for name, leaf in leaves.items() if not leaf.requires_grad),
+            parameters=trained,
+            frozen=frozen,
             private=frozenset(setup.private),
+            written=frozenset(setup.written),
             trained=init is not None or signs_of_training(model) is not None,
         )
 
     def shared_names(self) -> list[str]:
         """Return the state-dict keys that server and clients exchange, in the order of the state."""
-        return [name for name in self.initial if name not in self.frozen and name not in self.private]
+        return [name for name in self.initial if name not in self.private and name not in self.frozen - self.written]
 
     def fingerprint(self) -> str:
         """Return a digest of the state's names, dtypes and shapes, of the units, and of frozen values, which are never sent.
@@ -318,7 +325,7 @@ def _upload(
     memory["private"].update({name: trained[name] for name in private})
     kept = Kept(graph, upload)
     delta = {}
-    for name in received:
+    for name in (name for name in received if name not in spec.frozen):
         value = trained[name] if narrow else kept.gather(name, trained[name])
         moved = change(value.detach(), kept.gather(name, start[name]))
         delta[name] = moved.to(upload_dtype(moved.dtype, spec.config.upload))

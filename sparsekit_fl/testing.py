@@ -19,6 +19,7 @@ from sparsekit_fl.client.messages import Reply, Update
 from sparsekit_fl.config import Deploy, RunConfig, TrainingConfig
 from sparsekit_fl.engines import Processes
 from sparsekit_fl.errors import ClientError, RunInterrupted, UpdateError
+from sparsekit_fl.methods.adapters import Adapters
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.problem.data import Capability, Client, ClientData, TensorData
 from sparsekit_fl.problem.problem import Problem
@@ -47,6 +48,16 @@ class TinyNet(nn.Module):
 def tiny_problem() -> Problem:
     """Return the problem of classifying points by a linear rule."""
     return Problem(model=TinyNet, example_inputs=(torch.zeros(2, 6),))
+
+
+def adapter_problem() -> Problem:
+    """Return the same for a network with a low-rank adapter on a frozen layer."""
+    return Problem(model=partial(OtherNet, "adapters"), example_inputs=(torch.zeros(2, 6),))
+
+
+def problem_of(method: Method) -> Problem:
+    """Return the problem above on which a method works."""
+    return adapter_problem() if isinstance(method, Adapters) else tiny_problem()
 
 
 def tiny_clients(count: int = 8, *, examples: int = 24) -> list[Client]:
@@ -107,14 +118,19 @@ class MethodContract:
             @pytest.fixture
             def make(self):
                 return my_method
+
+    If it needs another model than a small classifier with batch norm, give the class a `problem` too.
+    Its model takes the inputs of `tiny_problem`, six numbers, and gives three logits.
     """
+
+    problem: ClassVar[Problem] = tiny_problem()
 
     def test_workers_and_interruptions_change_no_bit(self, make: Callable[[], Method], tmp_path: Path) -> None:
         import pytest  # here, since processes that load `tiny_data` need none
 
-        method = make()
+        method, tiny_run = make(), self._run
         before = repr(method)
-        whole = _tiny_run(method)
+        whole = tiny_run(method)
         assert repr(method) == before, "a method is never changed"
         assert [record.round for record in whole.rounds] == [1, 2, 3, 4]
         assert all(not record.dropped for record in whole.rounds)
@@ -124,12 +140,15 @@ class MethodContract:
         cost = whole.cost
         assert min(cost.flops, cost.flops_paper, cost.uplink_bytes, cost.downlink_bytes, cost.seconds) > 0
         with pytest.raises(RunInterrupted):
-            _tiny_run(make(), engine=Processes(2), out=tmp_path, callbacks=(StopAfter(2),))
-        other = _tiny_run(make(), out=tmp_path, resume=True)
+            tiny_run(make(), engine=Processes(2), out=tmp_path, callbacks=(StopAfter(2),))
+        other = tiny_run(make(), out=tmp_path, resume=True)
         assert other.final.state_sha256 == whole.final.state_sha256
         assert other.final.personal == whole.final.personal
         assert [record.ratios for record in other.rounds] == [record.ratios for record in whole.rounds]
         assert [record.loss for record in other.rounds] == [record.loss for record in whole.rounds]
+
+    def _run(self, method: Method, **options: Any) -> RunResult:
+        return run(method, self.problem, tiny_clients(), tiny_config(), **options)
 
     largest_step: ClassVar[float] = 3.0
     """Largest allowed change of the global model in a round, in multiples of the largest change of a client.
@@ -140,7 +159,9 @@ class MethodContract:
     def test_equal_changes_move_the_model_by_about_one_of_them(self, make: Callable[[], Method]) -> None:
         first = tiny_clients(1)[0]
         clients = [dataclasses.replace(first, id=id) for id in range(8)]
-        round = _Round(make(), clients=clients, config=dataclasses.replace(tiny_config(), cohort=8, capability_levels=None))
+        round = _Round(
+            make(), self.problem, clients=clients, config=dataclasses.replace(tiny_config(), cohort=8, capability_levels=None)
+        )
         before = {name: round.ctx.state[name].clone() for name in round.ctx.parameters}
         round.finish()
         moved = max(float((round.server.state.model[name] - one).norm()) for name, one in before.items())
@@ -153,7 +174,7 @@ class MethodContract:
             test = _Poisoned(client.data.test.inputs, client.data.test.targets)
             poisoned.append(dataclasses.replace(client, data=ClientData(client.data.train, client.data.val, test)))
         for deploy in get_args(Deploy):
-            round = _Round(make(), clients=poisoned, config=dataclasses.replace(tiny_config(), deploy=deploy))
+            round = _Round(make(), self.problem, clients=poisoned, config=dataclasses.replace(tiny_config(), deploy=deploy))
             state = {**round.ctx.state}
             before = {name: (tensor._version, tensor.clone()) for name, tensor in state.items()}
             round.finish()
@@ -189,7 +210,7 @@ class MethodContract:
         config = dataclasses.replace(tiny_config(), min_replies=1)
         server = None
         for _ in range(3):
-            round = _Round(method, config=config, server=server)
+            round = _Round(method, self.problem, config=config, server=server)
             round.finish(spoilt)
             server = round.server
         assert server is not None
@@ -199,7 +220,7 @@ class MethodContract:
         self, make: Callable[[], Method]
     ) -> None:
         split = tiny_clients(1)[0].data
-        round = _Round(make(), clients=[Client(id=id, data=split) for id in range(1000)])
+        round = _Round(make(), self.problem, clients=[Client(id=id, data=split) for id in range(1000)])
         round.finish()
         touched = set(round.ctx.client) - {request.client_id for request in round.requests}
         assert not touched, "server.client[id] is for clients of the round alone"
@@ -209,9 +230,15 @@ class _Round:
     """One round of a method, step by step, in this process."""
 
     def __init__(
-        self, method: Method, *, clients: Sequence[Client] = (), config: RunConfig | None = None, server: Server | None = None
+        self,
+        method: Method,
+        problem: Problem,
+        *,
+        clients: Sequence[Client] = (),
+        config: RunConfig | None = None,
+        server: Server | None = None,
     ) -> None:
-        spec = RunSpec.build(method, tiny_problem(), config or tiny_config()) if server is None else server.spec
+        spec = RunSpec.build(method, problem, config or tiny_config()) if server is None else server.spec
         self.server = server or Server(spec, by_id(clients or tiny_clients()))
         self.ctx = self.server.context(self.server.state.round + 1)
         self.requests = self.server.requests(self.ctx)
@@ -256,17 +283,13 @@ class OtherNet(nn.Module):
         if kind == "tied":
             self.again = self.outer
         if kind == "adapters":
-            self.down, self.up = nn.Linear(6, 4, bias=False), nn.Linear(4, 8, bias=False)
+            self.lora_A, self.lora_B = nn.Linear(6, 4, bias=False), nn.Linear(4, 8, bias=False)
             self.inner.requires_grad_(False)
         self.kind = kind
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.inner(inputs) + (self.up(self.down(inputs)) if self.kind == "adapters" else 0.0)
+        hidden = self.inner(inputs) + (self.lora_B(self.lora_A(inputs)) if self.kind == "adapters" else 0.0)
         hidden = torch.relu(self.norm(hidden))
         hidden = torch.relu(self.outer(hidden))
         logits: Tensor = self.out(torch.relu(self.again(hidden)) if self.kind == "tied" else hidden)
         return logits
-
-
-def _tiny_run(method: Method, **options: Any) -> RunResult:
-    return run(method, tiny_problem(), tiny_clients(), tiny_config(), **options)

@@ -20,7 +20,7 @@ from sparsekit_fl.methods import make_method
 from sparsekit_fl.methods.base import ClientInfo
 from sparsekit_fl.packing import Kept
 from sparsekit_fl.spec import RunSpec
-from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import problem_of, tiny_clients, tiny_config, tiny_problem
 
 # A hidden matrix of three numbers, which are units too, its bias, an output layer that nobody prunes, and a counter.
 STATE = {
@@ -112,7 +112,7 @@ def tiny_run(method="fedavg", *, problem=None, clients=None, config=None, rounds
     config = config or tiny_config(rounds=rounds)
     config = replace(config, **{one.name: given.pop(one.name) for one in fields(config) if one.name in given})
     method = make_method(method) if isinstance(method, str) else method
-    return fl.run(method, problem or tiny_problem(), clients or tiny_clients(), config, **given)
+    return fl.run(method, problem or problem_of(method), clients or tiny_clients(), config, **given)
 
 
 def watched(method="fedavg", *, engine=None, change=lambda request, reply: reply, **options):

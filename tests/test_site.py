@@ -103,11 +103,12 @@ def test_the_python_of_every_page_can_be_parsed():
 
 
 COMMANDS = {
+    "adapters": "run flexlora --dataset adapted:load --rounds 1 --cohort 5 --workers 1 --quiet",
     "federated": "run fedlps --dataset mydata:load --rounds 1 --cohort 3 --workers 1 --quiet",
     "tune": f"tune '{sys.executable} train.py {{lr}}' --space lr=1e-4:10:log --metric 'accuracy: (\\S+)' --trials 3 --quiet",
 }
 """Short forms of commands of tutorials, run where their Python has run."""
-OF_OTHERS = {"flwr", "torch_pruning", "torchao", "transformers", "ultralytics"}
+OF_OTHERS = {"flwr", "peft", "torch_pruning", "torchao", "transformers", "ultralytics"}
 """Libraries of which a page may show code; where one is missing, the page ends before it."""
 
 

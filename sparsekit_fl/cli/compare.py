@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparsekit.cli import AsJson, command_app, command_line, print_json, print_table, print_wrapped
-from sparsekit.errors import InvalidValueError, SparsekitError, require
+from sparsekit.errors import InvalidValueError, NoUnitsError, SparsekitError, require
 from sparsekit_fl.cli.options import RunOptions, with_run_options
 from sparsekit_fl.cli.run import Experiment
 
@@ -73,8 +73,9 @@ def _compare(
                 raise
             except Exception as error:  # noqa: BLE001 - a method may fail in any way; the other runs continue
                 text = str(error) if isinstance(error, SparsekitError) else f"{type(error).__name__}: {error}"
-                failed.append({"method": method.name, "seed": run.seed, "error": text})
-                told = f"failed: {text}"
+                told = "left out" if ALL in methods and isinstance(error, NoUnitsError) else "failed"
+                failed.append({"method": method.name, "seed": run.seed, "error": text, "outcome": told})
+                told = f"{told}: {text}"
             if not (options.quiet or options.as_json):
                 typer.echo(f"{label}: {told}", err=True)
     except (RunInterrupted, KeyboardInterrupt):
@@ -83,7 +84,7 @@ def _compare(
         raise typer.Exit(INTERRUPTED) from None
     comparisons = comparisons_of(finished, order=list(made))
     end = "Nothing was kept. With --out DIR you get every result, and report.html with tables and charts."
-    lines = [f"failed: {one['method']}, seed {one['seed']}: {one['error']}" for one in failed]
+    lines = [f"{one['outcome']}: {one['method']}, seed {one['seed']}: {one['error']}" for one in failed]
     if options.out is not None:
         end = f"a folder per run is in {options.out}"
         if finished:
@@ -95,7 +96,7 @@ def _compare(
             show(comparison)
         for line in [*lines, end]:
             typer.echo(line)
-    if failed:
+    if any(one["outcome"] == "failed" for one in failed):
         raise typer.Exit(FAILED)
 
 

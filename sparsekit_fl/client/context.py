@@ -79,7 +79,7 @@ class ClientContext:
         private: State-dict keys of the entries that stay on this client from round to round.
         scored: FLOPs of each call of `score` in this round.
         levels: Ratios from which the run draws capabilities.
-        capability_of: What ratios are shares of: "flops" or "units".
+        capability_of: What ratios are shares of: "flops", "units" or "memory".
         deploy: Which model a client deploys; see `RunConfig.deploy`.
         request: The server's request in this round.
         trained: Whether the global state of round 0 is trained, not random.
@@ -118,7 +118,7 @@ class ClientContext:
 
     def width(self, ratio: float) -> float:
         """Return the share of units to keep in each group at a ratio, which may be a share of FLOPs."""
-        return ratio if self.capability_of == "units" else width_of(self.costs, ratio)
+        return ratio if self.capability_of == "units" else width_of(self.costs, ratio, self.capability_of)
 
     def load(self, state: StateDict, mask: Mask | None) -> None:
         """Load a state into the narrow model, under a fixed mask.
@@ -200,28 +200,35 @@ class ClientContext:
         return evaluate(self.masked.model, self.problem, examples, positions=positions)
 
 
+_METRICS: Mapping[CapabilityOf, str] = {"flops": "flops", "memory": "params"}
+"""What a capability is a share of → its name in the costs of a run, whose parameters are those that train."""
+
+
 @functools.lru_cache(maxsize=1024)
-def width_of(costs: CostModel, share: float) -> float:
-    """Return the largest share of units, equal in all groups, at which a step costs at most `share` of a full step's FLOPs.
+def width_of(costs: CostModel, share: float, of: CapabilityOf = "flops") -> float:
+    """Return the largest share of units, equal in all groups, at which a step costs at most `share` of a full step's FLOPs,
+    or trains at most this share of the entries.
 
     Each group keeps at least one unit, even if that costs more.
     """
     if share == 1.0:
         return 1.0
-    limit, sizes = share * costs.dense_costs()["flops"], {group.size for group in costs.graph.groups.values()}
+    metric = _METRICS[of]
+    limit, sizes = share * costs.dense_costs()[metric], {group.size for group in costs.graph.groups.values()}
     # The shares at which a group gets another unit.
     widths = sorted({count / size for size in sizes for count in range(1, size + 1)})
-    fits = bisect.bisect_right(widths, limit, key=lambda width: costs.costs(ratio_counts(costs.graph, width))["flops"])
+    fits = bisect.bisect_right(widths, limit, key=lambda width: costs.costs(ratio_counts(costs.graph, width))[metric])
     return widths[max(0, fits - 1)] if widths else 1.0
 
 
 def share_of(costs: CostModel, mask: Mask | None, of: CapabilityOf) -> float:
-    """Return the share of the whole model that a mask keeps: of the FLOPs of a step, or of all units.
+    """Return the share of the whole model that a mask keeps: of the FLOPs of a step, of the entries that train, or of all
+    units.
 
     A weight mask saves no FLOPs, so its share is that of its kept entries.
     """
-    if isinstance(mask, UnitMask) and of == "flops":
-        return costs.costs(mask.counts())["flops"] / costs.dense_costs()["flops"]
+    if isinstance(mask, UnitMask) and of in _METRICS:
+        return costs.costs(mask.counts())[_METRICS[of]] / costs.dense_costs()[_METRICS[of]]
     if mask is None or not len(mask):
         return 1.0
     return sum(int(keep.sum()) for keep in mask.values()) / sum(keep.numel() for keep in mask.values())

@@ -11,6 +11,7 @@ from typing import Any
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.registry import Registry
+from sparsekit_fl.methods.adapters import FlexLoRA as flexlora, HetLoRA as hetlora
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.methods.depthfl import DepthFL as depthfl
 from sparsekit_fl.methods.fedlps import FedLPS as fedlps

@@ -65,6 +65,8 @@ class Setup:
         config: The options of the run.
         private: State-dict keys of entries that stay on each client from round to round; at first with the values of round 0.
         groups: Names of the unit groups that may be pruned; at first, all except those whose units come from frozen weights.
+        written: State-dict keys of frozen entries that the server changes in `aggregate`: they are sent to clients, and never
+            back.
     """
 
     problem: Problem
@@ -73,6 +75,7 @@ class Setup:
     config: RunConfig
     groups: Collection[str] = ()
     private: Collection[str] = ()
+    written: Collection[str] = ()
 
     def require_units(self, name: str) -> None:
         """Raise NoUnitsError if the model has no units; `name` is the method's, for the message."""
@@ -109,7 +112,7 @@ class ServerContext:
         state: The shared global state at the start of the round.
         costs: FLOPs of the model.
         parameters: State-dict keys of the shared entries that train; the others are buffers.
-        capability_of: What ratios are shares of: "flops" or "units".
+        capability_of: What ratios are shares of: "flops", "units" or "memory".
         trained: Whether the global state of round 0 is trained, not random.
         tasks: Client id → its task in this round; complete in `aggregate`.
         failed: Client id → ratio, for the clients whose code raised an exception in this round; complete in `aggregate`.
@@ -134,7 +137,7 @@ class ServerContext:
 
     def width(self, ratio: float) -> float:
         """Return the share of units to keep in each group at a ratio, which may be a share of FLOPs."""
-        return ratio if self.capability_of == "units" else width_of(self.costs, ratio)
+        return ratio if self.capability_of == "units" else width_of(self.costs, ratio, self.capability_of)
 
 
 @dataclass(frozen=True)
@@ -366,7 +369,8 @@ def mean_change(
     if total == 0:
         return {}
     parts = [(update.delta, Kept(graph, update.mask)) for update in updates]
-    sums = {name: torch.zeros(tensor.shape, dtype=wide(tensor.dtype)) for name, tensor in state.items()}
+    trained = updates[0].delta
+    sums = {name: torch.zeros(one.shape, dtype=wide(one.dtype)) for name, one in state.items() if name in trained}
     for (deltas, kept), weight in zip(parts, weights, strict=True):
         for name, delta in deltas.items():
             # The product of a 24-bit mantissa and a small number is exact in float64; only the sum rounds.

@@ -29,7 +29,7 @@ class Task:
             dense entries that this client gets in place of the global ones, which the server sends in any case.
         mask: A mask chosen by the server: only kept entries are sent, and all others arrive as zero. None: the whole
             model is sent.
-        ratio: What to train, in (0, 1]: a share of the FLOPs of the whole model, or of its units, as
+        ratio: What to train, in (0, 1]: a share of the FLOPs of the whole model, of its units or of its memory, as
             `RunConfig.capability_of` says. `width(ratio)` of either context is the share of the units.
         extra: Further tensors for the client, by name.
         own_mask: Whether the client chooses the mask of its update. Otherwise, the update has exactly `mask`.
@@ -241,7 +241,9 @@ def local_step(masked: LearnableMask, forward: Step, update: LocalStep, adjusts:
 
 def keep_model(client: ClientContext, result: Result) -> None:
     """Store the model that was just trained in the client's memory, for deployment."""
-    own = {name: tensor.cpu() for name, tensor in result.state.items() if name not in client.frozen}
+    own = {
+        name: tensor.cpu() for name, tensor in result.state.items() if name not in client.frozen or name in client.request.state
+    }
     client.memory["kept"] = memory = {"round": client.round, "state": own, "ratio": result.ratio}
     remember_mask(memory, result.mask)
 

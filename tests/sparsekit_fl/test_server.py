@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from mutations import join, mutated, split
-from personal import Watching, tiny_clients, tiny_config, tiny_problem, tiny_run, watched
+from personal import Watching, problem_of, tiny_clients, tiny_config, tiny_problem, tiny_run, watched
 from safetensors.torch import save
 
 import sparsekit_fl as fl
@@ -129,7 +129,7 @@ def under(update, graph, state, mask):
 @pytest.mark.parametrize("name", sorted(registry))
 def test_what_the_server_decided_is_not_a_claim_of_a_client(name, tmp_path):
     """With another mask or ratio, an update is refused; or, where clients choose, the server computes what is on record."""
-    spec = RunSpec.build(registry[name](), tiny_problem(), replace(tiny_config(), capability_levels=(0.5,)))
+    spec = RunSpec.build(registry[name](), problem_of(registry[name]()), replace(tiny_config(), capability_levels=(0.5,)))
     server, memories = Server(spec, CLIENTS), Memories(tmp_path, durable=False)
     ctx = server.context(1)
     for request in server.requests(ctx):
@@ -137,7 +137,10 @@ def test_what_the_server_decided_is_not_a_claim_of_a_client(name, tmp_path):
         update, says = honest.update, partial(server.validate, ctx, request)
         good = says(honest)
         assert 0 < good.share <= 1
-        full, first = UnitMask.full(spec.graph), {name: torch.arange(8) < 1 for name in spec.graph.groups}
+        full, first = (
+            UnitMask.full(spec.graph),
+            {name: torch.arange(group.size) < 1 for name, group in spec.graph.groups.items()},
+        )
         others = [one for one in (None, full, UnitMask(first)) if one != task.mask]
         if not task.own_mask:
             for lie in (replace(update, ratio=0.99), *(under(update, spec.graph, ctx.state, one) for one in others)):

@@ -10,11 +10,12 @@ from functools import cache, partial
 
 import pytest
 import torch
-from personal import chain, deep_problem, equals, tiny_clients, tiny_config, tiny_problem, tiny_run, watched
+from personal import chain, deep_problem, equals, problem_of, tiny_clients, tiny_config, tiny_problem, tiny_run, watched
 from zoo import ZOO
 
 import sparsekit_fl as fl
 from sparsekit.graph import WeightMask
+from sparsekit_fl.client.context import share_of
 from sparsekit_fl.methods import prunefl, registry
 from sparsekit_fl.packing import Kept
 from sparsekit_fl.problem.models import NextWordLstm
@@ -23,6 +24,7 @@ from sparsekit_fl.spec import RunSpec, run_client
 # Of FedLPS, its literal form alone takes other ways; other ablations are made of the same parts.
 ABLATIONS = {name for name, made in registry.items() if isinstance(made, fl.Method)} - {"fedlps-paper", "fedlps-random"}
 METHODS = {name: registry[name] for name in registry if name not in ABLATIONS} | {"prunefl-often": partial(prunefl, every=2)}
+ADAPTED = {"flexlora", "hetlora"}
 BY_ENTRY = {"cs", "fedspa", "lotteryfl", "prunefl", "prunefl-often"}
 
 
@@ -33,21 +35,21 @@ def test_a_method_runs_under_all_that_a_run_may_ask_at_once_and_what_never_train
     base = tiny_config(rounds=6)
     training = replace(base.training, optimizer="adamw", lr=0.01, amp="bfloat16")
     config = replace(base, cohort=2, eval_every=6, training=training)
-    problem = chain(6, 8, 7, 6, 3, frozen=(2,), exits=("4",))
+    problem = problem_of(METHODS[name]()) if name in ADAPTED else chain(6, 8, 7, 6, 3, frozen=(2,), exits=("4",))
     result, updates = watched(METHODS[name](), problem=problem, clients=clients, config=config, out=tmp_path)
     assert len(result.rounds) == 6
     assert not any(record.dropped for record in result.rounds)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in result.state.values())
     assert 0.0 <= result.final.personal["accuracy"] <= 1.0
     assert updates
-    start = RunSpec.build(METHODS[name](), problem, config).initial
-    frozen = {key for key in start if ".".join(key.split(".")[-2:]) in {"2.weight", "2.bias"}}
-    for key in frozen:
-        assert torch.equal(result.state[key], start[key])
+    spec = RunSpec.build(METHODS[name](), problem, config)
+    assert len(spec.frozen) == 2
+    for key in spec.frozen:
+        assert torch.equal(result.state[key], spec.initial[key])
         assert not any(key.encode() in path.read_bytes() for path in (tmp_path / "clients").iterdir())
     for update in updates:
-        assert not frozen & set(update.delta)
-        assert name not in BY_ENTRY or not frozen & set(update.mask or ())
+        assert not spec.frozen & set(update.delta)
+        assert name not in BY_ENTRY or not spec.frozen & set(update.mask or ())
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))
@@ -128,6 +130,25 @@ def test_prunefl_refuses_gradients_that_are_not_of_its_weights(spoiled):
     assert all("must return the tensors that its task names" in found and "first.weight" in found for found in reasons)
 
 
+@pytest.mark.parametrize("name", ["fedlps", "fedlps-paper", "fedmp"])
+def test_a_device_that_fails_is_given_less_and_trains_no_more_epochs_for_it(name, monkeypatch):
+    fit, trained = fl.ClientContext.fit, []
+
+    def limited(self, batches, step):
+        share = share_of(self.costs, self.masked.unit_mask(), "flops")
+        if share > 0.3:
+            raise MemoryError("more than this device has")
+        trained.append((share, self.client.id, fit(self, batches, step)))
+        return trained[-1][-1]
+
+    monkeypatch.setattr(fl.ClientContext, "fit", limited)
+    result = tiny_run(name, clients=tiny_clients(2), rounds=12, cohort=2, min_replies=1, capability_levels=(0.25, 1.0))
+    assert any(record.dropped for record in result.rounds)
+    assert len({client for _, client, _ in trained}) == 2
+    for _, client, log in trained:
+        assert log.examples == 2 * len(tiny_clients(2)[client].data.train)
+
+
 MODELS = {
     "lstm": (lambda: NextWordLstm(vocabulary=4, width=6, hidden=8), lambda count: torch.randint(0, 4, (count, 5))),
     "residual": (ZOO["resnet-small"].make, lambda count: torch.randn(count, 3, 7, 7)),
@@ -204,10 +225,10 @@ def test_without_what_is_its_own_a_method_is_fedavg_bit_for_bit(method, monkeypa
 EVERY_FILE = """
 import hashlib, pathlib, tempfile
 import sparsekit_fl as fl
-from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
-for name in fl.methods.registry:
+from sparsekit_fl.testing import problem_of, tiny_clients, tiny_config
+for name, make in fl.methods.registry.items():
     with tempfile.TemporaryDirectory() as out:
-        fl.run(fl.methods.registry[name](), tiny_problem(), tiny_clients(), tiny_config(rounds=1), out=out)
+        fl.run(make(), problem_of(make()), tiny_clients(), tiny_config(rounds=1), out=out)
         files = sorted(path for path in pathlib.Path(out).glob("*/*") if path.is_file())
         print(name, [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in files])
 """
