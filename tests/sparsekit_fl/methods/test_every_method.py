@@ -130,19 +130,19 @@ def test_prunefl_refuses_gradients_that_are_not_of_its_weights(spoiled):
     assert all("must return the tensors that its task names" in found and "first.weight" in found for found in reasons)
 
 
-@pytest.mark.parametrize("name", ["fedlps", "fedlps-paper", "fedmp"])
+@pytest.mark.parametrize("name", ["fedlps", "rcr-dyn", "fedmp"])
 def test_a_device_that_fails_is_given_less_and_trains_no_more_epochs_for_it(name, monkeypatch):
     fit, trained = fl.ClientContext.fit, []
 
     def limited(self, batches, step):
         share = share_of(self.costs, self.masked.unit_mask(), "flops")
-        if share > 0.3:
+        if share > 0.3 and self.client.id == 0:
             raise MemoryError("more than this device has")
         trained.append((share, self.client.id, fit(self, batches, step)))
         return trained[-1][-1]
 
     monkeypatch.setattr(fl.ClientContext, "fit", limited)
-    result = tiny_run(name, clients=tiny_clients(2), rounds=12, cohort=2, min_replies=1, capability_levels=(0.25, 1.0))
+    result = tiny_run(name, clients=tiny_clients(2), rounds=12, cohort=2, min_replies=1, capability_levels=(1.0,))
     assert any(record.dropped for record in result.rounds)
     assert len({client for _, client, _ in trained}) == 2
     for _, client, log in trained:
