@@ -1,5 +1,5 @@
 """Pruning in one call: a model and a budget in, a smaller model and a report out."""
 
-from sparsekit.pruning.settings import signs_of_training
+from sparsekit.pruning.calibration import signs_of_training
 
 __all__ = ["signs_of_training"]

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
+from sparsekit._torch import InstanceNorm, NormBase
 from sparsekit.criteria.batches import Batch, Batches, Loss, loss_of, read_batches
 from sparsekit.errors import level_of_user
 from sparsekit.pruning.distillation import Distillation
@@ -27,6 +28,8 @@ _BATCHES, _BYTES = 48, 2**30
 _JUDGES, _FEW = 64, 12
 """Minimum number of held-out examples, or of tokens if inputs are token ids; and the number of batches from which on the order
 of labels is checked across batch boundaries only."""
+_ENTRIES, _TIMES = 4096, 3.0
+"""Weights of the smallest matrix that is looked at, and how many times as much as at random its rows must differ."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,3 +248,26 @@ def _held_out(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
         judge.insert(0, batch)
         held += batch.examples
     return fit, judge
+
+
+def signs_of_training(model: nn.Module) -> str | None:
+    """Return a sign that a network was trained; None if there is none.
+
+    The first sign is a batch norm that has seen batches. The second sign: in at least half of the larger matrices, the norms of
+    rows differ three times as much as for independent numbers.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, NormBase) and not isinstance(module, InstanceNorm):
+            seen = module.num_batches_tracked
+            if seen is not None and int(seen) > 0:
+                return f"batch norm {name!r} has seen {int(seen)} batches"
+    uneven = total = 0
+    for entry in model.parameters():
+        if entry.dim() > 1 and entry.numel() >= _ENTRIES and entry.is_floating_point():
+            with torch.no_grad():
+                rows = entry.detach().flatten(1).float()
+                squares = rows.square()
+                variance = squares.var() / rows.shape[1]  # of the mean square of a row of independent numbers
+                uneven += bool(squares.mean(1).var() > _TIMES**2 * variance)
+            total += 1
+    return f"{uneven} of {total} weight matrices have rows of uneven norms" if total and 2 * uneven >= total else None

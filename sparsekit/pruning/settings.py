@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import InstanceNorm, NormBase
 from sparsekit.allocation import Allocation, PreferredMultiple, Problem, Schedule, by_cost, by_loss, global_ranking, uniform
 from sparsekit.allocation import registry as allocations
 from sparsekit.allocation.limits import Limits, Multiples, free_counts
@@ -24,7 +23,7 @@ from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedMod
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.layers import LayerRule
 from sparsekit.measure import Budget, CostModel
-from sparsekit.pruning.calibration import Calibration
+from sparsekit.pruning.calibration import Calibration, signs_of_training
 from sparsekit.pruning.reconstruction import Reconstruct, batch_norms, statistics_prior
 from sparsekit.pruning.selection import Ratios
 from sparsekit.surgery.files import hash_state
@@ -46,8 +45,6 @@ CANDIDATES = (
 """Criterion and allocation of the cuts that are compared by default; the first where nothing can be held out."""
 _WITHIN = (by_cost, by_loss, global_ranking, uniform)
 """Allocations that need a budget."""
-_ENTRIES, _TIMES = 4096, 3.0
-"""Weights of the smallest matrix that is looked at, and how many times as much as at random its rows must differ."""
 
 
 class UncalibratedWarning(UserWarning):
@@ -283,26 +280,3 @@ def data_notes(model: nn.Module, candidates: Sequence[Candidate], calibration: C
     )
     warnings.warn(notes[-1], UncalibratedWarning, stacklevel=level_of_user())
     return notes
-
-
-def signs_of_training(model: nn.Module) -> str | None:
-    """Return a sign that a network was trained; None if there is none.
-
-    The first sign is a batch norm that has seen batches. The second sign: in at least half of the larger matrices, the norms of
-    rows differ three times as much as for independent numbers.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, NormBase) and not isinstance(module, InstanceNorm):
-            seen = module.num_batches_tracked
-            if seen is not None and int(seen) > 0:
-                return f"batch norm {name!r} has seen {int(seen)} batches"
-    uneven = total = 0
-    for entry in model.parameters():
-        if entry.dim() > 1 and entry.numel() >= _ENTRIES and entry.is_floating_point():
-            with torch.no_grad():
-                rows = entry.detach().flatten(1).float()
-                squares = rows.square()
-                variance = squares.var() / rows.shape[1]  # of the mean square of a row of independent numbers
-                uneven += bool(squares.mean(1).var() > _TIMES**2 * variance)
-            total += 1
-    return f"{uneven} of {total} weight matrices have rows of uneven norms" if total and 2 * uneven >= total else None

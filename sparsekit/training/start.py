@@ -18,9 +18,10 @@ from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedMod
 from sparsekit.graph import StateDict, UnitGraph, UnitMask
 from sparsekit.layers import Rules
 from sparsekit.measure import CostModel, cost_model
+from sparsekit.pruning.calibration import signs_of_training
 from sparsekit.pruning.prune import plan, prune
 from sparsekit.pruning.result import Pruned, PrunePlan
-from sparsekit.pruning.settings import CANDIDATES, UncalibratedWarning, signs_of_training
+from sparsekit.pruning.settings import CANDIDATES, UncalibratedWarning
 from sparsekit.surgery.compaction import compact, expand
 from sparsekit.surgery.files import hash_state
 from sparsekit.tracing.blocks import refuse_meta
