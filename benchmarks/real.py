@@ -335,7 +335,10 @@ def blocks(name: str, path: Path, shares: Sequence[float]) -> None:
         with torch.no_grad():
             times = in_turns({case: prepare(model, runtime, (x,), {}) for case, model in timed.items()}, 30, warm=2)
         shares_of_dense = {case: over(times, case, "dense") for case in timed if case != "dense"}
-        add(path, {"what": "block times", "pixels": size, "batch": batch, "runtime": runtime, **shares_of_dense})
+        add(
+            path,
+            {"what": "block times", "share": shares[0], "pixels": size, "batch": batch, "runtime": runtime, **shares_of_dense},
+        )
 
 
 def distil(bench: Bench, arm: str, share: float, seed: int) -> tuple[nn.Module, dict[str, Any]]:

@@ -152,7 +152,7 @@ def time_turns(
     second: Callable[[], object],
     timed: Callable[[Callable[[], object]], float],
     *,
-    seconds: float = 1.0,
+    seconds: float = 0.5,
 ) -> TimePair:
     """Time two calls alternately with the stopwatch `timed`, for `seconds`, or up to four times that if timings vary.
 
