@@ -154,6 +154,12 @@ def segformer() -> Any:
     )
 
 
+def dpt() -> Any:
+    sizes = _VISION | {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [16, 32, 48, 64]}
+    sizes |= {"fusion_hidden_size": 32, "image_size": 64, "is_hybrid": False}
+    return hugging("DPTForDepthEstimation", {"pixel_values": image(64)[0]}, **sizes)
+
+
 def video(kind: str, **options: Any) -> Any:
     # The feed-forward width is four times the hidden size, as published.
     sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32}
@@ -258,6 +264,7 @@ MODELS: dict[str, tuple[str, Callable[[], Any]]] = {
     "RT-DETR": ("transformers", rt_detr),
     "SAM": ("transformers", sam),
     "SegFormer": ("transformers", segformer),
+    "DPT": ("transformers", dpt),
     "TimeSformer": ("transformers", lambda: video("TimesformerForVideoClassification")),
     "VideoMAE": ("transformers", lambda: video("VideoMAEForVideoClassification")),
     "SegResNet": ("monai", lambda: monai("SegResNet")),
