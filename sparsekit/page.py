@@ -8,6 +8,7 @@ from html import escape
 from importlib.resources import files
 from itertools import cycle, pairwise
 from string import Template
+from typing import Any
 
 # Okabe and Ito's colors, which remain distinct to color-blind readers.
 _COLORS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -111,6 +112,24 @@ def chart(
         for color, name in zip(cycle(_COLORS), series if legend else ())
     )
     return _figure(drawn, f"{escape(y)}<br>{keys}", _HEIGHT)
+
+
+def svg_file(series: Mapping[str, Sequence[tuple[float, float, float]]], *, y: str, **given: Any) -> str:
+    """Return a `chart` as the text of an SVG file that stands alone, with a line for each name below the picture."""
+    figure = chart(series, y=y, **given)
+    if not figure:
+        return ""
+    drawn = figure[figure.index(">", figure.index("<svg")) + 1 : figure.index("</svg>")]
+    for place, (color, name) in enumerate(zip(cycle(_COLORS), series)):
+        at = _HEIGHT + 16 * place + 12
+        drawn += f'<text x="{_LEFT}" y="{at}"><tspan style="fill:{color}">■</tspan> {escape(name)}</text>'
+    size = f"{_WIDTH} {_HEIGHT + 16 * len(series) + 4}"
+    width, height = size.split()
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" width="{width}" height="{height}">'
+        f"<title>{escape(y)}</title><style>text {{ font: 12px sans-serif; fill: #22262b }} .grid {{ stroke: #dfe3e8 }}</style>"
+        f"{drawn}</svg>\n"
+    )
 
 
 def strips(rows: Mapping[str, Sequence[float]], *, x: str, y: str, x_text: Callable[[float], str] = "{:g}".format) -> str:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.problem.data import Capability as Capability, Client as Client, ClientData as ClientData
     from sparsekit_fl.problem.data import TensorData as TensorData
     from sparsekit_fl.problem.problem import Problem as Problem
+    from sparsekit_fl.comparison import Comparison as Comparison
     from sparsekit_fl.results import load_result as load_result, RoundRecord as RoundRecord, RunResult as RunResult
     from sparsekit_fl.results import Callback as Callback, RunView as RunView
     from sparsekit_fl.models import load_model as load_model
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "sparsekit_fl": "callbacks errors methods",
+    "sparsekit_fl.comparison": "Comparison",
     "sparsekit_fl.paper.build": "build_problem",
     "sparsekit_fl.methods.base": "Method",
     "sparsekit_fl.config": "RunConfig TrainingConfig",

@@ -14,8 +14,8 @@ from sparsekit.surgery import save_compact
 from sparsekit_fl.checkpoint import write_atomically
 from sparsekit_fl.models import model_path
 from sparsekit_fl.problem.metrics import lower_is_better
-from sparsekit_fl.results import CHOSEN_BY, PARTS, Callback, RoundRecord, RunView, primary_metric
-from sparsekit_fl.stored import number_text, score_text, texts
+from sparsekit_fl.results import CHOSEN_BY, PARTS, Callback, RoundRecord, RunView
+from sparsekit_fl.stored import number_text, primary_metric, score_text, texts
 
 if TYPE_CHECKING:
     from rich.console import Console

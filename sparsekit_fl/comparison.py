@@ -5,81 +5,79 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from pydantic_core import to_json
 
 from sparsekit.errors import DataError, require
+from sparsekit.page import svg_file
 from sparsekit_fl.config import HETEROGENEITY
-from sparsekit_fl.stored import flat, read_result, texts
+from sparsekit_fl.curves import AXES, curves_of
+from sparsekit_fl.stored import Column, columns_of, flat, read_result, texts, unlike
 
 # Options that may differ between the runs of a table, since they affect numbers only by chance.
 _FREE = ("seed", "eval_every", "device")
 _DECIDED = "redraw_capability"
 
 
-class Column(NamedTuple):
-    """One number of a result: its path of keys, joined by dots, its title in tables, and its unit, as in `stored.texts`."""
-
-    path: str
-    title: str
-    unit: str
-
-
-_SCORES = (
-    Column("final.personal.accuracy", "personal accuracy", "share"),
-    Column("final.validation.accuracy", "validation accuracy", "share"),
-    Column("final.global.accuracy", "global accuracy", "share"),
-    Column("final.global_validation.accuracy", "global validation accuracy", "share"),
-    Column("final.worst_decile.personal.accuracy", "worst decile", "share"),
-)
-_COSTS = (
-    Column("cost.flops", "FLOPs", "flops"),
-    Column("cost.simulated_seconds", "simulated time", "seconds"),
-    Column("cost.uplink_bytes", "uplink", "bytes"),
-    Column("cost.downlink_bytes", "downlink", "bytes"),
-    Column("cost.flops_paper", "FLOPs, paper", "flops"),
-    Column("cost.wall_seconds", "wall time", "seconds"),
-)
-
-
-_FIRST = ("personal accuracy", "global accuracy", "FLOPs", "simulated time", "uplink", "downlink")
-
-
-def unlike(result: Mapping[str, Any]) -> list[str]:
-    """Return how a run deviates from its settings: it stopped early, or clients were dropped, never trained or not scored."""
-    done, planned = len(result["rounds"]), result["config"]["rounds"]
-    reason = f": {result['stopped']}" if result.get("stopped") else ""
-    found = [f"ended after {done} of {planned} rounds{reason}"] if done < planned else []
-    sampled = sum(len(one["cohort"]) for one in result["rounds"])
-    if dropped := sum(len(one["dropped"]) for one in result["rounds"]):
-        found.append(f"{dropped} of {sampled} updates of clients did not count")
-    if failed := len(result["failed_clients"]):
-        asked = len({id for one in result["rounds"] for id in one["cohort"]})
-        found.append(f"{failed} of {asked} clients that were asked could never train")
-    if (scored := result["final"]["count"]) < result["clients"]:
-        found.append(f"final scores are means over {scored} of {result['clients']} clients")
-    return found
-
-
-def columns_of(results: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
-    """Return the columns of tables: accuracies, costs and other metrics. A narrow terminal shows only the first ones."""
-    names = dict.fromkeys(name for one in results for name in one["final"].get("personal", {}) if name != "accuracy")
-    found = (*_SCORES, *_COSTS, *(Column(f"final.personal.{name}", name, "number") for name in names))
-    return tuple(sorted(found, key=lambda column: column.title not in _FIRST))
-
-
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Finished runs of several methods and seeds with equal settings.
+    """Tables and curves of finished runs with equal settings, for a notebook or a paper. `Comparison.read` makes them.
 
-    `results` are the contents of `result.json` files, and `methods` the methods in the order of tables.
+    Args:
+        title: Model, data and size of the runs.
+        results: All runs, of every method and seed, as in `result.json`.
+        methods: Names of the methods, in the order of tables.
+
+    Example:
+        >>> import sparsekit_fl as fl
+        >>> (comparison,) = fl.Comparison.read("runs/compared")  # doctest: +SKIP
+        >>> print(comparison.to_latex())  # doctest: +SKIP
     """
 
     title: str
     results: Sequence[Mapping[str, Any]]
     methods: tuple[str, ...]
+
+    @staticmethod
+    def read(*folders: Path | str) -> "list[Comparison]":
+        """Read all finished runs in folders and their subfolders, such as the `--out` folder of `sparsekit compare`.
+
+        Returns:
+            One comparison for each group of runs with equal settings.
+
+        Raises:
+            DataError: a folder holds no result, or two results of the same run differ.
+        """
+        return comparisons_of(read_results(*folders))
+
+    def to_csv(self, path: Path | str) -> None:
+        """Write a file with a row for each run, and its scores and costs as plain numbers. Empty: the run lacks the number."""
+        self.frame.to_csv(path)
+
+    def to_latex(self, *parts: str) -> str:
+        """Return the text of `table` as a LaTeX table for the package booktabs; `parts` are as there."""
+        table = self.table(*parts)
+        text: str = table.to_latex(escape=True, column_format="l" + "r" * len(table.columns))
+        return text.replace("±", r"$\pm$").replace("–", "--")
+
+    def save_curves(self, folder: Path | str) -> list[Path]:
+        """Draw the mean personal score over rounds, FLOPs and simulated time, as one SVG file each.
+
+        Args:
+            folder: Gets the files `round.svg`, `flops.svg` and `simulated_seconds.svg`. It is made if necessary.
+
+        Returns:
+            The files; empty if no method was scored twice.
+        """
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        paths = []
+        for (name, *_), text in zip(AXES, curves_of(self.results, self.methods, svg_file), strict=True):
+            if text:
+                paths.append(Path(folder) / f"{name}.svg")
+                paths[-1].write_text(text, encoding="utf-8")
+        return paths
 
     @property
     def dataset(self) -> str:
@@ -120,6 +118,8 @@ class Comparison:
         If `parts` are given, "final" or "cost", only the numbers under these keys of a result are included.
         """
         found = {"seeds": list(map(str, self.runs.values()))}
+        if not parts or "final" in parts:
+            found |= {"own": ["yes" if own else "no" for own in self.own.values()]} if len({*self.own.values()}) > 1 else {}
         for path, title, unit in self.columns:
             own = self.summary[path]
             if own["mean"].notna().any() and (not parts or path.startswith(parts)):
@@ -134,8 +134,24 @@ class Comparison:
         found = {one["method"]: one.get("note", "").splitlines() for one in self.results}
         return {method: lines for method, lines in found.items() if lines}
 
+    @cached_property
+    def own(self) -> dict[str, bool]:
+        """Method → whether some client deploys entries or units that it keeps for itself, such as a head."""
+        found = dict.fromkeys(self.methods, False)
+        for one in self.results:
+            found[one["method"]] |= any(client.get("own") for client in one["final"].get("per_client", ()))
+        return found
+
     def remarks(self) -> list[str]:
-        return [f"{method}: {line}" for method, lines in self.notes.items() for line in lines]
+        notes = [f"{method}: {line}" for method, lines in self.notes.items() for line in lines]
+        if len({*self.own.values()}) > 1:
+            own, shared = (", ".join(name for name, one in self.own.items() if one is kept) for kept in (True, False))
+            notes.insert(
+                0,
+                f"own: each client of {own} deploys parts that it keeps for itself, such as a head. Those of {shared} deploy"
+                " entries of the server alone, so their personal accuracies are of unlike models.",
+            )
+        return notes
 
     def troubles(self) -> list[str]:
         """Return footnotes on runs that deviate from the others, for example because they stopped early or diverged."""

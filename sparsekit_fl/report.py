@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +10,13 @@ from sparsekit.errors import require
 from sparsekit.page import chart, code, heading, page, paragraph, row, strips, table
 from sparsekit_fl.checkpoint import write_atomically
 from sparsekit_fl.comparison import Comparison
+from sparsekit_fl.curves import AXES, curves_of, metric_of, scores_of, writer_of
 from sparsekit_fl.paper.published import RULE, published_beside, published_source
 from sparsekit_fl.problem.metrics import lower_is_better
-from sparsekit_fl.results import primary_metric
 from sparsekit_fl.stored import flat, number_text, texts
 
 PAGE = "report.html"
 
-_AXES = (
-    ("round", "round", "number"),
-    ("flops", "FLOPs of all clients so far", "flops"),
-    ("simulated_seconds", "simulated time so far", "seconds"),
-)
-_OVER = {"round": "rounds", "flops": "FLOPs", "simulated_seconds": "simulated time"}
 # 97.5 % quantiles of Student's t, by degrees of freedom; the last one is used for more degrees.
 _T = (
     12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09, 2.09,
@@ -69,7 +63,7 @@ def published_table(published: Any) -> Any:
 
 
 def _section(comparison: Comparison) -> list[str]:
-    metric, unit = _metric(comparison)
+    metric, unit = metric_of(comparison.results)
     seeds = comparison.seeds_text()
     return [
         paragraph(verdict(comparison)),
@@ -84,7 +78,7 @@ def _section(comparison: Comparison) -> list[str]:
         ),
         *(paragraph(line, "soft") for line in comparison.remarks()),
         *(paragraph(line, "failed") for line in comparison.troubles()),
-        row(*curves_of(comparison), _clients(comparison, metric, unit)),
+        row(*curves_of(comparison.results, comparison.methods), _clients(comparison, metric, unit)),
         *_equal(comparison, metric, unit),
         *_differences(comparison, metric, unit),
         *_ratios(comparison),
@@ -114,54 +108,6 @@ def _settings(comparison: Comparison) -> list[tuple[str, str]]:
     return found
 
 
-def curves_of(comparison: Comparison) -> list[str]:
-    """Return charts of the mean score over rounds, FLOPs and simulated time; they are empty if no method was scored twice."""
-    metric, unit = _metric(comparison)
-    means = means_of(comparison, metric)
-    charts = []
-    for name, title, x_unit in _AXES:
-        lines: dict[str, list[tuple[float, float, float]]] = {}
-        for method in comparison.methods:
-            own = means[means["series"] == method]
-            lines |= {method: list(zip(own[name], own["y"], own["deviation"], strict=True))} if len(own) else {}
-        about = f"Mean personal {metric} over {_OVER[name]}"
-        charts.append(chart(lines, x=title, y=about, x_text=_writer(x_unit), y_text=_writer(unit)))
-    return charts
-
-
-def _writer(unit: str) -> Any:
-    return (lambda value: f"{value:g}") if unit == "number" else (lambda value: number_text(unit, value))
-
-
-def _metric(comparison: Comparison) -> tuple[str, str]:
-    name = primary_metric(dict.fromkeys(name for result in comparison.results for name in result["final"].get("personal", {})))
-    return name, "share" if name == "accuracy" else "number"
-
-
-def _scores(result: Mapping[str, Any], metric: str) -> list[dict[str, float]]:
-    return [
-        {"round": record["round"], **record["cost"], "y": record["evaluation"]["personal"][metric]}
-        for record in result["rounds"]
-        if record["evaluation"] and (record["evaluation"].get("personal") or {}).get(metric) is not None
-    ]
-
-
-def means_of(comparison: Comparison, metric: str) -> Any:
-    """Return mean scores by method and round as a DataFrame, without rounds that a seed did not score, and single points."""
-    names = [name for name, _, _ in _AXES]
-    rows = [
-        {"series": result["method"], "seed": result["seed"], **{name: score[name] for name in (*names, "y")}}
-        for result in comparison.results
-        for score in _scores(result, metric)
-    ]
-    frame = require("pandas").DataFrame(rows, columns=["series", "seed", *names, "y"]).dropna()
-    groups = frame.assign(at=frame["round"]).groupby(["series", "at"])
-    means = groups.agg(n=("seed", "nunique"), y=("y", "mean"), deviation=("y", "std"), **{one: (one, "mean") for one in names})
-    means = means.fillna({"deviation": 0.0}).reset_index()
-    means = means[means["n"] == means["series"].map(frame.groupby("series")["seed"].nunique())]
-    return means[means.groupby("series")["at"].transform("size") > 1]
-
-
 def _clients(comparison: Comparison, metric: str, unit: str) -> str:
     rows: dict[str, list[float]] = {method: [] for method in comparison.methods}
     for result in comparison.results:
@@ -169,7 +115,10 @@ def _clients(comparison: Comparison, metric: str, unit: str) -> str:
             value = client["personal"].get(metric)
             rows[result["method"]] += [] if value is None else [value]
     return strips(
-        {name: own for name, own in rows.items() if own}, x=metric, y=f"Personal {metric} of each client", x_text=_writer(unit)
+        {name: own for name, own in rows.items() if own},
+        x=metric,
+        y=f"Personal {metric} of each client",
+        x_text=writer_of(unit),
     )
 
 
@@ -181,7 +130,7 @@ def _within(comparison: Comparison, metric: str, cost: str) -> tuple[float, dict
     budget = min(result["cost"][cost] for result in comparison.results)
     found: dict[str, dict[int, float]] = {}
     for method in comparison.methods:
-        own = {one["seed"]: _scores(one, metric) for one in comparison.results if one["method"] == method}
+        own = {one["seed"]: scores_of(one, metric) for one in comparison.results if one["method"] == method}
         within = {seed: [one["y"] for one in scores if one[cost] <= budget * (1 + 1e-9)] for seed, scores in own.items()}
         if all(within.values()):
             found[method] = {seed: scores[-1] for seed, scores in within.items()}
@@ -191,7 +140,7 @@ def _within(comparison: Comparison, metric: str, cost: str) -> tuple[float, dict
 def _at_equal_cost(comparison: Comparison, metric: str, unit: str) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of a table. A cost is left out if only one of several methods has a score within it."""
     head, columns = ["method"], []
-    for name, _, cost_unit in _AXES[1:]:
+    for name, _, cost_unit in AXES[1:]:
         budget, scores = _within(comparison, metric, name)
         if len(scores) > 1 or len(comparison.methods) == 1:
             means = [statistics.fmean(scores[method].values()) if method in scores else None for method in comparison.methods]
@@ -202,7 +151,7 @@ def _at_equal_cost(comparison: Comparison, metric: str, unit: str) -> tuple[list
 
 def verdict(comparison: Comparison) -> str:
     """Return a sentence on which method wins at equal FLOPs, and by how much; empty if fewer than two have a score."""
-    metric, unit = _metric(comparison)
+    metric, unit = metric_of(comparison.results)
     budget, scores = _within(comparison, metric, "flops")
     if len(scores) < 2:
         return ""
@@ -214,13 +163,16 @@ def verdict(comparison: Comparison) -> str:
     (text,) = texts(unit, [statistics.fmean(scores[first].values())])
     if not gaps:
         return f"At equal FLOPs ({number_text('flops', budget)}), {first} has the best {metric}: {text}."
+    unlike = ""
+    if comparison.own[first] != comparison.own[second]:
+        unlike = f" Of these two, only {first if comparison.own[first] else second} keeps parts of its own on each client."
     mean, half = statistics.fmean(gaps), _half_interval(gaps)
     told = f"{mean:.3g}{sign} better than {second}"
     if half is None:
-        return f"At equal FLOPs ({number_text('flops', budget)}), {first} wins: {metric} {text}, {told} (one seed)."
+        return f"At equal FLOPs ({number_text('flops', budget)}), {first} wins: {metric} {text}, {told} (one seed).{unlike}"
     wins = f"{first} wins" if mean > half else f"nobody wins clearly, and {first} leads"
     within = f"95 % interval {mean - half:+.2f} to {mean + half:+.2f}, {len(gaps)} seeds"
-    return f"At equal FLOPs ({number_text('flops', budget)}), {wins}: {metric} {text}, {told} ({within})."
+    return f"At equal FLOPs ({number_text('flops', budget)}), {wins}: {metric} {text}, {told} ({within}).{unlike}"
 
 
 def _half_interval(gaps: Sequence[float]) -> float | None:
@@ -241,7 +193,8 @@ def _differences(comparison: Comparison, metric: str, unit: str) -> list[str]:
         if (half := _half_interval(gaps)) is not None:
             mean = statistics.fmean(gaps)
             each = ", ".join(f"{gap:+.2f}" for gap in gaps)
-            rows.append((other, f"{mean:+.2f}{sign}", f"{mean - half:+.2f} to {mean + half:+.2f}", each))
+            unlike = " (unlike models)" if comparison.own[other] != comparison.own[first] else ""
+            rows.append((other + unlike, f"{mean:+.2f}{sign}", f"{mean - half:+.2f} to {mean + half:+.2f}", each))
     title = f"{metric.capitalize()} minus {first}, seed by seed"
     return [heading(title, 3), table(("method", "mean difference", "95 % interval", "each seed"), rows)] if rows else []
 
@@ -257,6 +210,6 @@ def _ratios(comparison: Comparison) -> list[str]:
                 lines.setdefault(f"client {client}", []).append((record["round"], ratio, 0.0))
         if len({point[1] for line in lines.values() for point in line}) > 1:
             title = f"{method}, seed {result['seed']}: ratio of each client"
-            charts.append(chart(lines, x="round", y=title, y_text=_writer("share"), legend=len(lines) <= _MOST_NAMED))
+            charts.append(chart(lines, x="round", y=title, y_text=writer_of("share"), legend=len(lines) <= _MOST_NAMED))
     about = "Each line joins the rounds that a client trained in. Point at a line for the name of its client."
     return [heading("Ratios", 3), paragraph(about, "soft"), row(*charts[:_MOST_RATIO_CHARTS])] if charts else []

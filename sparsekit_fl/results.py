@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -28,12 +28,6 @@ PARTS = ("personal", "validation", "global", "global_validation")
 
 CHOSEN_BY = ("validation", "global_validation")
 """The `PARTS` by which a model may be chosen: scores on validation data, never on test data."""
-
-
-def primary_metric(names: Iterable[str]) -> str:
-    """Return accuracy if it is in `names`, else the first metric other than the loss, else the loss."""
-    others = [name for name in names if name != "loss"]
-    return "accuracy" if "accuracy" in others else (others or ["loss"])[0]
 
 
 def _values(scores: Sums, known: Collection[str]) -> dict[str, float]:
@@ -81,11 +75,16 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientScores(Scores):
-    """Scores of one client, on its own data; `ratio` is None if its personal model is not sparse."""
+    """Scores of one client, on its own data.
+
+    `ratio` is None if its personal model is not sparse. `own` is whether that model has entries or units that the client keeps
+    for itself, such as a head.
+    """
 
     id: int
     examples: int
     ratio: float | None = None
+    own: bool = False
 
     @classmethod
     def read(cls, one: Evaluation, known: Collection[str]) -> Self:
@@ -94,6 +93,7 @@ class ClientScores(Scores):
             id=one.client_id,
             examples=one.examples,
             ratio=one.ratio,
+            own=one.own,
             personal=_values(one.personal, known),
             validation=_values(one.validation, known),
             shared=None if one.shared is None else _values(one.shared, known),

@@ -33,11 +33,10 @@ from sparsekit_fl.results import (
     RunResult,
     RunView,
     load_result,
-    primary_metric,
 )
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec, by_id
-from sparsekit_fl.stored import ids_text
+from sparsekit_fl.stored import ids_text, primary_metric
 
 _log = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from pydantic_core import to_json
 from torch import Tensor, nn
 
@@ -359,8 +360,18 @@ def _score(spec: RunSpec, client: Client, request: Request, memory: Memory, out:
         shared=shared[0],
         shared_validation=shared[1],
         ratio=_share(spec, model),
+        own=private or _keeps(ctx, spec.method, full, model),
     )
     return Reply(client_id=client.id, evaluation=evaluation)
+
+
+def _keeps(ctx: ClientContext, method: Method, full: StateDict, model: Model) -> bool:
+    """Return whether a client deploys another model than it would without what it remembers."""
+    if not ctx.memory and ctx.deploy != "best":
+        return False
+    other = method.deploy(replace(ctx, memory={}), full)
+    same = other.mask == model.mask and model.state.keys() == other.state.keys()
+    return not same or any(not torch.equal(one, other.state[name]) for name, one in model.state.items())
 
 
 def _share(spec: RunSpec, model: Model) -> float | None:

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from sparsekit.errors import DataError, InvalidValueError
 
@@ -101,3 +101,58 @@ def number_text(unit: str, value: float | None) -> str:
 def score_text(metric: str, value: float | None) -> str:
     """Format a score with its metric: `accuracy 98.4%` or `rmse 0.2130`."""
     return f"{metric} {number_text('share' if metric == 'accuracy' else 'number', value)}"
+
+
+def primary_metric(names: Iterable[str]) -> str:
+    """Return accuracy if it is in `names`, else the first metric other than the loss, else the loss."""
+    others = [name for name in names if name != "loss"]
+    return "accuracy" if "accuracy" in others else (others or ["loss"])[0]
+
+
+class Column(NamedTuple):
+    """One number of a result: its path of keys, joined by dots, its title in tables, and its unit, as in `stored.texts`."""
+
+    path: str
+    title: str
+    unit: str
+
+
+_SCORES = (
+    Column("final.personal.accuracy", "personal accuracy", "share"),
+    Column("final.validation.accuracy", "validation accuracy", "share"),
+    Column("final.global.accuracy", "global accuracy", "share"),
+    Column("final.global_validation.accuracy", "global validation accuracy", "share"),
+    Column("final.worst_decile.personal.accuracy", "worst decile", "share"),
+)
+_COSTS = (
+    Column("cost.flops", "FLOPs", "flops"),
+    Column("cost.simulated_seconds", "simulated time", "seconds"),
+    Column("cost.uplink_bytes", "uplink", "bytes"),
+    Column("cost.downlink_bytes", "downlink", "bytes"),
+    Column("cost.flops_paper", "FLOPs, paper", "flops"),
+    Column("cost.wall_seconds", "wall time", "seconds"),
+)
+_FIRST = ("personal accuracy", "global accuracy", "FLOPs", "simulated time", "uplink", "downlink")
+
+
+def unlike(result: Mapping[str, Any]) -> list[str]:
+    """Return how a run deviates from its settings: it stopped early, or clients were dropped, never trained or not scored."""
+    done, planned = len(result["rounds"]), result["config"]["rounds"]
+    reason = f": {result['stopped']}" if result.get("stopped") else ""
+    found = [f"ended after {done} of {planned} rounds{reason}"] if done < planned else []
+    sampled = sum(len(one["cohort"]) for one in result["rounds"])
+    if dropped := sum(len(one["dropped"]) for one in result["rounds"]):
+        found.append(f"{dropped} of {sampled} updates of clients did not count")
+    if failed := len(result["failed_clients"]):
+        asked = len({id for one in result["rounds"] for id in one["cohort"]})
+        found.append(f"{failed} of {asked} clients that were asked could never train")
+    if (scored := result["final"]["count"]) < result["clients"]:
+        found.append(f"final scores are means over {scored} of {result['clients']} clients")
+    return found
+
+
+def columns_of(results: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
+    """Return the columns of tables: accuracies, costs and other metrics. A narrow terminal shows only the first ones."""
+    names = dict.fromkeys(name for one in results for name in one["final"].get("personal", {}) if name != "accuracy")
+    found = (*_SCORES, *_COSTS, *(Column(f"final.personal.{name}", name, "number") for name in names))
+    return tuple(sorted(found, key=lambda column: column.title not in _FIRST))

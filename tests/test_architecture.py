@@ -54,7 +54,7 @@ FLOORS = {
         ("methods",),
         ("client",),
         ("problem",),
-        ("config",),
+        ("config", "curves"),
         ("checkpoint", "stored"),
         ("errors", "layers", "packing"),
     ),

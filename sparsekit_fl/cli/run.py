@@ -160,8 +160,7 @@ def _keeping_options(method: str, options: RunOptions) -> Callback:
 
 
 def _show(result: RunResult, options: RunOptions) -> None:
-    from sparsekit_fl.comparison import columns_of, unlike
-    from sparsekit_fl.stored import flat, number_text
+    from sparsekit_fl.stored import columns_of, flat, number_text, unlike
 
     raw = result.to_dict()
     if options.as_json:

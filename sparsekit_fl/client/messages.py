@@ -140,7 +140,8 @@ class Update:
 class Evaluation(Checked):
     """Scores of a client's model on its own test and validation data, and if requested of the global model (`shared`).
 
-    Validation scores are empty without validation data, and `ratio` is None if the model is not sparse.
+    Validation scores are empty without validation data, and `ratio` is None if the model is not sparse. `own` is whether the
+    model has entries or units that the client keeps for itself, such as a head.
     """
 
     client_id: NonNegativeCount
@@ -150,6 +151,7 @@ class Evaluation(Checked):
     shared: Scores | None = None
     shared_validation: Scores = field(default_factory=dict)
     ratio: Ratio | None = None
+    own: bool = False
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

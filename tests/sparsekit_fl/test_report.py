@@ -3,14 +3,18 @@
 import json
 import re
 from itertools import pairwise
+from xml.etree import ElementTree
 
+import pandas
 import pytest
 from saved_results import FLOPS, SECONDS, compared, result, save
 
+import sparsekit_fl as fl
 from sparsekit.cli.main import execute
 from sparsekit.page import chart
 from sparsekit_fl.comparison import comparisons_of
-from sparsekit_fl.report import curves_of, means_of, verdict, write_report
+from sparsekit_fl.curves import curves_of, means_of
+from sparsekit_fl.report import verdict, write_report
 from sparsekit_fl.stored import number_text
 
 
@@ -69,7 +73,7 @@ def test_the_page_asks_nothing_of_a_network_and_escapes_text_of_others(tmp_path)
 
 
 def points(comparison, method, axis, metric="accuracy"):
-    means = means_of(comparison, metric)
+    means = means_of(comparison.results, metric)
     return [tuple(pair) for pair in means[means["series"] == method][[axis, "y"]].to_numpy().tolist()]
 
 
@@ -84,7 +88,43 @@ def test_curves_are_means_over_the_rounds_in_which_all_seeds_were_scored():
     assert points(made, "once", "round") == [], "one point is not a line"
     apart = compared(result("a", accuracies={20: 0.5}), result("a", 1, accuracies={30: 0.5}), result("b"))
     assert points(apart, "a", "round") == []
-    assert "".join(curves_of(compared(result("a", accuracies={100: 0.5})))) == ""
+    assert "".join(curves_of([result("a", accuracies={100: 0.5})], ["a"])) == ""
+
+
+def test_a_comparison_is_a_latex_table_a_csv_file_and_curves_that_stand_alone(tmp_path):
+    runs = [result(name, seed, accuracies={50: 0.5 + 0.1 * seed, 100: 0.75}) for name in ("a_b", "c") for seed in range(2)]
+    (made,) = fl.Comparison.read(save(tmp_path / "runs", *runs))
+    latex = made.to_latex("final")
+    assert latex.startswith("\\begin{tabular}{lrrr}\n\\toprule")
+    assert r"a\_b & 2 & 75.0 $\pm$ 0.0\% & 25.0 $\pm$ 0.0\% \\" in latex
+    made.to_csv(tmp_path / "runs.csv")
+    frame = pandas.read_csv(tmp_path / "runs.csv").set_index(["method", "seed"])
+    pandas.testing.assert_frame_equal(frame, made.frame, check_dtype=False)
+    paths = made.save_curves(tmp_path / "new/curves")
+    assert [path.name for path in paths] == ["round.svg", "flops.svg", "simulated_seconds.svg"]
+    for path in paths:
+        root = ElementTree.parse(path).getroot()
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        assert "a_b" in "".join(root.itertext())
+        assert len(list(root.iter("{http://www.w3.org/2000/svg}polyline"))) == 2
+    assert compared(result("a", accuracies={100: 0.5})).save_curves(tmp_path) == []
+
+
+def test_tables_say_which_of_two_methods_keeps_parts_of_its_own_on_each_client(tmp_path, capsys):
+    runs = [
+        result(name, seed, accuracies={50: score, 100: score}) for name, score in (("a", 0.6), ("b", 0.5)) for seed in (0, 1)
+    ]
+    for one in runs:
+        one["final"]["per_client"] = [{"id": 0, "personal": {"accuracy": 0.5}, "own": one["method"] == "a"}]
+    save(tmp_path, *runs)
+    assert execute(["report", str(tmp_path)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "own: each client of a deploys parts that it keeps for itself, such as a head. Those of b deploy" in told
+    assert compared(*runs).table()["own"].tolist() == ["yes", "no"]
+    text = page(tmp_path)
+    assert "Of these two, only a keeps parts of its own on each client." in text
+    assert "<th>b (unlike models)</th>" in text
+    assert "own" not in compared(*(one for one in runs if one["method"] == "a")).table()
 
 
 def test_problems_without_accuracy_show_their_own_metric(tmp_path):
@@ -93,7 +133,7 @@ def test_problems_without_accuracy_show_their_own_metric(tmp_path):
     for record in filter(lambda one: one["evaluation"], made["rounds"]):
         record["evaluation"] = {"personal": {"loss": 0.5, "rmse": 0.4}}
     assert points(compared(made), "a", "round", "rmse") == [(50, 0.4), (100, 0.4)]
-    assert "Mean personal rmse" in "".join(curves_of(compared(made)))
+    assert "Mean personal rmse" in "".join(curves_of([made], ["a"]))
 
 
 def test_the_page_has_paired_differences_equal_costs_ratios_clients_and_failures(tmp_path):

@@ -93,6 +93,14 @@ def bytes_of(assignment: fl.Request) -> int:
 print(bytes_of(fl.Request(round=1, client_id=0, state=make_model().state_dict())))
 
 
+# sparsekit_fl.Comparison
+from dataclasses import replace
+
+for seed in (0, 1):
+    fl.run(fl.methods.fedavg(), problem, clients, replace(config, seed=seed), out=f"runs/compared/{seed}")
+(comparison,) = fl.Comparison.read("runs/compared")
+print(comparison.to_latex("final"))
+
 # sparsekit_fl.Capability
 slow = fl.Capability(ratio=0.25, uplink_bytes_per_second=1e6)
 

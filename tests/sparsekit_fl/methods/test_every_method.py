@@ -149,6 +149,15 @@ def test_a_device_that_fails_is_given_less_and_trains_no_more_epochs_for_it(name
         assert log.examples == 2 * len(tiny_clients(2)[client].data.train)
 
 
+OWN = {"fedper": True, "local": True, "ditto": True, "fedlps head=own": True, "fedlps head=shared": False}
+OWN |= {"fedavg": False, "heterofl": False, "flexlora": False}
+
+
+@pytest.mark.parametrize("name", sorted(OWN))
+def test_scores_say_whether_clients_deploy_parts_that_they_keep(name):
+    assert any(one.own for one in tiny_run(name, rounds=2).final.per_client) == OWN[name]
+
+
 MODELS = {
     "lstm": (lambda: NextWordLstm(vocabulary=4, width=6, hidden=8), lambda count: torch.randint(0, 4, (count, 5))),
     "residual": (ZOO["resnet-small"].make, lambda count: torch.randn(count, 3, 7, 7)),
