@@ -1,4 +1,4 @@
-"""The facts about units that a trace collects, in the order in which operators and layers state them.
+"""Facts about units, which operators and layer rules record during a trace.
 
 `print(*tracer.facts, sep="\\n")` shows a trace. All arrays of nodes are int64; `tracing/grouping` folds the facts into groups.
 """
@@ -18,7 +18,7 @@ from sparsekit.graph.groups import FreeLength, Kind, Refusal
 from sparsekit.labels.numbers import Held, IntArray, Source
 
 ALIGNED = 8
-"""Numbers in a row of 16 bytes, as kernels for products of experts want, in types of two bytes."""
+"""Number of two-byte values in 16 bytes: kernels for products of experts need rows of a multiple of it."""
 
 LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).resolve().parents[1]) + os.sep)
 """Folders of torch and of this package."""
@@ -36,7 +36,7 @@ class Cause:
 
 
 OUTPUT = Cause("", "model output", "output")
-"""Outranks all others: the units of the last layer stay, whatever they pass through on the way out."""
+"""This cause precedes all others: output units are unprunable, whatever else they pass through."""
 
 
 def user_line(frames: Sequence[tuple[str, int]]) -> str:
@@ -53,7 +53,7 @@ def user_line(frames: Sequence[tuple[str, int]]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Merge:
-    """Two runs of nodes are the same units, position by position."""
+    """The nodes at equal positions of two arrays belong to the same unit."""
 
     nodes: IntArray
     others: IntArray
@@ -77,11 +77,11 @@ class Make:
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """An operator reads the values of units: a parameter axis multiplies them, or else they must be zero when dropped."""
+    """An operator consumes the values of units: a parameter axis multiplies them, or they must be zero when dropped."""
 
     nodes: IntArray
     sources: IntArray  # as in `Labels`
-    by: IntArray | Cause  # nodes of that axis, or why units stay whole if their values are not zero
+    by: IntArray | Cause  # nodes of that axis, or why units are unprunable if their values are not zero
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ class Tie:
 
 @dataclass(frozen=True, eq=False)
 class Least:
-    """At least so many units must stay."""
+    """At least `number` units must stay."""
 
     nodes: IntArray
     number: int
@@ -101,7 +101,7 @@ class Least:
 
 @dataclass(frozen=True, eq=False)
 class Multiple:
-    """A kernel takes an axis whose length is a multiple of a number."""
+    """A kernel requires the length of an axis to be a multiple of `number`."""
 
     nodes: IntArray  # along the axis
     number: int
@@ -109,7 +109,7 @@ class Multiple:
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """The units are attention heads: each makes a map of its own over the positions."""
+    """The units are attention heads: each has a separate attention map."""
 
     nodes: IntArray
 
@@ -128,14 +128,14 @@ class Average:
 
 @dataclass(frozen=True, eq=False)
 class Count:
-    """Axes along which units lie got their lengths from integers, such as a module's `num_heads` or a literal."""
+    """Integers, such as a module's `num_heads` or a literal, gave the lengths of axes of units."""
 
     nodes: IntArray  # one axis for each axis of a tensor along which units differ
     numbers: tuple[frozenset[Held], ...]
-    """For each axis, integers of a module to which the length is proportional; empty if it follows by itself."""
-    how: Literal["rule", "read", "equal"] = "read"  # by a layer rule, by reading the length from there, or only by equal values
-    literals: tuple[int, ...] = ()  # lengths that were given and read from nowhere
-    cause: Cause = OUTPUT  # why units stay whole if a literal is to blame
+    """For each axis, integers of a module to which the length is proportional; empty if it follows the units by itself."""
+    how: Literal["rule", "read", "equal"] = "read"  # from a layer rule, from reading the integers, or only from equal values
+    literals: tuple[int, ...] = ()  # lengths that are literals in the code
+    cause: Cause = OUTPUT  # why units are unprunable if a literal is to blame
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +145,7 @@ class Borrow:
     nodes: IntArray
     others: IntArray
     cause: Cause
-    free: FreeLength | None = None  # if torch may work the length out in its place
+    free: FreeLength | None = None  # if the length can be -1 instead
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Number: an integer that remembers where it was read, so that a size in a call names its source."""
+"""Number: an integer that remembers where it was read, so that the source of a size in a call is known."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ class Size:
 
     nodes: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # along the axis, if there are any
     note_equal: Callable[[IntArray, frozenset[Held]], None] | None = None
-    """Takes the nodes, and integers held that a comparison found equal to their number."""
+    """Called with the nodes and the held integers that a comparison found equal to the length."""
     module: str = ""  # the module whose rule sets the number
     decided: Callable[[FrameType, bool], None] | None = None
-    """Takes code that compares the length of an axis of an input with a number that is not such a length, and the outcome."""
+    """Called with frame and outcome if code compares the length of an input axis with a number that is not such a length."""
 
 
 Source = Held | Size
 
 USED: ContextVar[Callable[[Iterable[Source]], None] | None] = ContextVar("USED", default=None)
-"""Takes the sources of numbers that code compares, rounds or converts. Such code may branch at one particular width."""
+"""Called with the sources of numbers that code compares, rounds or converts. Such code may branch at one particular width."""
 
 
 class Number(int):
     """An integer that remembers its origin, a sum of products of sizes. Otherwise, it behaves as an integer.
 
     Attributes:
-        parts: Factors → what their product, times some number, adds to the value; no factors for what was not read.
+        parts: Factors → summand of the value that is proportional to their product; no factors for a constant summand.
     """
 
     parts: Mapping[frozenset[Source], int]
@@ -66,7 +66,7 @@ class Number(int):
 
     @property
     def held(self) -> frozenset[Held]:
-        """The integers held to which the number is proportional; empty if it is a sum, or follows units by itself."""
+        """The held integers to which the number is proportional; empty if it is a sum, or follows units by itself."""
         found = frozenset(source for source in self.factors if isinstance(source, Held))
         return found if len(found) == len(self.factors) else frozenset()
 
@@ -152,7 +152,7 @@ def _noting(name: str, *, is_order: bool = False) -> Any:
 
 
 def _decided(number: Number, other: object, outcome: Any) -> None:
-    """Record the outcome of a comparison of an input axis's length with a number that is not such a length, at that axis."""
+    """Record the outcome of comparing the length of an input axis with a number that is not such a length."""
     told, others = (
         [s.decided for factors in parts_of(n) for s in factors if isinstance(s, Size) and s.decided is not None]
         if isinstance(n, Number) else []
@@ -206,8 +206,8 @@ class Given:
     plain: frozenset[int] = frozenset()  # integers that were not read from a tensor or module, such as literals
     shape: tuple[int, ...] = ()  # all integers, in order
     place: Callable[[int, int], FreeLength | None] | None = None
-    """Takes an axis and the rank of a result: where code calls for it, if torch may work its length out."""
-    site: object = None  # the same for calls from one place
+    """Maps an axis and the rank of a result to the place of its length in the code, if that can be -1; else None."""
+    site: object = None  # identifies the calling code
 
     @classmethod
     def of(cls, *arguments: Any) -> Given:
@@ -221,7 +221,7 @@ class Given:
         return Given.of(self.shape[dim]) if len(self.shape) == rank else self
 
     def held(self, length: int) -> frozenset[Held]:
-        """Return the integers held that gave a length."""
+        """Return the held integers to which a given length is proportional."""
         number = self.numbers.get(length)
         return frozenset() if number is None else number.held
 

@@ -1,4 +1,4 @@
-"""Tracer: the facts about units that a trace collects; handlers and layer rules state them with its methods."""
+"""Tracer: collects facts about units during a trace. Handlers and layer rules record them through its methods."""
 
 import sys
 from bisect import bisect_right
@@ -19,9 +19,9 @@ from sparsekit.labels.values import ALWAYS_ZERO, NO_UNIT, NOT_ZERO, Entry, IntAr
 
 
 class Tracer:
-    """The facts about units from some passes of a model. All methods are vectorized over units.
+    """Collects labels of tensors, and facts about units, in some passes of a model. All methods are vectorized over units.
 
-    `kept_norms`: Norms are taken over kept units, so that units may leave them.
+    `kept_norms`: norms are computed over kept units, so that units that they average over are prunable.
     """
 
     def __init__(self, *, kept_norms: bool = False) -> None:
@@ -32,15 +32,15 @@ class Tracer:
         self.held: dict[str, list[Held]] = {}  # by module
         self.read_from: set[Source] = set()  # where the integers are from that code compares or passes to an operator
         self.given = Given()
-        self.used: set[int] = set()  # numbers of the entries that some operator has met
-        self.decisions: dict[tuple[str, int], set[Any]] = {}  # line that branches on inputs → outcomes; numbers are taken out
+        self.used: set[int] = set()  # numbers of the entries that some operator has used
+        self.decisions: dict[tuple[str, int], set[Any]] = {}  # line that branches on inputs → outcomes, or numbers of tensors
         # Call → (labels of its inputs, labels of its outputs), for another pass over the code.
         self.answers: dict[tuple[Any, ...], tuple[Any, list[TensorLabels | None]]] = {}
         # Cache: how rearranging operators, such as `permute`, move positions, for later calls on the same shapes.
         self.rearranged: dict[Any, list[IntArray]] = {}
         self._entry_labels: list[TensorLabels] = []  # by number of the entry, the same objects in every pass
         self._constants: dict[tuple[Any, ...], Entry] = {}
-        self._whole: set[int] = set()  # nodes that were fixed
+        self._whole: set[int] = set()  # nodes of unprunable units
         self._starts: list[int] = []  # the first node of each entry
         # By number of the source: the (entry number, axis) pairs that must all be gated for a value to be zero.
         self.sources: list[frozenset[tuple[int, int]]] = [frozenset(), frozenset()]
@@ -49,7 +49,7 @@ class Tracer:
         self.begin({})
 
     def begin(self, tensors: Mapping[str, Tensor], constants: Iterable[tuple[Constant, Tensor]] = ()) -> None:
-        """Begin a pass with a state. Other tensors that modules hold get nodes once an operator meets them."""
+        """Begin a pass with a state. Other tensors that modules hold get nodes when an operator uses them."""
         self.modules: list[str] = [""]
         self.watching = True  # False while an opaque layer runs, whose rule describes its operators
         self.alive: list[Tensor] = []  # ids and storages must not be reused while the pass runs
@@ -111,7 +111,7 @@ class Tracer:
         return self._model.get_submodule(self.module)
 
     def labels(self, tensor: Tensor, *whole: int) -> TensorLabels:
-        """Labels of a tensor. Joint labels are settled on one axis of units, the first, or the first not in `whole`."""
+        """Return the labels of a tensor. Joint labels are reduced to one axis of units, the first one not in `whole`."""
         found = self.joint_labels(tensor)
         if found.joint is None:
             return found
@@ -128,16 +128,16 @@ class Tracer:
         return labels
 
     def joint_labels(self, tensor: Tensor) -> TensorLabels:
-        """Labels of a tensor, without settling joint ones."""
+        """Return the labels of a tensor, with joint labels unchanged."""
         found = self.known(tensor)
         return found if found is not None else TensorLabels((None,) * tensor.dim())
 
     def known(self, tensor: Tensor) -> TensorLabels | None:
-        """Labels of a tensor; None if it has none."""
+        """Return the labels of a tensor; None if it has none."""
         return self._known.get(id(tensor))
 
     def entry(self, tensor: Tensor) -> Entry | None:
-        """Return the state entry that a tensor is, or rearranges."""
+        """Return the state entry that a tensor is or rearranges; None without one."""
         return self.joint_labels(tensor).entry
 
     def set(self, tensor: Tensor, labels: TensorLabels | None) -> None:
@@ -155,7 +155,7 @@ class Tracer:
         return self._known.pop(id(tensor), None)
 
     def meet(self, tensor: Tensor) -> None:
-        """Note that an operator reads a tensor."""
+        """Record that an operator uses a tensor."""
         if id(tensor) in self._waiting:
             _, places = self._waiting.pop(id(tensor))
             names = tuple(constant.name for constant in places)
@@ -170,7 +170,7 @@ class Tracer:
     def add_entry(
         self, names: Sequence[str], shape: Sequence[int], *, is_parameter: bool, constants: Sequence[Constant] = ()
     ) -> Entry:
-        """Give every position of every axis of an entry a fresh node."""
+        """Add an entry, with a new node for every position of each axis longer than 1."""
         number, axes = len(self.entries), list[Labels | None]()
         self._starts.append(self.nodes)
         for dim, size in enumerate(shape):
@@ -185,7 +185,7 @@ class Tracer:
         return entry
 
     def is_fixed(self, labels: Labels) -> bool:
-        """Return whether all positions of an axis were fixed."""
+        """Return whether all positions of an axis were made unprunable."""
         return self._whole.issuperset(labels.nodes[labels.nodes >= 0].tolist())
 
     def is_constant(self, labels: Labels) -> bool:
@@ -194,7 +194,7 @@ class Tracer:
         return bool(met.size) and not self.entries[bisect_right(self._starts, int(met[0])) - 1].is_parameter
 
     def source(self, gated: AbstractSet[tuple[int, int]]) -> int:
-        """Return the number of a source in `sources`."""
+        """Return the index in `sources` of a set of (entry number, axis) pairs, added if it is new."""
         key = frozenset(gated)
         number = self._source_ids.setdefault(key, len(self.sources))
         if number == len(self.sources):
@@ -210,7 +210,7 @@ class Tracer:
         return out
 
     def unite(self, a: IntArray, b: IntArray, *, quiet: bool = False) -> None:
-        """Unite two runs of nodes position by position; fix positions without a partner."""
+        """Unite two arrays of nodes position by position; positions without a partner become unprunable."""
         if a.shape != b.shape:
             self.fix(np.concatenate([a, b]), f"sizes {a.size} and {b.size} do not match")
             return
@@ -244,7 +244,7 @@ class Tracer:
         quiet: bool = False,
         averaged: bool = False,
     ) -> None:
-        """Keep units whole. `quiet` and `averaged` set the kinds "expected" and "average".
+        """Make units unprunable. `quiet` and `averaged` set the kinds "expected" and "average".
 
         A reason that is not a `Cause` gets the line of the user's code.
         """
@@ -306,7 +306,7 @@ class Tracer:
         return Labels(channel.nodes, sources)
 
     def make(self, labels: TensorLabels, dim: int, kind: Kind | None = None) -> None:
-        """Note that axis `dim` of a state entry makes units; nothing is noted for other tensors."""
+        """Record that axis `dim` of a state entry produces units. Other tensors are ignored."""
         axis = labels.axes[dim]
         if labels.entry is not None and axis is not None:
             self.make_nodes(axis.nodes, kind)
@@ -317,7 +317,7 @@ class Tracer:
             self.facts.append(Make(nodes, kind))
 
     def read(self, values: Labels, columns: IntArray | None) -> None:
-        """Note a reader of units.
+        """Record that an operator consumes the values of units.
 
         `columns`: nodes of the parameter axis that multiplies them; None if no parameter does, so that the values themselves
         must be zero where a unit is dropped.
@@ -331,7 +331,7 @@ class Tracer:
         self.facts.append(Read(values.nodes[where], values.sources[where], by))
 
     def contract(self, a: TensorLabels, a_dim: int, b: TensorLabels, b_dim: int) -> None:
-        """Sum of products over an axis of `a` and an axis of `b`: unite and read the units on both."""
+        """Record a sum of products over an axis of `a` and an axis of `b`, whose units are united and consumed."""
         left, right = a.axes[a_dim], b.axes[b_dim]
         for mine, others, owner in ((left, right, a), (right, left, b)):
             if mine is not None and not mine.is_uniform and others is None:
@@ -354,9 +354,9 @@ class Tracer:
         self.read(Labels(left.nodes, np.where(first.sources != NOT_ZERO, first.sources, second.sources)), None)
 
     def sized(self, nodes: IntArray, lengths: Sequence[int], dims: Sequence[int] = (), rank: int = 0) -> None:
-        """Note the lengths of axes of units, in the dense model, that the current call was given, or computes.
+        """Record the lengths of axes of units, in the dense model, that the current call was given, or computes.
 
-        `nodes` has an axis for each of `lengths`; several if one axis of units is laid over them. If the call was given its
+        `nodes` has an axis for each of `lengths`; several if one axis of units was reshaped to them. If the call was given its
         shape, they are the axes `dims` of a result with `rank` axes.
         """
         if (nodes < 0).any():
@@ -377,7 +377,7 @@ class Tracer:
                     self.facts.append(Count(nodes, tuple(alone), "equal"))
 
     def _borrow(self, nodes: IntArray, length: Number | None, dim: int | None, rank: int) -> None:
-        """Note that the length of an axis was read from an axis of other units; `nodes` are as in `sized`."""
+        """Record that the length of an axis was read from an axis of other units. `nodes` are as in `sized`."""
         own, place = nodes.reshape(-1), self.given.place
         for source in () if length is None else length.factors:
             if isinstance(source, Size) and source.nodes.size and not np.array_equal(source.nodes, own):
@@ -389,7 +389,7 @@ class Tracer:
                 self.facts.append(Borrow(own, source.nodes, cause, free))
 
     def count(self, nodes: IntArray, module: str, attribute: str) -> None:
-        """Note that an attribute of a layer, an integer or a tuple of one, counts these units."""
+        """Record that an attribute of a layer, an integer or a tuple of one, counts these units."""
         value = getattr(self._model.get_submodule(module), attribute)
         path: Path = (attribute, 0) if isinstance(value, tuple) else (attribute,)
         held = Held(module, path, int(value[0] if isinstance(value, tuple) else value))

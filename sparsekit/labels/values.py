@@ -30,10 +30,10 @@ ALWAYS_ZERO = 1
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """The units of the positions along one axis; or along several, for a unit axis reshaped to (heads, head size).
+    """The units of the positions along one axis; or along several, if a unit axis was reshaped to (heads, head size).
 
-    Operators that follow decide which of several axes has the units: one that is summed over, sliced or combined with ordinary
-    values stays whole.
+    Later operators decide along which of several axes units differ: the positions along an axis that is summed over, sliced or
+    combined with ordinary values become one unit.
     """
 
     nodes: IntArray
@@ -78,12 +78,12 @@ class Labels:
 
 
 def uniform(size: int, source: int = NOT_ZERO, numbers: frozenset[Held] = frozenset()) -> Labels:
-    """Labels of an axis along which the value is constant."""
+    """Return labels of an axis along which the value is constant."""
     return Labels(np.full(size, ANY, dtype=np.int64), np.full(size, source, dtype=np.int64), numbers)
 
 
 def joined(parts: Sequence[Labels | None]) -> Labels | None:
-    """Labels of axes side by side; None where one of them is an ordinary axis."""
+    """Return the labels of concatenated axes; None if one of them is an ordinary axis."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return None
@@ -105,13 +105,13 @@ def without_repeats(array: IntArray, *, first: int = 0) -> IntArray:
 
 
 def constant(shape: Sequence[int]) -> tuple[Labels | None, ...]:
-    """Labels of the axes of a tensor whose values are all equal."""
+    """Return labels of the axes of a tensor whose values are all equal."""
     return tuple(uniform(size) if size > 1 else None for size in shape)
 
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """One parameter, buffer or other tensor that modules hold, whatever names it has."""
+    """One parameter, buffer or other tensor that modules hold, with all of its names."""
 
     names: tuple[str, ...]  # state-dict keys, or names of constants
     shape: tuple[int, ...]  # of the dense tensor
@@ -127,12 +127,12 @@ class TensorLabels:
 
     axes: tuple[Labels | None, ...]
     """Labels of each axis; None for an ordinary axis such as batch, time or space, and for the axes of `joint`."""
-    entry: Entry | None = None  # the entry whose values the tensor rearranges, if it holds nothing else
+    entry: Entry | None = None  # the entry that the tensor is or rearranges, if there is one
     parts: tuple[TensorLabels, ...] | None = None
     """Parts with different units, stacked along axis 0 (the last states of the layers of an LSTM); `axes` are then None."""
     joint: Labels | None = None  # labels that vary along two axes or more, of the rank of the tensor
     mixed: IntArray | None = None
-    """Nodes of units that this tensor mixes (weights averaged over heads): operators that use it keep them whole."""
+    """Nodes of units that this tensor mixes (weights averaged over heads): operators that use it make them unprunable."""
     from_state: bool = False  # whether the tensor was computed from entries alone, such as the weight of a parametrized layer
 
     @property
@@ -167,7 +167,7 @@ class TensorLabels:
         return replace(self, axes=tuple(axis for d, axis in enumerate(self.axes) if d not in gone), joint=joint)
 
     def collapsed(self) -> TensorLabels:
-        """Turn joint labels with one axis left into labels of that axis."""
+        """Convert joint labels that vary along one axis only into labels of that axis."""
         if self.joint is None or len(self.joint.dims) > 1:
             return self
         alone = replace(self, joint=None)

@@ -189,7 +189,7 @@ def trace_units(
         listed = "; ".join(f"{names} ({sizes}): {reason}" for names, sizes, reason in by_cause(found)) or "no layer makes units"
         raise NoUnitsError(
             f"nothing in {type(model).__name__} can be removed exactly. Found: {listed}."
-            " A hidden layer of its own (Linear, convolution, LSTM, …) between input and output has units",
+            " A hidden layer (Linear, convolution, LSTM, …) between input and output would have units",
             found,
         )
     built.graph.checks.append(RunsOnExamples(given[0]))

@@ -48,7 +48,7 @@ class Checkpoint:
         state.update({prefix + name: value for name, value in self.entries().items()})
 
     def entries(self) -> dict[str, Tensor]:
-        """Return the entries of a state dict under our prefix; their keys depend on the model and the rule alone."""
+        """Return the state-dict entries with the prefix `sparsekit.`. Their keys depend on the model and the rule only."""
         own = {f"dropped.{number}": flat for number, flat in enumerate(self.narrow_model.dropped())}
         own |= {"importance": self.importance, "mask": self.mask}
         own |= {"units": _as_bytes(self.units), "origin": _as_bytes(self.origin)}
@@ -58,9 +58,9 @@ class Checkpoint:
         return {OWN + name: value for name, value in own.items()}
 
     def parse(self, state: Mapping[str, Any], prefix: str) -> tuple[Loaded | None, list[str], list[str], list[str]]:
-        """Read the entries under `prefix`, narrow or dense; absent ones are taken from the present state.
+        """Parse the entries under `prefix`, narrow or dense; absent ones are taken from the present state.
 
-        Also return missing and unexpected keys and errors, in the words of torch. With errors, nothing was read.
+        Also returns missing keys, unexpected keys and errors, as torch reports them. With errors, the first result is None.
 
         Raises:
             InvalidValueError: a state of another budget or of other units, or importance that is NaN or infinite.
@@ -113,8 +113,8 @@ class Checkpoint:
         units, budget = given.get(f"{OWN}units"), given.get(f"{OWN}budget")
         if isinstance(units, Tensor) and units.tolist() != _as_bytes(self.units).tolist():
             raise InvalidValueError(
-                "this state dict is of a learnable mask over other units, such as a model traced with other options; make it"
-                " as it was made then, or load dense weights alone: masked.load(dense_state)"
+                "this state dict is of a learnable mask over other units, such as a model traced with other options; make the"
+                " mask with the same options, or load only dense weights: masked.load(dense_state)"
             )
         if self.budget and isinstance(budget, Tensor) and (text := bytes(budget.tolist()).decode()) != self.budget:
             made = f"a budget of {text}" if text else "a ratio"
@@ -123,7 +123,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was read from a state dict."""
+    """The parsed content of a state dict."""
 
     dense: Mapping[str, Tensor]  # under the model's own keys
     importance: Tensor  # float (J,)
@@ -138,7 +138,7 @@ _OF_TRAINERS = ("accepts_loss_kwargs", "main_input_name")
 
 
 def with_signature(kind: Any, model: nn.Module) -> Any:
-    """Return a subclass whose `forward` has the signature of the model's: trainers find columns and labels by it."""
+    """Return a subclass whose `forward` has the signature of the model's, by which trainers find columns and labels."""
     signature, own = inspect.signature(model.forward), kind.forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -149,12 +149,12 @@ def with_signature(kind: Any, model: nn.Module) -> Any:
     forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     forward.__doc__ = own.__doc__
     told = {name: getattr(model, name) for name in _OF_TRAINERS if hasattr(model, name)}
-    name = f"{kind.__name__}[{type(model).__name__}]"  # some look for a task in the name
+    name = f"{kind.__name__}[{type(model).__name__}]"  # some trainers look for a task in the name
     return type(name, (kind,), {"forward": forward, "__module__": kind.__module__, **told})
 
 
 class AnyName:
-    """Has an attribute of any name, since torch.distributed.checkpoint follows dotted keys as attributes."""
+    """Has an attribute of any name, since torch.distributed.checkpoint resolves dotted keys as attributes."""
 
     def __getattr__(self, name: str) -> AnyName:
         if name.startswith("_"):
@@ -175,12 +175,12 @@ class Restorable(nn.Module):
         self.origin = 16 * "0"
         """A hash of the weights that training began with."""
         self.__class__ = with_signature(type(self), self.model)
-        self._strict = False  # whether a state dict that does not fit is loaded in no part
+        self._strict = False  # whether a state dict with missing or unexpected keys changes nothing
         self._shown: tuple[Tensor, tuple[int, int]] | None = None  # mask in the latest state dict, and its identity then
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state: Any = super().__reduce_ex__(max(2, int(protocol)))[2:]
-        return _blank, (type(self).__base__,), *state  # a class made at run time cannot be found by name
+        return _blank, (type(self).__base__,), *state  # pickle cannot find a class made at run time by its name
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -222,14 +222,14 @@ class Restorable(nn.Module):
         return found
 
     def _check_shown(self) -> None:
-        """Refuse to run or save if the latest state dict was overwritten with the mask of other units."""
+        """Raise UnsupportedModelError if the mask in the latest state dict was overwritten by that of other units."""
         if self._shown is not None and identity(self._shown[0]) != self._shown[1]:
             mask = self._shown[0]
             if not torch.equal(mask, flat(self.narrow_model.mask)):
                 raise UnsupportedModelError(
-                    "the mask of other units was written into the state dict of this LearnableMask, as by a moving average of a"
-                    " mask that changes; its weights would mix those of different units. Make the average once the mask stays"
-                    " (masked.may_change is False), or set all at once: masked.load_state_dict(state)"
+                    "the mask of other units was written into the state dict of this LearnableMask, for example by a moving"
+                    " average of a mask that changes; weights of different units would be mixed. Make the average once the mask"
+                    " is final (masked.may_change is False), or load the whole state: masked.load_state_dict(state)"
                 )
             self._shown = mask, identity(mask)
 
@@ -247,7 +247,7 @@ class Restorable(nn.Module):
     def _load_from_state_dict(
         self, state: dict[str, Any], prefix: str, _metadata: Any, _strict: bool, missing: Any, unexpected: Any, errors: Any
     ) -> None:
-        """Read a state, and apply it only if it has no fault; torch then finds the narrow entries in `state`."""
+        """Apply a state if it has no errors, and replace its entries by the present narrow ones, which torch then loads."""
         found, lacking, strange, faults = self.checkpoint().parse(state, prefix)
         missing += lacking
         unexpected += strange
@@ -256,7 +256,7 @@ class Restorable(nn.Module):
             self.restore(found)
         for name in [name for name in state if name.startswith(prefix) and not name.endswith("_extra_state")]:
             del state[name]
-        # The tensors themselves: load_state_dict(assign=True) then puts each in its own place, and optimizers keep theirs.
+        # Not copies: load_state_dict(assign=True) then assigns each tensor to itself, and optimizers keep their references.
         own = self.model.state_dict(keep_vars=True)
         state |= {prefix + CHILD + name: value for name, value in own.items() if isinstance(value, Tensor)}
 

@@ -24,7 +24,8 @@ Widths: TypeAlias = float | Mapping[str, int]
 def importance_targets(magnitudes: Tensor, sizes: Sequence[int], *, absolute: bool = False) -> Tensor:
     """Return the importance towards which units are pulled: float (J,) in [0, 1], float32 at least.
 
-    It is the sigmoid of the magnitudes Σ |θ|, float (J,), themselves or standardized in each group; `sizes` of the groups.
+    It is the sigmoid of `magnitudes`, float (J,), Σ |θ| of each unit, which are first standardized in each group unless
+    `absolute`. `sizes`: sizes of the groups.
     """
     values = wide(magnitudes)
     if not absolute:
@@ -39,11 +40,11 @@ def importance_targets(magnitudes: Tensor, sizes: Sequence[int], *, absolute: bo
 
 @dataclass(frozen=True, kw_only=True)
 class GradientImportance:
-    """Change importance after every step of the weights, along the gradient of each unit's gate and of a regularizer.
+    """Learns importance by gradient descent, after every step of the weights, on the loss and a regularizer.
 
-    The regularizer λ‖Q − σ(|θ|_J)‖² pulls importance Q towards a target that follows the weights. The mask follows the order of
-    importance. Both gradients are computed in closed form from the gradients of the weights. This is the rule of the paper, for
-    comparisons with it.
+    The gradient of the loss is that of each unit's gate. The regularizer λ‖Q − σ(|θ|_J)‖² pulls importance Q towards a target
+    that follows the weights. The mask follows the order of importance. Both gradients are computed in closed form from the
+    gradients of the weights. This is the rule of the paper, for comparisons with it.
 
     Dropped units have no gradient, so they learn from the regularizer alone. The gradient of a kept gate vanishes where
     training converges. The pull to magnitudes then decides: with the defaults, the mask keeps the largest weights. To learn
@@ -90,7 +91,7 @@ class Steps:
 
     learns = False  # whether importance is measured
     may_change = False  # whether a step may change the mask
-    due = False  # whether importance has not yet taken the step of the latest backward pass
+    due = False  # whether the latest backward pass has not been used yet
     batches: Sequence[Batch] = ()  # to refit cuts on
 
     def run(self, vectors: UnitVectors, call: Callable[[], Any], examples: int) -> Any:
@@ -112,7 +113,7 @@ class Steps:
         return now
 
     def refit(self, before: nn.Module, small: nn.Module, old: UnitMask, new: UnitMask) -> None:
-        """Refit the layers that read the units removed last, on the batches."""
+        """Refit the layers whose inputs were removed in the last cut, on the batches."""
 
     def unmet(self, mask: UnitMask) -> str:
         """Return what is not done yet, in a sentence."""
@@ -131,7 +132,7 @@ class Steps:
 
 
 class ImportanceSteps(Steps):
-    """The steps of `GradientImportance` in one training."""
+    """Applies `GradientImportance` in one training."""
 
     learns = may_change = True
 
@@ -154,7 +155,7 @@ class ImportanceSteps(Steps):
         if now or self._gates_of != vectors.narrow_model.version:
             gates, self._gates_of = vectors.gate_gradient(gradients), vectors.narrow_model.version
             self._gates = (gates if scale is None else gates / scale).to(self._target)
-        target, gates = self._target.to(scores.device), self._gates.to(scores.device)  # the mask may have moved since
+        target, gates = self._target.to(scores.device), self._gates.to(scores.device)  # the module may have been moved since
         gradient = (scores - target).mul_(2.0 * rule.strength).add_(gates)
         scores.sub_(gradient, alpha=rule.lr)
 
@@ -169,7 +170,7 @@ class ImportanceSteps(Steps):
 
 
 def on_backward(outputs: Any, call: Callable[[], None]) -> None:
-    """Call once when a backward pass reaches the outputs of a model; at once if no tensor is found in them."""
+    """Call `call` once when a backward pass reaches the outputs of a model; immediately if they have no tensors."""
     found, reached = find_tensors(outputs), list[bool]()
 
     def note(_: Tensor) -> None:

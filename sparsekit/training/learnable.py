@@ -69,7 +69,7 @@ class LearnableMask(Restorable):
         budget: Upper limits for the narrow model in place of one ratio, such as `Budget(flops="25%")` or "flops=25%". The
             widths are as `prune` would choose them. Needs example inputs.
         batches: Training data, as for `prune`. The mask then begins with the cut that `prune` would make, reconstructed and
-            recalibrated. Pass them for every trained network. Without them, units of the largest weight magnitude stay.
+            recalibrated. Pass them for every trained network. Without them, units of the largest weight magnitude are kept.
         loss: `loss(outputs, target)`, the mean over the examples of a batch. None takes `outputs.loss`.
         learning: None fixes the mask. `LearnedNarrowing(steps=…)` begins with all units and drops the least important in a few
             cuts, each refitted on `batches`; it needs no `loss`. `GradientImportance(…)` is the rule of FedLPS, for
@@ -110,11 +110,11 @@ class LearnableMask(Restorable):
         self.optimizers = OptimizerSet()
         self.scores = torch.zeros(0)
         """Present importance of all units, float (J,), in the order of the graph's groups; float32 at least."""
-        self.mask_changed = False  # whether the mask has changed since an optimizer may have been loaded
+        self.mask_changed = False  # whether the mask has changed since the last load
         self._rule = Steps()
         self._widths: Widths = 1.0
         self._chosen_for: object = None  # the widths for which the mask was last chosen
-        self._mask_given = False  # whether the mask stays until the next `load`, whatever importance says
+        self._mask_given = False  # whether the mask is fixed until the next `load`, regardless of importance
         narrows = isinstance(learning, LearnedNarrowing)
         self._costs = start.costs_of(model, graph, example_inputs) if narrows else None
         if graph.groups:
@@ -134,7 +134,7 @@ class LearnableMask(Restorable):
     def from_pruned(
         cls, pruned: Pruned, dense: nn.Module, *, learning: GradientImportance | None = None, rules: Rules | None = None
     ) -> Self:
-        """Begin with a model that `prune` has made, with its weights, widths and units.
+        """Create a mask from the result of `prune`, with its weights, widths and units.
 
         ```python
         pruned = sk.prune(model, (x,), budget="flops=50%", batches=loader, loss=F.cross_entropy)
@@ -142,17 +142,18 @@ class LearnableMask(Restorable):
         ```
 
         Args:
-            pruned: The result; its model may have been trained since.
-            dense: The model that was pruned. Dropped units get its weights when they enter the mask. Removed blocks stay away:
-                the mask is over a copy of the model without them.
+            pruned: The result of `prune`; its model may have been trained since.
+            dense: The model that was pruned. Dropped units get its weights when they enter the mask. Removed blocks do not come
+                back: the mask is for a copy of the model without them.
             learning: `GradientImportance(…)` as in `LearnableMask`; every group keeps its number of units.
             rules: Rules for layer types of your own, as in `trace_units`.
 
         Returns:
-            A mask with the outputs of `pruned.model`.
+            A mask whose model has the outputs of `pruned.model`.
 
         Raises:
-            InvalidValueError: the result of `plan`, or `LearnedNarrowing`, which begins with all units.
+            InvalidValueError: `pruned` is the result of `plan`, or `learning` is `LearnedNarrowing`, which begins with all
+                units.
             ForeignMaskError: `dense` is another model, or has other weights than those that were pruned.
         """
         pruned, dense = start.whole(pruned, dense, learning)
@@ -161,7 +162,7 @@ class LearnableMask(Restorable):
         return masked
 
     def _begin(self, pruned: PrunePlan, dense: nn.Module) -> None:
-        """Load a pruned model; dropped units keep their dense weights. After `plan`, load the dense model alone."""
+        """Load a pruned model; dropped units keep their dense weights. After `plan`, all weights are those of `dense`."""
         self._widths = start.widths_of(self.graph, pruned.mask.counts(), self.ratio)
         scores = start.importance_of(pruned, self.learning)
         self.load(start.dense_state(dense, pruned), importance=scores.to(self.scores))
@@ -207,13 +208,13 @@ class LearnableMask(Restorable):
         return f"{limit}, {kept}{left}, learning={None if self.learning is None else type(self.learning).__name__}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the sparse model: with the arguments and the result of the wrapped model."""
+        """Run the narrow model. Arguments and results are as for the wrapped model."""
         if not is_followed():
             return self._run(args, kwargs, compiling=False)
-        if is_exporting():  # a strict exporter reads only up to this line
+        if is_exporting():  # a strict exporter traces only up to this line
             start.refuse_export()
         compiling = torch.compiler.is_compiling()
-        if not compiling and in_transform():  # torch.func hands on tensors without values, from which nothing is learned
+        if not compiling and in_transform():  # tensors of torch.func have no values to learn from
             return self.narrow_model.run(args, kwargs)
         return outside_compiler(LearnableMask._run)(self, args, kwargs, compiling)
 
@@ -309,7 +310,7 @@ class LearnableMask(Restorable):
     def compact(self) -> nn.Module:
         """Return the sparse model as a plain, smaller module with the same outputs; a copy.
 
-        Warns if `LearnedNarrowing` has cuts left: the model is then wider than asked.
+        Warns if `LearnedNarrowing` has cuts left: the model is then wider than requested.
         """
         self._check_shown()
         if self.unmet:
@@ -329,7 +330,7 @@ class LearnableMask(Restorable):
         self.narrow_model.apply_to_tensors(fn)
         vars(self).pop("vectors", None)  # its tables are on the old device
         moved = fn(self.scores)
-        # Steps of importance are smaller than bfloat16 and float16 can tell apart.
+        # Importance changes in steps that are too small for bfloat16 and float16.
         self.scores = moved if moved.dtype.itemsize >= 4 else self.scores.to(moved.device, torch.float32)
         return self
 
@@ -350,7 +351,7 @@ class LearnableMask(Restorable):
         return found
 
     def importance(self) -> dict[str, Tensor]:
-        """Group name → float (units,): copies of the present importance."""
+        """Return group name → float (units,): copies of the present importance."""
         return {name: part.clone() for name, part in split_units(self.graph, self.scores).items()}
 
     def load_importance(self, importance: Mapping[str, Tensor]) -> None:
@@ -365,8 +366,8 @@ class LearnableMask(Restorable):
     def update_mask(self) -> None:
         """Keep the most important units, at the present widths or at the widths of a cut that is due.
 
-        The step of a torch optimizer calls this. Call it after a step of your own. The mask changes nowhere else, and never in
-        the middle of a step.
+        Steps of torch optimizers call this. Call it yourself after other kinds of steps. While training, the mask changes only
+        here, and never in the middle of a step.
         """
         if self._mask_given or self.optimizers.stepping or not self.graph.groups:
             return
@@ -390,7 +391,7 @@ class LearnableMask(Restorable):
             self._rule.refit(before, self.model, old, mask)
 
     def update_importance(self, gradients: Mapping[Tensor, Tensor] | None = None) -> None:
-        """Learn importance from the gradients of the weights, if no torch optimizer does it in its step.
+        """Update importance from the gradients of the weights, unless a torch optimizer does so in its step.
 
         Call it after `backward()`, or before gradients are changed, as by clipping. Without a torch optimizer, call
         `update_mask` after your step. `gradients`: weight → gradient; None reads `.grad` of the weights.
@@ -398,11 +399,11 @@ class LearnableMask(Restorable):
         self._rule.take(self.scores, self.vectors, gradients, None, None)
 
     def add_optimizer(self, optimizer: HasState) -> None:
-        """Let the state of `optimizer` follow the mask from now on.
+        """Update the state of `optimizer` whenever the mask changes.
 
         A torch optimizer is found at its first step. Call this only if it has state before its first step, as after loading or
-        copying, and before the mask or the ratio changes. Any other object may keep tensors that follow the units:
-        `state[leaf][name]`, each of the leaf's shape.
+        copying, and before the mask or the ratio changes. Other objects can be added too if they have tensors
+        `state[leaf][name]` in the shape of each leaf.
 
         When the mask changes, units that stay keep their state; units that enter start with fresh state. Optimizers that are
         not torch's own, or whose state is not one value for each weight (`Adafactor`, `AdamW8bit`), start with fresh state at

@@ -1,7 +1,8 @@
 """NarrowModel: a physically narrow copy of a model whose mask may change.
 
 Its parameters are leaves, so a step costs as much as in a natively narrow network. They hold the kept units in ascending order.
-A change of mask saves them in the dense copy and gathers them again. The dense weights of a dropped unit do not change.
+A change of the mask saves them in dense tensors, and gathers the kept units again. While a unit is dropped, its weights do not
+change.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,7 +37,7 @@ from sparsekit.surgery.rebuild import (
 class _Entry:
     """One parameter or buffer of the narrow module, under all its state-dict keys."""
 
-    key: str  # the name under which units touch it, if there is one
+    key: str  # the name under which slices of units refer to it, if there is one; else its first name
     names: list[str]
     homes: list[tuple[nn.Module, str]]
     parameter: nn.Parameter | None
@@ -50,7 +51,7 @@ class _Entry:
         return value.detach()
 
     def replace(self, tensor: Tensor) -> None:
-        """Put in another tensor, of any shape; channels last stays channels last."""
+        """Replace the tensor by one of any shape, in the same memory format."""
         # Remember the format, since with few channels the strides match every format.
         self._format = memory_format(self.tensor) or self._format
         tensor = in_format(tensor, self._format)
@@ -77,7 +78,7 @@ def _find_entries(module: nn.Module, graph: UnitGraph) -> list[_Entry]:
 
 
 class NarrowModel:
-    """A narrow copy of a model that follows its mask; it begins with the model's state under the full mask.
+    """A narrow copy of a model, which is resized when its mask changes. It starts with all units and the state of the model.
 
     One narrow model serves any number of trainings: `load` gives it another state and mask without copying the module again.
     """
@@ -98,16 +99,16 @@ class NarrowModel:
         self._constants = {name: tensor.clone() for name, tensor in named_constants(self.module, graph).items()}
         """Dense tensors outside the state, by name."""
         self._dense: dict[str, Tensor] = {}
-        self._owned: set[str] = set()  # keys of dense tensors that are copies of our own
-        self._rest: dict[tuple[torch.device, torch.dtype], Tensor] | None = None  # in place of dense tensors, see `dropped`
+        self._owned: set[str] = set()  # keys of dense tensors that are copies, so that they may be written to
+        self._rest: dict[tuple[torch.device, torch.dtype], Tensor] | None = None  # replaces the dense tensors, see `dropped`
         self._axes: dict[str, dict[int, Tensor]] = {}
         self.version = 0  # counts loads and changes of the mask
         self.mask = UnitMask.full(graph)
-        self._counts = self.mask.counts()  # for which the sizes of layers are set
+        self._counts = self.mask.counts()  # widths for which the sizes of layers were set
         self.load(model.state_dict(), None)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return state-dict key → narrow leaf; a tied one once, under a key that units touch if there is one."""
+        """Return state-dict key → narrow parameter. A tied one occurs once, under a key that units touch if there is one."""
         return {entry.key: entry.parameter for entry in self._entries if entry.parameter is not None}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -122,7 +123,7 @@ class NarrowModel:
         return cut_axes(self.graph.shapes[key], self.positions(key))
 
     def load(self, state: StateDict, mask: UnitMask | None) -> None:
-        """Start from a dense state, never written to, under a mask, or with all units. Optimizers need fresh state afterwards.
+        """Load a dense state, which is never written to, under a mask; None keeps all units. Reset optimizers afterwards.
 
         Raises:
             ForeignMaskError: the state or the mask belongs to another model.
@@ -155,7 +156,7 @@ class NarrowModel:
             put_constants(self.module, moved, self.graph.constants.values())
         if (counts := self.mask.counts()) != self._counts:
             self._counts = counts
-            for name, numbers in self._sizes.items():  # the dense ones first: a single kept unit does not tell all of them
+            for name, numbers in self._sizes.items():  # dense sizes first: a shape with one unit does not determine all
                 vars(self.module.get_submodule(name)).update(numbers)
             resize(self.module, self.rules)
             set_sizes(self.module, self.graph, counts)
@@ -170,7 +171,7 @@ class NarrowModel:
     def set_mask(self, mask: UnitMask, optimizers: Iterable[HasState] = ()) -> None:
         """Change the mask: save the weights of all units, and gather the kept ones.
 
-        Units that stay keep their gradients, so that a second optimizer can still step; entering units have none.
+        Units that stay keep their gradients, so that a second optimizer can still step. Entering units get gradients of zero.
 
         Args:
             mask: The units that are kept from now on.
@@ -213,9 +214,9 @@ class NarrowModel:
         self._fit_module()
 
     def dropped(self) -> list[Tensor]:
-        """Return the entries of dropped units themselves, not copies: one flat tensor for each device and type.
+        """Return the entries of dropped units, not copied: one flat tensor for each device and dtype.
 
-        They replace the dense tensors until the mask changes, so they take up no memory of their own.
+        They replace the dense tensors until the mask changes, so they need no additional memory.
         """
         if self._rest is None:
             parts: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -233,7 +234,9 @@ class NarrowModel:
         return scatter_(narrow, torch.ones(shape, dtype=torch.bool), cut_axes(shape, own)).to(entry.tensor.device)
 
     def place(self, dropped: Sequence[Tensor], axes: Mapping[str, Axes]) -> dict[str, Tensor]:
-        """Return key → dense tensor that is zero where units are kept, from the flat tensors of a mask with these `axes`.
+        """Return key → dense tensor with the entries of dropped units, and zeros for kept ones.
+
+        `dropped` has the flat tensors, as from `dropped()`, of a mask with these `axes`.
 
         Raises:
             InvalidValueError: a flat tensor has another size.
@@ -280,7 +283,7 @@ class NarrowModel:
         return self._read(whole)
 
     def compact(self) -> nn.Module:
-        """Return the narrow module as a plain module of its own: a copy without gradients."""
+        """Return a copy of the narrow module, as a plain module without gradients."""
         small = copy_with(self.module, {})
         for parameter in small.parameters():
             parameter.grad = None

@@ -30,18 +30,18 @@ _WHERE_IT_PAYS = (
     "It pays for a trained network that adapts to a small data set at a few percent of its FLOPs; from a quarter on, or with"
     " few steps, `prune` in several steps or learning=None does as well or better."
 )
-_FLOOR = 1e-30  # importance of a unit that is present, at least: units that have left have 0
+_FLOOR = 1e-30  # minimum importance of a present unit; removed units have 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearnedNarrowing:
-    """Learn which units stay while the model becomes narrower: begin with all of them, and drop some in a few physical cuts.
+    """Learns which units to keep while the model becomes narrower: starts with all units, and removes some in a few cuts.
 
-    Use it for a trained network that adapts to a small data set at a few percent of its FLOPs; from a quarter on, or with few
-    steps, `prune` in several steps or `learning=None` does as well or better. The importance of a unit is a running mean of
-    ½·B·g², where g is the gradient of its gate and B the number of examples of a step: the estimated loss without it. Unlike g
-    itself, it does not vanish where training converges, and it compares units of all layers. Removed units never return, so
-    every decision rests on measurements.
+    Use it for a trained network that adapts to a small data set at a few percent of its FLOPs. At a quarter of the FLOPs or
+    more, or with few steps, `prune` in several steps or `learning=None` does as well or better. The importance of a unit is a
+    running mean of ½·B·g², where g is the gradient of its gate and B the number of examples of a step: an estimate of how much
+    the loss rises without the unit. Unlike g itself, it does not vanish where training converges, and it is comparable between
+    layers. Removed units never return, so every decision rests on measurements.
 
     ```python
     learning = sk.LearnedNarrowing(steps=len(loader) * epochs)
@@ -52,12 +52,12 @@ class LearnedNarrowing:
 
     Args:
         steps: Number of all training steps. The cuts are placed by it.
-        until: Share of the FLOPs of all steps after which the mask stays, in (0, 1). The cuts divide this part into equal
+        until: Share of the FLOPs of all steps after which the mask is fixed, in (0, 1). The cuts divide this part into equal
             FLOPs, so wide steps are few.
-        cuts: Number of cuts, at least 1; costs fall in equal ratios.
-        least_steps: Smallest number of steps before each cut, even if it exceeds the part of the FLOPs; fewer make importance
-            noisier.
-        half_life: Steps after which a measurement counts half.
+        cuts: Number of cuts, at least 1; each reduces the cost by the same factor.
+        least_steps: Minimum number of steps before each cut, even if they exceed its part of the FLOPs. Fewer steps make
+            importance noisier.
+        half_life: Number of steps after which a measurement counts half.
 
     Raises:
         InvalidValueError: a value outside these ranges, or fewer steps than the cuts need.
@@ -130,11 +130,11 @@ class NarrowingReport:
 
 
 class GateSquares:
-    """Measure the units of a narrow model while it trains.
+    """Measures the importance ½·B·g² of the units of a narrow model while it trains.
 
-    If linear layers and convolutions with the examples on the first axis read the units, each example is squared by itself:
-    ∂L/∂gate = Σ x·∂L/∂x at the inputs of these layers, which also exists if they are frozen. Elsewhere, it is B times the
-    square for the batch of B examples, from the gradients of the weights.
+    If units are inputs of linear layers and convolutions with the examples on the first axis, the gradient of each example is
+    squared: ∂L/∂gate = Σ x·∂L/∂x at the inputs of these layers, which also exists if they are frozen. Otherwise, the gradient
+    of the batch, from the gradients of the weights, is squared, times the number of examples.
     """
 
     def __init__(self, vectors: UnitVectors) -> None:
@@ -167,7 +167,7 @@ class GateSquares:
         return outputs
 
     def take(self, gradients: Gradients, examples: int, scale: Tensor | None, group: Any) -> Tensor:
-        """Return ½·B·g² of every unit, float (J,), 0 for absent units, and begin again.
+        """Return ½·B·g² of every unit, float (J,), 0 for absent units, and reset the measurement.
 
         `scale`: the factor of a GradScaler that the gradients still contain; `group`: the process group over which they were
         averaged.
@@ -194,7 +194,7 @@ def _add(sums: dict[str, Tensor], name: str, x: Tensor, index: Tensor, axis: int
 
 
 class NarrowingSteps(Steps):
-    """The steps of `LearnedNarrowing` in one training. `costs`: None without example inputs; `batches`: to refit on."""
+    """Applies `LearnedNarrowing` in one training. `costs`: None without example inputs. `batches`: data for refits."""
 
     learns = True
 
@@ -229,7 +229,7 @@ class NarrowingSteps(Steps):
         self._cuts: list[tuple[int, list[int]]] = []  # step and units of each group, of each cut so far
 
     def _share(self, progress: float) -> float:
-        """Return the estimated cost of a step as a share of a dense step, after a part of the cuts."""
+        """Return the estimated cost of a step, relative to a dense step, after a share `progress` of the cuts."""
         if self._limits:
             return float(min((end / dense) ** progress for dense, end in self._limits.values()))
         if self.costs is None:
@@ -238,18 +238,18 @@ class NarrowingSteps(Steps):
         return flops / max(self.costs.dense_costs()["flops"], 1.0)
 
     def _allocate(self, progress: float, scores: Mapping[str, Tensor], present: Mapping[str, int]) -> Mapping[str, int]:
-        """Return group → units that stay after a part of the cuts; at most those that are present."""
+        """Return group → units that stay after a share `progress` of the cuts, at most those in `present`."""
         if not self._limits:
             return ratio_counts(self.graph, self._ratio**progress)
         assert self.costs is not None
         limits: dict[str, Any] = {name: dense * (end / dense) ** progress for name, (dense, end) in self._limits.items()}
-        rule = partial(by_cost, scale="none", width_penalty=2.0)  # widths for those who train on
+        rule = partial(by_cost, scale="none", width_penalty=2.0)  # for a model that trains further
         shares = {name: (0.0, count / self.graph.groups[name].size) for name, count in present.items()}
         return allocate(rule, self.graph, scores, self.costs, budget=Budget(**limits), limits=shares)
 
     def run(self, vectors: UnitVectors, call: Callable[[], Any], examples: int) -> Any:
         if all(leaf.grad is None for leaf in vectors.narrow_model.module.parameters()):
-            self.examples = 0  # backward passes before were of a step that was not taken
+            self.examples = 0  # earlier backward passes belong to a step that was not taken
         return self._measure(vectors).run(call, examples, fresh=not self.examples) if self.cuts_left else call()
 
     def count(self, examples: int) -> None:
@@ -292,7 +292,7 @@ class NarrowingSteps(Steps):
         return self._cut(split_units(self.graph, scores), mask) if due else None
 
     def _cut(self, scores: Mapping[str, Tensor], mask: UnitMask) -> Mapping[str, int]:
-        """Return group → units that stay in the cut that is due. `mask`: before it."""
+        """Return group → units that stay in the cut that is due. `mask`: the mask before it."""
         unmeasured = [name for name, own in scores.items() if not bool((own > _FLOOR).any())]
         if unmeasured:
             warnings.warn(

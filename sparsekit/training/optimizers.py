@@ -1,9 +1,9 @@
-"""Optimizers and wrappers of torch, such as DistributedDataParallel, that hold the leaves of a learnable mask.
+"""Find the optimizers, and wrappers such as DistributedDataParallel, that hold the parameters of a learnable mask.
 
 Global hooks of torch find an optimizer at its first step, and a wrapper when it gets the mask.
 
-A mask never changes while an optimizer steps: sharpness-aware optimizers climb, call the model, and step from the weights
-before the climb.
+A mask never changes while an optimizer steps: sharpness-aware optimizers perturb the weights, call the model, and then step
+from the original weights.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class OptimizerSet:
     """Weak references to optimizers, in order of addition. A copy of a mask starts with none."""
 
     def __init__(self) -> None:
-        self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # ordered, where a WeakSet is not
+        self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # ordered, unlike a WeakSet
         self.just_loaded: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Those with newly loaded state, which have neither stepped nor followed a change of the mask since."""
+        """Optimizers with newly loaded state that have neither stepped nor followed a change of the mask since."""
         self.process_group: Any = None  # of the DistributedDataParallel that averages gradients, if there is one
         self.stepping: list[Any] = []
         """Optimizers in the middle of a step, and blocks that freeze the mask, the outermost first: one may step another."""
@@ -81,7 +81,7 @@ class OptimizerSet:
             end()
 
     def finish(self, step: object) -> None:
-        """Forget a step or a block, and steps within it that failed."""
+        """End a step or a block, and failed steps within it."""
         found = (at for at, each in enumerate(self.stepping) if each is step)
         del self.stepping[next(found, len(self.stepping)) :]
 
@@ -150,7 +150,7 @@ def _before_step(reference: Callable[[], Any], optimizer: Optimizer, args: Any, 
     calls: list[object] = []
 
     def watched(value: Any) -> Any:
-        """Return an argument of the step; a closure that fails ends the step, and no hook is called after it."""
+        """Return an argument of the step, with closures wrapped: torch calls no hook after a closure that fails."""
 
         def run() -> Any:
             if not calls:
@@ -233,7 +233,7 @@ def _guard(wrapper: nn.Module, _name: str, module: nn.Module | None) -> None:
                     _join(wrapper, part)
                 elif part.may_change:
                     raise UnsupportedModelError(
-                        "AveragedModel averages by place, where a mask that learns holds other units after every change; make"
+                        "AveragedModel averages parameters entry by entry, and a changed mask puts other units there; make"
                         " it after the last cut (masked.may_change is False), average the compact model,"
                         " AveragedModel(masked.compact()), or wrap a mask without learning="
                     )
@@ -252,7 +252,7 @@ def watch(masked: Any) -> None:
 
 
 def _join(wrapper: DistributedDataParallel, masked: Any) -> None:
-    """Load the first rank's state, of which DistributedDataParallel itself broadcasts the narrow entries alone."""
+    """Load the first rank's state, since DistributedDataParallel itself broadcasts only the narrow entries."""
     group: Any = wrapper.process_group
     box: list[Any] = [{name: value.cpu() for name, value in masked.state_dict().items()}]
     torch.distributed.broadcast_object_list(box, src=torch.distributed.get_global_rank(group, 0), group=group)

@@ -32,13 +32,13 @@ from sparsekit.training.narrowing import LearnedNarrowing, NarrowingSteps
 from sparsekit.training.vectors import split_units
 
 Learning: TypeAlias = GradientImportance | LearnedNarrowing
-"""How importance is learned."""
+"""The rules by which importance is learned."""
 REFITS = 48
-"""Number of batches that a cut of learned narrowing is refitted on, at most."""
+"""Maximum number of batches for the refits of `LearnedNarrowing`."""
 
 
 def check_arguments(model: nn.Module, ratio: float, budget: object, learning: object) -> float:
-    """Return the ratio, and refuse wrong arguments and models that cannot be trained under a mask."""
+    """Return the ratio. Raises errors for wrong arguments, and for models that cannot be trained under a mask."""
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"expected a torch.nn.Module, got {model!r}; pass the model itself")
     refuse_meta(model, "LearnableMask")
@@ -62,7 +62,7 @@ UNCOMPILED = "torch.compile leaves a LearnableMask out; compile the model inside
 
 def refuse_export() -> NoReturn:
     raise UnsupportedModelError(
-        "a LearnableMask cannot be exported, since its mask may still change; export what it has become:"
+        "a LearnableMask cannot be exported, since its mask may still change; export the compact model:"
         " torch.onnx.export(masked.compact().eval(), ...), and likewise torch.export, torch.jit.trace and torch.jit.script"
     )
 
@@ -83,7 +83,7 @@ def costs_of(model: nn.Module, graph: UnitGraph, example_inputs: Any) -> CostMod
 
 
 def first_cut(model: nn.Module, example_inputs: Any, ratio: float, **options: Any) -> PrunePlan:
-    """Prune as `prune` does, to a budget or to one ratio for all groups. Without batches, only plan."""
+    """Prune as `prune` does, to a budget or to one ratio for all groups. Without batches, call `plan` only."""
     if example_inputs is None:
         raise InvalidValueError("a budget and batches= need example_inputs=(x,), one call's worth of inputs")
     if options["budget"] is None and ratio == 1.0:
@@ -95,7 +95,7 @@ def first_cut(model: nn.Module, example_inputs: Any, ratio: float, **options: An
 
 
 def dense_state(dense: nn.Module, pruned: PrunePlan | None = None) -> dict[str, Tensor]:
-    """Return a copy of a dense state, with the kept units of a pruned model if there is one."""
+    """Return a copy of a dense state. With a pruned model, its weights replace those of the kept units."""
     state: dict[str, Tensor] = copy.deepcopy(dense.state_dict())
     return expand(pruned.model.state_dict(), pruned.graph, pruned.mask, into=state) if isinstance(pruned, Pruned) else state
 
@@ -196,7 +196,7 @@ def whole(pruned: Pruned, dense: nn.Module, learning: Learning | None) -> tuple[
 
 
 def used_magnitudes(model: nn.Module, graph: UnitGraph, example_inputs: Any) -> Tensor | None:
-    """Return the magnitudes of the weights that operators read, float (J,); None if these are the entries themselves."""
+    """Return the magnitudes of the weights that operators use, float (J,); None if these are the entries themselves."""
     if example_inputs is None:
         return None
     call = ModelInputs.several(example_inputs)[0]

@@ -26,7 +26,7 @@ def split_units(graph: UnitGraph, flat: Tensor) -> dict[str, Tensor]:
     return dict(zip(graph.groups, parts, strict=True))
 
 
-# Made once: a table that is made on the CPU would cross to the device of the model in every step.
+# Cached, since a table made on the CPU would be copied to the device of the model in every step.
 @lru_cache(maxsize=256)
 def unit_tables(sizes: tuple[int, ...], device: torch.device | None) -> tuple[Tensor, Tensor]:
     """Return the group of each unit, int64 (J,), and the size of each group, int64 (groups,)."""
@@ -66,7 +66,7 @@ class GateReader(NamedTuple):
 
 
 class UnitVectors:
-    """Vectors over the units of a narrow model, float (J,) in the order of the graph's groups.
+    """Computes vectors over the units of a narrow model, float (J,), in the order of the graph's groups.
 
     In small steps, most of the time is spent in Python, so each operation runs once over all units of a model. Change the mask
     through `set_mask`, and call `follow` after `load` of the narrow model.
@@ -104,7 +104,7 @@ class UnitVectors:
         self.follow()
 
     def magnitudes(self, dense: StateDict | None = None) -> Tensor:
-        """Return Σ |θ| over each unit's own parameters in a dense state, or the present one: float (J,), |θ|_J in the paper."""
+        """Return Σ |θ| over the parameters that produce each unit, in a dense state or the present one: float (J,)."""
         dense = self.narrow_model.dense_state() if dense is None else dense
         leaves = {name: dense[name].detach().to(self.group_of.device) for name in self._leaves}
         return torch.cat([unit_magnitudes(group, leaves) for group in self.narrow_model.graph.groups.values()])
