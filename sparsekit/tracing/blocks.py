@@ -1,11 +1,11 @@
 """BlockVerifier: the verification of a large model, one block at a time.
 
-If all tensors of a group are inside one module, a group that is wrong mostly shows in that module alone. So only that module
-is copied, and its inputs are recorded in one pass of the whole model. A narrow block refers to a narrow rest of the model, so
-that a block that reads the width of another one shows. This finds wrong groups but proves none right: code outside may read the
-width of a block, or a tensor that the block keeps. Groups without a fault in their block are then cut at once in the whole
-model, and the operators, shapes and numbers outside of blocks are compared. A model on the meta device has no values:
-each block gets random ones.
+If all tensors of a group are inside one module, errors in the group usually show in that module alone. So only that module is
+copied, and its inputs are recorded in one pass of the whole model. References of a narrow block to the rest of the model lead
+to a narrow model, so that errors of a block that reads the width of another one show. This finds wrong groups, but does not
+prove that the others are right: code outside may read the width of a block, or a tensor that the block keeps. Groups without an
+error in their block are then cut together in the whole model, and the operators, shapes and numbers outside of blocks are
+compared. A model on the meta device has no values: each block gets random ones.
 """
 
 import contextlib
@@ -40,9 +40,9 @@ Places: TypeAlias = Mapping[Tied, str]
 """Tied groups → the module that they are checked in; empty for the whole model."""
 
 LARGE_NUMBERS = 50_000_000
-"""Models with at least so many numbers are traced without a copy of their parameters and verified block by block."""
+"""Number of elements from which on models are traced without a copy of their parameters, and verified block by block."""
 LEAN_NUMBERS = 10_000_000
-"""From here on, converting entries operator by operator takes no more time than copies in float64."""
+"""Number of elements from which on converting entries operator by operator is as fast as a copy in float64."""
 
 
 def is_meta(model: nn.Module) -> bool:
@@ -51,7 +51,7 @@ def is_meta(model: nn.Module) -> bool:
 
 
 def refuse_meta(model: nn.Module, what: str) -> None:
-    """Refuse a model without values for `what`, which needs them.
+    """Raise an error for a model without values. `what` names the operation that needs them.
 
     Raises:
         UnsupportedModelError: a parameter or buffer is on the meta device.
@@ -83,7 +83,7 @@ def make_verifier(
     numbers = _numbers(model)
     if not is_large(model):
         return Verifier(Session(lent_copy(model), calls, rules, training, lean=numbers >= LEAN_NUMBERS))
-    if numbers < LARGE_NUMBERS:  # on the meta device: it can be given values
+    if numbers < LARGE_NUMBERS:  # on the meta device, and small enough to be given values
         made = [_valued(replace(inputs, guard=nullcontext())) for inputs in calls]
         session = Session(_with_values(lent_copy(model)), made, rules, training, lean=numbers >= LEAN_NUMBERS)
         if session.refusal is None:
@@ -92,7 +92,7 @@ def make_verifier(
 
 
 class _Captured(ModelInputs):
-    """Inputs of a module inside a model. What they hold may be changed by a call, such as a cache, so each call gets a copy."""
+    """Inputs of a module inside a model. A call may change objects in them, such as a cache, so each call gets a copy."""
 
     def call(self, model: nn.Module, mode: AbstractContextManager[Any] | None = None, copied: Copied = plain_copy) -> Any:
         return ModelInputs(*_Copies().take(self.args, dict(self.kwargs)), self.guard).call(model, mode, copied)
@@ -108,12 +108,12 @@ class _Copies:
         self._made: dict[int, tuple[Tensor, int, Tensor]] = {}  # id → the tensor itself, its version, its copy
 
     def take(self, *inputs: Any) -> tuple[Any, Any]:
-        with without_modes():  # which would follow each step of a copy
+        with without_modes():  # they would trace the copying
             args, kwargs = copy.deepcopy(inputs, {id(t): self._copy(t) for t in find_tensors(inputs, states=True)})
         return args, kwargs
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        if tensor.is_inference():  # without a version
+        if tensor.is_inference():  # it has no version counter
             return tensor.clone()
         known = self._made.get(id(tensor))
         if known is None or known[1] != tensor._version:
@@ -123,9 +123,9 @@ class _Copies:
 
 @dataclass
 class BlockVerifier:
-    """Compares gated and compacted blocks of a model, and the whole model only for groups that reach over blocks.
+    """Compares gated and compacted blocks of a model, and the whole model only for groups that span several blocks.
 
-    The arguments are as for `Session`; where `calls` are guarded the model is not changed, as a copy lends its parameters.
+    The arguments are as for `Session`. If `calls` are guarded, the model is not changed, although a copy shares its parameters.
     """
 
     model: nn.Module
@@ -142,11 +142,11 @@ class BlockVerifier:
         self._whole_tapes: dict[int, Tape] = {}
         self._narrow_tapes: list[Tape] = []
         self.skipped: dict[str, None] = {}
-        self._captured: dict[str, list[tuple[ModelInputs, str]]] = {}  # inputs of modules, and what runs on them
-        self._results: dict[str, dict[int, str]] = {}  # kind of block → number of a group of it → why it is not exact
+        self._captured: dict[str, list[tuple[ModelInputs, str]]] = {}  # module → inputs, and digest of its pass
+        self._results: dict[str, dict[int, str]] = {}  # kind of block → index of a group → why it is not exact
         self._narrow: dict[str, object] = {}  # path → module or entry of the model with all groups cut
         self._masks = Masks(torch.Generator().manual_seed(20130))
-        with contextlib.suppress(Exception):  # a model may refuse other tokens than its example
+        with contextlib.suppress(Exception):  # a model may fail on other tokens than those of its example
             drawn = with_tokens(self._copy, self.calls, torch.Generator().manual_seed(20130))
             snapshot = Snapshot(self._copy)
             try:
@@ -165,7 +165,7 @@ class BlockVerifier:
             compared: As for `width_trials`, in the comparison of the whole model.
 
         Returns:
-            Group name → reason; empty if all is well.
+            Group name → reason; empty if all removals are exact.
         """
         self._narrow = self._cut_everywhere(graph)
         places = {names: self._home(_place(graph, names)) for names in graph.tied_sets}
@@ -196,14 +196,15 @@ class BlockVerifier:
         return Verifier(Session(self._copy, self.calls, self.rules, self.training, lean=True, skipped=self.skipped))
 
     def _cut_everywhere(self, graph: UnitGraph) -> dict[str, object]:
-        """Return the modules and entries of the narrowest model, and note what two narrow models run, of the same widths in all
-        groups: as few units as can be, and half.
+        """Return the modules and entries of the narrowest model, and record passes of two narrow models.
+
+        One keeps about half of the units of each group, the other as few as possible.
         """
         narrow: nn.Module | None = None
         self._narrow_tapes = []
         half = Trial(0, widths=dict.fromkeys(graph.groups, (1, 3)))
         for trial in (half, Trial(1)):
-            with contextlib.suppress(Exception):  # the comparison of the whole model meets it again
+            with contextlib.suppress(Exception):  # the comparison of the whole model will find it
                 keep = self._masks.draw(graph, graph.groups, trial)[1]
                 narrow = None
                 narrow = narrow_module(self._copy, graph, keep, self.rules)
@@ -212,14 +213,14 @@ class BlockVerifier:
         return {} if narrow is None else {**dict(narrow.named_modules()), **named_entries(narrow)}
 
     def _outside(self, home: str) -> list[tuple[object, object]]:
-        """Return modules and entries that are no part of a block, each with the narrow one."""
+        """Return modules and entries that are not part of a block, each with its narrow counterpart."""
         block = self._modules[home]
         own = {id(part) for part in (*block.modules(), *named_entries(block).values())}
         parts = {**self._modules, **named_entries(self._copy)}
         return [(part, self._narrow[name]) for name, part in parts.items() if id(part) not in own and name in self._narrow]
 
     def _home(self, name: str) -> str:
-        """Return the nearest module above that is called and is not most of the model; "" where there is none."""
+        """Return the innermost module, from `name` upwards, that is called and has at most half of the model; else ""."""
         while name:
             module = self._modules[name]
             is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
@@ -257,7 +258,7 @@ class BlockVerifier:
         snapshot.restore()
 
     def _block(self, graph: UnitGraph, home: str, sets: list[tuple[str, ...]]) -> dict[str, str]:
-        """Group name → why it is not exact within one module. Of modules that are alike, one is compared."""
+        """Return group name → why it is not exact within one module. Of equal modules, only one is compared."""
         names = [name for tied in sets for name in tied]
         if not names:
             return {}
@@ -273,10 +274,10 @@ class BlockVerifier:
         return found | self._block(graph, home, left)
 
     def _kind(self, graph: UnitGraph, home: str, names: list[str]) -> str:
-        """Return what tells a module with its units from others: its operators, entries and index tables, not its values.
+        """Return a key for a module with its units, of its operators, entries and index tables, but not its values.
 
-        Two modules are alike only if their operators, numbers and shapes are also the same with fewer units, with equally many
-        in all groups. The comparison of the whole model is about all of those that are alike.
+        Modules have equal keys only if their operators, numbers and shapes are also equal with fewer units, with equally many
+        in all groups. The comparison of the whole model covers all of them.
         """
         block = self._modules[home]
         part = _part_of(graph, home, names, block)
@@ -347,7 +348,7 @@ class BlockVerifier:
             narrow = narrow_module(self._copy, graph, keep, self.rules)
             snapshots = before, Snapshot(narrow)
             for number, (training, inputs) in enumerate(passes):
-                if training and number == len(self._drawn):  # both begin train mode as they have begun eval mode
+                if training and number == len(self._drawn):  # train mode starts from the same state as eval mode
                     for snapshot in snapshots:
                         snapshot.restore()
                 for model in (self._copy, narrow):
@@ -418,7 +419,7 @@ def _with_values(block: nn.Module, outside: Mapping[int, object] | None = None) 
 
 
 def _valued(inputs: ModelInputs) -> ModelInputs:
-    """Return the same with values: random numbers, rising integers, everything visible."""
+    """Return the inputs with values: random floats, ascending integers, and masks of True."""
     generator = torch.Generator().manual_seed(20132)
 
     def one(tensor: Tensor) -> Tensor:

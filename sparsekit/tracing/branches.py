@@ -1,6 +1,7 @@
-"""Which lines of the user's code decide what runs next: the tests of `if`, `while` and conditional expressions.
+"""Find the lines of the user's code that decide what runs next: the tests of `if`, `while` and conditional expressions.
 
-Installed packages have many such lines, as for one token against several, which their users cannot change.
+Lines in installed packages are left out. There are many, for example for one token and for several, and users cannot change
+them.
 """
 
 import ast
@@ -40,7 +41,7 @@ def _has(found: list[Lines], line: int) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _tests(filename: str) -> tuple[list[Lines], list[Lines]]:
-    """Return the lines of tests in a file, also of those under a name, and the lines of checks."""
+    """Return (first, last) lines of tests in a file, and of assignments to names in tests; and the lines of checks."""
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except (SyntaxError, ValueError):
@@ -72,7 +73,7 @@ def _tests_in(function: ast.AST) -> Iterator[ast.expr]:
 
 
 def _only_tells(statement: ast.stmt) -> bool:
-    """Return whether a statement raises, warns or prints, and so has no part in what a model computes."""
+    """Return whether a statement only raises, warns or prints, and so does not affect what a model computes."""
     if isinstance(statement, ast.Raise | ast.Pass):
         return True
     called = statement.value.func if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) else None

@@ -1,4 +1,4 @@
-"""Dispatcher: runs one forward pass operator by operator and passes each to the function for its effect on units."""
+"""Dispatcher: runs one forward pass, and passes each operator to the handler of its effect on units."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,18 +16,18 @@ from sparsekit.tracing.ops.call import Call, Outputs, tensors_of
 from sparsekit.tracing.ops.probe import probe
 from sparsekit.tracing.passes import arguments_of
 
-_MOST_WORK = 300_000_000  # positions looked at in one pass: some ten seconds; a transformer of 7e9 parameters takes 5e7
-_WORK_OF_A_CALL = 2_000  # positions that take as long as what is done for each call
+_MOST_WORK = 300_000_000  # positions processed in one pass: about ten seconds; a transformer of 7e9 parameters needs 5e7
+_WORK_OF_A_CALL = 2_000  # time of an operator call, in positions
 
 
 class Dispatcher(DispatchMode):
-    """A dispatch mode that propagates labels. Units that enter an operator without a handler stay whole."""
+    """A dispatch mode that propagates labels. An operator without a handler is probed; units that it mixes are unprunable."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self.tracer = tracer
         self._work = 0
-        self._viewed: set[int] = set()  # storages that have been looked at through a view
+        self._viewed: set[int] = set()  # storages that have views
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -66,7 +66,7 @@ class Dispatcher(DispatchMode):
         returning = next((overload for overload in overloads if arguments_of(overload)[0] == names), None)
         if returning is None:
             return None
-        before = args[0].detach()  # with the shape that it has now
+        before = args[0].detach()  # keeps the present shape
         self.tracer.set(before, self.tracer.known(args[0]))
         arguments = dict(zip(names, (before, *args[1:]), strict=False)) | kwargs
         return Call(self.tracer, returning, name, arguments, ())
@@ -85,7 +85,7 @@ class Dispatcher(DispatchMode):
         self._attach(call, found, mutates)
 
     def _key(self, call: Call) -> tuple[Any, ...] | None:
-        """Return a key for the answer of a handler; None if the answer may depend on values, as of an index."""
+        """Return a cache key for the answer of a handler; None if the answer may depend on values, such as an index."""
         key: list[Any] = [call.func, self.tracer.module, self.tracer.given.key]
         for name, value in call.arguments.items():
             if isinstance(value, Tensor):
@@ -122,15 +122,15 @@ class Dispatcher(DispatchMode):
             answer = None
         elif handler is None:
             answer = None
-            if units and (call.outputs or arguments_of(call.func)[1]):  # else it checks something, and returns nothing
+            if units and (call.outputs or arguments_of(call.func)[1]):  # else it is a check, which returns nothing
                 for each in map(self.tracer.labels, call.tensors):
                     if each.entry is not None and each.axes:
-                        self.tracer.make(each, 0)  # a weight that is computed from parameters: their rows are what stays
+                        self.tracer.make(each, 0)  # rows of a parameter from which a weight is computed
                 answer = probe(call, f"operator {call.name!r} is not known to keep units apart")
         else:
             try:
                 answer = handler(call)
-            except Exception as error:  # noqa: BLE001 - arguments that no handler has foreseen
+            except Exception as error:  # noqa: BLE001 - arguments that the handler does not support
                 call.fix_inputs(f"operator {call.name!r} is used in a way that is not known ({type(error).__name__}: {error})")
                 answer = None
         found = list(answer) if isinstance(answer, Sequence) else [answer] * len(call.outputs)
@@ -146,7 +146,7 @@ class Dispatcher(DispatchMode):
             self._mutate(call, found[0] if found else None)
 
     def _exhausted(self, entering: Sequence[TensorLabels]) -> bool:
-        """Count the work, and keep all units if there is too much, so that the trace of any model ends."""
+        """Count the work. If there is too much, make all units unprunable, so that every trace ends."""
         self._work += _WORK_OF_A_CALL + sum(axis.size for labels in entering for axis in labels.axes if axis is not None)
         if self._work > _MOST_WORK:
             reason = f"following units through {self._work:,} positions was given up here; the model has too many steps"
@@ -162,7 +162,7 @@ class Dispatcher(DispatchMode):
                 call.fix_inputs(f"operator {call.name!r} writes into several tensors")
                 return
             before = self.tracer.known(tensor)
-            if after is not None and len(after.axes) != tensor.dim():  # its rule saw the shape that is there now
+            if after is not None and len(after.axes) != tensor.dim():  # its handler saw the new shape
                 call.fix_inputs(f"the shape of a tensor is changed in place by {call.name!r}")
                 after = None
             if before is not None and before.entry is not None and before.entry.constants and after is not None:
@@ -214,10 +214,10 @@ class Dispatcher(DispatchMode):
 
 
 def _written_over(tracer: Tracer, tensor: Tensor, target: Tensor, written: TensorLabels, reason: str) -> TensorLabels | None:
-    """Labels of a tensor after values with the labels `written` were written to `target`, a view of the same memory.
+    """Return the labels of a tensor after values with labels `written` were written to `target`, a view of the same memory.
 
-    Units that meet there become one. Units along an axis of ordinary values, such as part of a key, are fixed for `reason`;
-    those along other axes, such as heads, are not. None if ordinary values were written over units.
+    Units at equal positions become one. Units along an axis of ordinary values, such as part of a key, become unprunable for
+    `reason`; units along other axes, such as heads, do not. None if ordinary values were written over units.
     """
     before = tracer.joint_labels(tensor)
     if before.parts or before.joint or before.entry or written.parts or written.joint:
@@ -229,11 +229,11 @@ def _written_over(tracer: Tracer, tensor: Tensor, target: Tensor, written: Tenso
         d = _same_axis(tensor, target, k)
         own = before.axes[d] if d is not None else None
         if d is None or own is None:
-            if not labels.is_uniform:  # a constant does no harm where no units are
+            if not labels.is_uniform:  # constants change nothing on axes without units
                 tracer.fix(labels, reason)
             continue
         if own.is_uniform and labels.is_uniform:
-            continue  # two constants are not one
+            continue  # two constants together are not constant
         if not own.is_uniform and not labels.is_uniform:
             tracer.unite(own.nodes, labels.nodes)
         axes[d] = Labels(labels.nodes if own.is_uniform else own.nodes, tracer.both(own.sources, labels.sources))
@@ -247,7 +247,7 @@ def _same_axis(tensor: Tensor, target: Tensor, k: int) -> int | None:
     found = [d for d in range(tensor.dim()) if tensor.shape[d] == size and tensor.stride(d) == stride]
     if len(found) != 1 or stride == 0 or size < 2:
         return None
-    # In memory laid out without overlap, the position along an axis can be read off an address.
+    # In a layout without overlap, an address determines the position along an axis.
     for owner, axis in ((tensor, found[0]), (target, k)):
         others = [(owner.shape[d], owner.stride(d)) for d in range(owner.dim()) if d != axis and owner.shape[d] > 1]
         inner = sum((n - 1) * s for n, s in others if s < stride)

@@ -35,7 +35,7 @@ _TAKEN_OUT = (Tensor.item, Tensor.__float__, Tensor.__int__)
 
 @contextmanager
 def _einops_uncached() -> Iterator[None]:
-    """Let einops work out each shape again: its cache returns the numbers of another layer that are equal."""
+    """Disable the cache of einops inside the block: it returns equal numbers that were read from another layer."""
     home: Any = sys.modules.get("einops.einops")
     cached: Any = getattr(home, "_reconstruct_from_shape", None)
     if not hasattr(cached, "__wrapped__"):
@@ -49,7 +49,7 @@ def _einops_uncached() -> Iterator[None]:
 
 
 def hold_numbers(tracer: Tracer, model: nn.Module, rules: Mapping[type[nn.Module], LayerRule] | None) -> None:
-    """Put numbers in place of the integers that the modules of a private copy hold; integers of opaque layers stay."""
+    """Replace integers in the modules of a private copy by `Number`, except in opaque layers."""
     for name, module in model.named_modules():
         rule = find_rule(module, rules)
         if rule is not None and rule.opaque:
@@ -75,7 +75,7 @@ def _is_borrowed(number: Number) -> bool:
 
 
 def _caller() -> FrameType:
-    """Return the innermost frame outside of this package, which is not torch's own: its functions are written in C++."""
+    """Return the innermost frame outside of this package. It is not in torch, whose functions are written in C++."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(LIBRARIES[1]) and frame.f_back is not None:
         frame = frame.f_back
@@ -121,7 +121,7 @@ class FollowNumbers(TorchFunctionMode):
         return made
 
     def _decide(self, frame: FrameType, outcome: Any, *, is_test: bool = False) -> None:
-        """Note the line if code branches on a value or on the length of an input, and which way it took."""
+        """Record the line if code branches on a value or on the length of an input, with the outcome."""
         if is_branch(frame, is_test=is_test):
             self.tracer.decisions.setdefault((frame.f_code.co_filename, frame.f_lineno), set()).add(outcome)
 

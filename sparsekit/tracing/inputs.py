@@ -1,4 +1,4 @@
-"""Example inputs of a model, and the tensors inside whatever it returns."""
+"""Example inputs of a model, and the tensors in its outputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PLAIN = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device, n
 _CONTAINERS = (Tensor, dict, list, tuple, deque)
 _DEPTH = 4  # how deep objects of unknown kinds are opened
 _STATES = frozenset({"transformers.cache_utils.Cache"})
-"""What a model hands to its own next call: as wide as the model is inside, and so no output of it."""
+"""Classes of objects that a model passes to its next call. They hold hidden values, so they do not count as outputs."""
 
 
 Copied: TypeAlias = Callable[[Tensor], Tensor]
@@ -38,7 +38,7 @@ def plain_copy(tensor: Tensor) -> Tensor:
 
 
 def refuse_inference(model: nn.Module) -> None:
-    """Refuse a model whose entries can be neither changed nor differentiated.
+    """Raise an error for a model whose entries can be neither changed nor differentiated.
 
     Raises:
         UnsupportedModelError: a parameter or buffer was made inside `torch.inference_mode`.
@@ -85,7 +85,7 @@ def _is_state(value: Any) -> bool:
 
 
 def _children(value: Any) -> list[Any] | None:
-    """Return what a container holds; None if it is not a container."""
+    """Return the items of a container; None if it is not a container."""
     if isinstance(value, Mapping):
         return list(value.values())
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -160,10 +160,10 @@ class ModelInputs:
 
     @classmethod
     def of(cls, example_inputs: object) -> ModelInputs:
-        """One call's worth of inputs: a tuple of positional ones, a mapping of keyword inputs, one tensor, or these inputs.
+        """Return the inputs of one call: from a tuple of positional inputs, a mapping of keyword inputs, or one tensor.
 
         Raises:
-            InvalidValueError: inputs of another kind.
+            InvalidValueError: inputs of another type.
         """
         if isinstance(example_inputs, ModelInputs):
             return example_inputs
@@ -196,12 +196,12 @@ class ModelInputs:
             return model(*args, **kwargs)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> ModelInputs:
-        """Return the same with every tensor replaced."""
+        """Return the inputs with every tensor replaced."""
         args, kwargs = map_tensors(function, (self.args, dict(self.kwargs)))
         return replace(self, args=args, kwargs=kwargs)
 
     def doubled(self) -> ModelInputs:
-        """Return the same as a batch of two: every tensor with one row gets a second row; for floats, the first one reversed.
+        """Return the inputs as a batch of two: tensors with one row get a second one; for floats, it is the first reversed.
 
         A batch norm in train mode refuses a single row. With two equal rows, its outputs would not depend on its inputs.
         """
@@ -214,10 +214,9 @@ class ModelInputs:
         return self.map(one)
 
     def prepared(self, dtype: torch.dtype | None, generator: torch.Generator | None) -> ModelInputs:
-        """Return the inputs with floating tensors in another dtype (None: unchanged), and random values for constant inputs,
-        such as zeros.
+        """Return the inputs with floating-point tensors in another dtype; None keeps their dtypes.
 
-        Without a generator, constant inputs are kept.
+        With a generator, random values are added to tensors of equal values, such as zeros.
         """
 
         def one(tensor: Tensor) -> Tensor:
@@ -239,9 +238,9 @@ def same_tensors(first: ModelInputs, second: ModelInputs) -> bool:
 
 
 def with_tokens(model: nn.Module, calls: Sequence[ModelInputs], generator: torch.Generator) -> list[ModelInputs]:
-    """Draw integer inputs that are all zero, since equal tokens make all positions of a sequence equal.
+    """Replace integer inputs that are all zero by random ones, since equal tokens make all positions of a sequence equal.
 
-    The smallest embedding of the model bounds the draws. A model may refuse other tokens.
+    They are below the size of the smallest embedding of the model. A model may fail on them.
     """
     rows = min((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)), default=1)
 

@@ -16,7 +16,7 @@ _ALLOWED = {torch.float64: (1e-5, 1e-10), torch.bfloat16: (1e-1, 3e-2), torch.fl
 _LOOSE = (1e-3, 1e-5)
 _OUTLIER = 1e6  # larger values, such as an added mask, do not show rounding
 _GRADIENTS, _TINY = 1e-6, 1e-12  # allowed errors of a gradient, as a share of its largest entry, and for zeros
-_NOISE = 4.0  # relative change of entries, in units of rounding, that shows how far rounding carries
+_NOISE = 4.0  # relative change of entries, in units of rounding, to measure how much rounding is amplified
 _NOISE_FACTOR = 16.0
 
 
@@ -31,7 +31,7 @@ class Judgment:
         found: The pass of the narrow model.
         training: Whether they ran in train mode.
         loosely: Where the operators of a module differ, compare the values before and after.
-        skips_undefined: Ignore outputs that both passes leave undefined, as statistics of one unit are.
+        skips_undefined: Ignore outputs that are NaN or infinite in both passes, such as the variance of one unit.
     """
 
     session: Session
@@ -58,7 +58,7 @@ class Judgment:
         return self.expected.draw or self.found.draw if self.expected.draws != self.found.draws else None
 
     def reason(self) -> tuple[str | None, bool]:
-        """Return why the passes differ, or None, and whether they are equal up to rounding, whatever the mask has changed."""
+        """Return why the passes differ, or None if they agree, and whether they are equal up to rounding."""
         reason, exact = self._compared()
         return (reason, exact) if reason is not None else (self._gradients(), exact)
 
@@ -106,7 +106,7 @@ class Judgment:
         try:
             whole = session.run(session.dense, training=self.training)
         except Exception:  # noqa: BLE001
-            whole = expected  # train mode refuses the inputs, as a batch norm may one example
+            whole = expected  # train mode fails on the inputs, as a batch norm may on one example
         if [t.shape for t in whole.outputs] != [t.shape for t in expected.outputs]:
             whole = expected
         triples = list(expected.pairs(self.found, whole, loosely=self.loosely))
@@ -124,8 +124,8 @@ class Judgment:
     def _noise(self, values: int) -> tuple[list[float], list[float]] | None:
         """Return the change of the outputs and values of the narrow model if its entries change by rounding.
 
-        A batch norm of few values magnifies rounding a thousandfold, and several of them more than any fixed bound allows. None
-        if the entries have a lesser dtype than the pass, or if the pass takes another branch with them.
+        A batch norm of few values amplifies rounding a thousandfold, and several of them more than any fixed bound allows. None
+        if the entries have a lower precision than the pass, or if the pass with changed entries fails or differs in shapes.
         """
         session, expected, found = self.session, self.expected, self.found
         if session.lean:
@@ -161,7 +161,7 @@ def _are_close(own: Sequence[complex], other: Sequence[complex], dtype: torch.dt
 
 def _distance(a: Tensor, b: Tensor) -> float:
     if a.dtype != torch.float64 or not a.numel():
-        return 0.0  # one step of a lesser dtype may be as large as an error
+        return 0.0  # in a lower precision, a rounding step may be as large as an error
     return float((a - b).abs().nan_to_num(0.0, 0.0, 0.0).max())
 
 
@@ -186,14 +186,14 @@ def _difference(whole: Tensor, expected: Tensor, found: Tensor, floor: float = 0
     """Return why a value of the compacted model differs from the gated one, or None if it does not.
 
     Errors are judged channel by channel, relative to the change that the mask makes there. Otherwise, one channel of a residual
-    stream with values in the thousands would hide the errors of all others. Any axis may be the one of the channels.
+    stream with values in the thousands would hide the errors of all others. Every axis is tried as the channel axis.
 
     Args:
         whole: The value with all units.
         expected: The value of the gated model.
         found: The value of the compacted model.
         floor: An error that is allowed everywhere.
-        is_output: An output must be finite somewhere, and must not change where it is not a floating-point value.
+        is_output: Whether it is an output, which must have finite values, and must be equal if it is not floating-point.
     """
     if torch.equal(expected, found) and (not is_output or not expected.is_floating_point()):
         return None

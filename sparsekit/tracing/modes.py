@@ -1,4 +1,4 @@
-"""Contexts in which code of a user runs: `evaluated` for passes, `measured` for a metric, `scoring` for gradients."""
+"""Contexts to run the user's code in: `evaluated` for passes, `measured` for a metric, `scoring` for gradients."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,9 +15,9 @@ from sparsekit.tracing.passes import Snapshot
 
 @contextmanager
 def evaluated(*models: nn.Module, leaves: bool = False) -> Iterator[None]:
-    """Put models into eval mode inside the block; afterwards, each module gets its own mode back.
+    """Put models into eval mode inside the block, and restore the mode of each module afterwards.
 
-    Unless it `leaves` them, attributes that passes set inside the block are put back as well, such as caches.
+    Attributes that passes set inside the block, such as caches, are restored too, unless `leaves` is True.
     """
     snapshots = [] if leaves else [Snapshot(model, inside=False) for model in models]
     modes = [(module, module.training) for model in models for module in model.modules()]
@@ -34,24 +34,24 @@ def evaluated(*models: nn.Module, leaves: bool = False) -> Iterator[None]:
 
 @contextmanager
 def measured(*models: nn.Module) -> Iterator[None]:
-    """Call code of a user on models in eval mode and without gradients. Modes and random states are put back afterwards."""
+    """Run the user's code on models in eval mode and without gradients. Modes and random states are restored afterwards."""
     with evaluated(*models), same_random_state(), torch.inference_mode(mode=False), torch.no_grad():
         yield
 
 
 @contextmanager
 def scoring(model: nn.Module, gradients: Iterable[nn.Parameter] = ()) -> Iterator[None]:
-    """Run the model in eval mode, with gradients for some of its parameters; modes and flags are put back.
+    """Run the model in eval mode, with gradients for some of its parameters; modes and flags are restored afterwards.
 
-    No copy is made, so this costs a large model no memory. Torch's own attention runs as the narrow one does, through the
-    forward pass of its output layer, whose inputs are the heads.
+    No copy is made, so this needs no additional memory. `nn.MultiheadAttention` runs as `NarrowMultiheadAttention`, which calls
+    its output layer, so that hooks can record the heads.
     """
     refuse_inference(model)
     with ExitStack() as stack:
         for context in (without_fast_path(), torch.inference_mode(mode=False), same_random_state(), evaluated(model)):
             stack.enter_context(context)
         if torch.backends.cudnn.is_available() and any(isinstance(module, nn.RNNBase) for module in model.modules()):
-            stack.enter_context(torch.backends.cudnn.flags(enabled=False))  # it refuses a backward pass in eval mode
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))  # cuDNN has no backward pass in eval mode
         for module in model.modules():
             if type(module) is nn.MultiheadAttention:
                 stack.callback(setattr, module, "__class__", nn.MultiheadAttention)

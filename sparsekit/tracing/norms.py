@@ -1,4 +1,4 @@
-"""NormRecorder: under prune_hidden_size=True, notes while tracing which units each averaging call sees."""
+"""NormRecorder: under prune_hidden_size=True, records while tracing which units each call averages over."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ class NormRecorder(NormMode):
     def meet(self, module: str, number: int, call: NormCall, plain: Callable[[], Any]) -> Any:
         """Record the call; label the results if exactly one axis of units is averaged over."""
         tracer = self.tracer
-        if call.name in ("softmax", "topk") or not tracer.watching:  # the rules of layers take notes of those over units
+        if call.name in ("softmax", "topk") or not tracer.watching:  # layer rules record those over units
             return plain()
         labels = tracer.joint_labels(call.x)
         dim = _unit_axis(labels, call.dims)
@@ -52,7 +52,7 @@ class NormRecorder(NormMode):
         return outputs
 
     def _count(self, name: str, call: NormCall, nodes: IntArray) -> None:
-        """Note the normalized shape of a layer norm without a scale: only this integer shows how many units are left."""
+        """Record that `normalized_shape` of a layer norm without a scale counts the units: no other size shows them."""
         module = self._modules[name]
         if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and call.weight is None and len(call.dims) == 1:
             self.tracer.count(nodes, name, "normalized_shape")

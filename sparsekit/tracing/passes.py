@@ -1,4 +1,4 @@
-"""How copies of a model run: as written, without randomness in train mode, and without a trace on the original."""
+"""Run copies of a model: eagerly, without dropout in train mode, and without side effects on the original."""
 
 import warnings
 from collections import OrderedDict
@@ -43,7 +43,7 @@ def arguments_of(func: Any) -> tuple[tuple[str, ...], frozenset[str]]:
 
 @cache
 def scalar_arguments(func: Any) -> tuple[frozenset[int], frozenset[str]]:
-    """Return places and names of the arguments of an operator that it computes with, not those that say axes and sizes."""
+    """Return positions and names of the arguments that an operator computes with, as opposed to axes and sizes."""
     arguments = operator_schema(func).arguments
     found = [
         (at, a.name) for at, a in enumerate(arguments) if any(kind in str(a.type) for kind in ("Tensor", "number", "float"))
@@ -82,7 +82,7 @@ class ReadOnly(DispatchMode):
 
 
 class InFloat64(DispatchMode):
-    """Lets operators compute in float64 whatever the dtypes of entries, which are converted one operator at a time.
+    """Makes operators compute in float64. Entries are converted in each operator.
 
     So a pass is as exact as on a copy in float64, which would take up to four times the memory of the model.
     """
@@ -120,7 +120,7 @@ def private_passes() -> Iterator[None]:
     """Inside the context, run copies without gradients, fused kernels or a compiler. Global state is restored afterwards."""
     # Numbers and masks are made on the default device, and have no values where that is the meta device.
     default = torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext()
-    plain = torch.inference_mode(mode=False)  # in which operators are not taken apart
+    plain = torch.inference_mode(mode=False)  # inference mode does not decompose operators
     with without_fast_path(), eager(), same_random_state(), plain, torch.no_grad(), default, warnings.catch_warnings():
         # Reentrant checkpoints warn if no input needs gradients, as in a trace.
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
@@ -128,9 +128,9 @@ def private_passes() -> Iterator[None]:
 
 
 def lent_copy(model: nn.Module) -> nn.Module:
-    """Return a copy in eval mode that shares the parameters of the model and has buffers of its own; run it in `ReadOnly`.
+    """Return a copy in eval mode that shares the parameters of the model, but not its buffers; run it under `ReadOnly`.
 
-    It is put into train mode before, where modules drop what they have cached for eval mode.
+    It is put into train mode first, in which modules discard what they have cached for eval mode.
     """
     copied = copy_with(model, dict(model.named_parameters(remove_duplicate=False)))
     for training in (True, False):
@@ -139,9 +139,9 @@ def lent_copy(model: nn.Module) -> nn.Module:
 
 
 class Snapshot:
-    """The attributes of all modules of a model, and the items of dicts and lists there: a pass may fill a cache, for example.
+    """Saves the attributes of all modules, and the items of dicts and lists in them, to restore them after a pass.
 
-    `inside`: those of `nn.Module` itself too, among them the tables of buffers.
+    `inside`: whether to include attributes of `nn.Module` itself, such as the tables of buffers.
     """
 
     def __init__(self, model: nn.Module, *, inside: bool = True) -> None:
@@ -156,7 +156,7 @@ class Snapshot:
 
     @property
     def is_changed(self) -> bool:
-        """Whether anything is another object now."""
+        """Whether any attribute or item is another object now."""
         return any(_differ(now, before) for now, before in self._held)
 
     def restore(self) -> None:
@@ -181,7 +181,7 @@ def _differ(now: Any, before: Any) -> bool:
 def train_without_dropout(model: nn.Module) -> nn.Module:
     """Put a private copy into train mode, except for dropout and instance norms.
 
-    An instance norm keeps channels apart in both modes; in train mode it also writes its statistics by operators of its own.
+    An instance norm keeps channels apart in both modes. In train mode, it would write its statistics by additional operators.
     """
     set_mode(model, True)
     for module in model.modules():

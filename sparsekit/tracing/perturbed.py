@@ -1,4 +1,4 @@
-"""PerturbedState: entries of a model that are far from what they are initialized to, and that can be zeroed and put back."""
+"""PerturbedState: perturbed entries of a model, which can be zeroed and restored."""
 
 from collections.abc import Collection, Mapping
 
@@ -13,9 +13,9 @@ _TINY = 1e-3
 
 
 class PerturbedState:
-    """Entries with statistics, scales and biases of order one, so that a fresh zero or a tiny scale cannot hide an error.
+    """Copies of entries, with statistics, scales and biases of order one, so that initial zeros cannot hide an error.
 
-    Floating ones have the dtype given for their name, or else their own. Tensors of the model are read only.
+    Floating-point entries have the dtype given for their name, or else their own. Tensors of the model are not changed.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class PerturbedState:
     ) -> None:
         self.values: dict[str, Tensor] = {}
         self._zeroed: dict[int, Tensor] = {}
-        self._origin: dict[int, Tensor] = {}  # id of the value → what it is restored from
+        self._origin: dict[int, Tensor] = {}  # id of the value → tensor to restore it from
         self._drawn: list[tuple[str, Tensor, Tensor]] = []
         done: dict[int, Tensor] = {}
         buffers: list[Tensor] = []
@@ -107,7 +107,7 @@ def _perturbed(name: str, own: Tensor, dtype: torch.dtype | None, generator: tor
 
 
 def _is_changed(own: Tensor) -> bool:
-    """Return whether an entry is a vector, whatever its rank, or all of its numbers are tiny."""
+    """Return whether to perturb an entry: at most one of its axes is longer than 1, or all of its values are tiny."""
     return (
         own.is_floating_point() and own.layout is torch.strided and (own.numel() == max(own.shape, default=1) or _is_tiny(own))
     )

@@ -23,17 +23,18 @@ from sparsekit.tracing.inputs import ModelInputs, find_tensors
 from sparsekit.tracing.ops.call import tensors_of
 from sparsekit.tracing.passes import ReadOnly, arguments_of, scalar_arguments
 
-_WHOLE = 8_192  # a value of more numbers is sampled at once, so that a record takes little memory
-_SAMPLE = 4_096  # numbers of a value that are compared
-_CALL = ModelInputs.call.__code__  # the frames outside of it are not of the model
+_WHOLE = 8_192  # larger values are sampled immediately, so that a record takes little memory
+_SAMPLE = 4_096  # maximum number of elements of a value that are compared
+_CALL = ModelInputs.call.__code__  # frames outside of it do not belong to the model
 _ITEM = torch.ops.aten._local_scalar_dense.default
 # Uninitialized memory differs from pass to pass. Circular padding, for example, allocates its result with new_empty.
 _UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 def sample(tensor: Tensor) -> Tensor:
-    """Return every k-th position along the longest axes, such that some thousand numbers are left; tensors of one shape are
-    alike.
+    """Return every k-th position along the longest axes, so that some thousand elements are left.
+
+    For tensors of equal shape, these are the same positions.
     """
     sizes, strides = list(tensor.shape), list(tensor.stride())
     total = tensor.numel()
@@ -57,8 +58,10 @@ class _Value:
 
 @dataclass(slots=True)
 class _Op:
-    """An operator: its name, the line that called it, the memory that it reads and writes, the floating-point values that it
-    makes, and the plain numbers that it computes with.
+    """An operator call.
+
+    `line` is the line of code, `frame` the module call around it. `reads` and `writes` are numbers of memory. `values` are the
+    floating-point results, and `numbers` the plain numbers that it computes with.
     """
 
     name: str
@@ -75,15 +78,16 @@ class _Op:
 
 
 class PassRecord(DispatchMode):
-    """Records one pass.
+    """Records the operators of one pass.
 
-    Dependence is followed through memory, which gets a number when it is allocated: an operator that writes to memory makes
-    all of it depend on what the operator reads.
+    Dependence is followed through memory, which gets a number when it is allocated: if an operator writes to memory, all of it
+    depends on the memory that the operator reads.
 
     Args:
-        guard: What operators may not write to.
-        model: Follow the calls of its modules too, so that passes whose operators differ somewhere can be compared elsewhere.
-        unordered: Modules that work through units in their order: their results are compared, and not the values inside them.
+        guard: Protects tensors from being written to.
+        model: If given, calls of its modules are recorded too. Passes whose operators differ in one module can then be compared
+            in the others.
+        unordered: Modules that process units one by one: their results are compared, but not the values inside them.
     """
 
     def __init__(
@@ -93,8 +97,8 @@ class PassRecord(DispatchMode):
         self._guard = guard
         self.outputs: list[Tensor] = []
         self._ops: list[_Op] = []
-        self._left: set[int] = set()  # memory of what attributes hold
-        self._taken_out: set[int] = set()  # memory of the numbers that Python has got
+        self._left: set[int] = set()  # memory of tensors in attributes
+        self._taken_out: set[int] = set()  # memory of tensors that were converted to Python numbers
         self.draws: list[tuple[torch.Size, ...]] = []  # shapes of random numbers, in order
         self.draw = ""  # the operator that draws first, and its line
         self.gradients: dict[tuple[int, str], Tensor] = {}  # of inputs and parameters, by call
@@ -104,7 +108,7 @@ class PassRecord(DispatchMode):
         self._frames: list[tuple[str, int]] = [("", 0)]
         self._calls: dict[str, int] = {}
         self._hooks: list[Any] = []
-        self._unseen = 0  # how many of `unordered` run
+        self._unseen = 0  # number of modules of `unordered` that are running
         for module in unordered:
             self._hooks.append(module.register_forward_pre_hook(functools.partial(self._look_away, 1), prepend=True))
             self._hooks.append(module.register_forward_hook(functools.partial(self._look_away, -1), always_call=True))
@@ -114,7 +118,7 @@ class PassRecord(DispatchMode):
             self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
 
     def finish(self, outputs: Iterable[Tensor], left: Iterable[Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Record the outputs of the pass and what it has left in attributes and buffers, once it is over."""
+        """Record the outputs of a finished pass, and the tensors that it has left in attributes and buffers."""
         self.outputs += outputs
         written = {number for op in self._ops for number in op.writes}
         for name, buffer in buffers.items():
@@ -164,13 +168,13 @@ class PassRecord(DispatchMode):
         for tensor in tensors_of((result,)):
             storage = storage_id(tensor)
             if storage not in entering:
-                self._numbers.pop(storage, None)  # it was allocated here, maybe in the place of an earlier one
+                self._numbers.pop(storage, None)  # newly allocated, maybe with the id of an earlier one
             writes.append(self._numbers[storage])
             made = not func.is_view and func.overloadpacket.__name__ not in _UNINITIALISED
             if made and not self._unseen and _is_compared(tensor):
                 values.append(self._value(tensor))
         op = _Op(func.name(), _line(), self._frames[-1], reads, tuple(writes), values)
-        if not self._unseen and entering:  # lengths, as of `arange`, are judged by what they are used for
+        if not self._unseen and entering:  # without inputs, as in `arange`, numbers are lengths, whose uses are compared
             places, words = scalar_arguments(func)
             given = [v for at, v in enumerate(args) if at in places] + [v for name, v in kwargs.items() if name in words]
             op.numbers = tuple(v for v in given if isinstance(v, int | float | complex))
@@ -199,7 +203,7 @@ class PassRecord(DispatchMode):
 
     @property
     def is_cast(self) -> bool:
-        """Whether the pass computes values in a lesser dtype than float64."""
+        """Whether the pass computes values in a lower precision than float64."""
         values = (value.tensor for op in self._ops for value in op.values)
         return any(tensor.is_floating_point() and tensor.dtype != torch.float64 for tensor in values)
 
@@ -244,7 +248,7 @@ def _is_compared(tensor: Tensor) -> bool:
 
 
 def _aligned(passes: Sequence[list[_Op]], loosely: bool) -> Iterator[tuple[_Op, ...]]:
-    """Yield the operators that have the same place in all passes."""
+    """Yield corresponding operators of all passes."""
     if _have_same_names(passes):
         yield from zip(*passes, strict=True)
         return

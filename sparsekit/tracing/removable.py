@@ -36,7 +36,7 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Branch:
-    """A child of a block that is a branch of its own, and the children that serve it alone."""
+    """A child of a block that is a residual branch itself, and the children that only this branch uses."""
 
     returned: Returned
     beside: Mapping[str, Argument]
@@ -56,9 +56,9 @@ def with_blocks(model: nn.Module, example_inputs: Any, graph: UnitGraph) -> Unit
     model without them: outputs, gradients, and the buffers that a call leaves behind, in eval mode and in train mode.
 
     Args:
-        model: As it was traced; not changed.
+        model: The traced model; not changed.
         example_inputs: As for `trace_units`.
-        graph: Its units.
+        graph: Unit graph of the model.
     """
     if is_meta(model) or graph.blocks:
         return graph
@@ -82,7 +82,7 @@ def _find(model: nn.Module, calls: Sequence[ModelInputs], graph: UnitGraph) -> d
     known = {name: _Found() for names in levels for name in names}
     order = _dense_outputs(model, calls, known)
     blocks: dict[str, Block] = {}
-    for names in levels:  # modules inside of others come first
+    for names in levels:  # inner modules first
         tested = [name for name in names if known[name].outputs and not any(each.startswith(f"{name}.") for each in blocks)]
         if not tested:
             continue
@@ -95,7 +95,7 @@ def _find(model: nn.Module, calls: Sequence[ModelInputs], graph: UnitGraph) -> d
 
 
 def _levels(model: nn.Module) -> list[list[str]]:
-    """Return the modules that may be blocks, in sets that are not inside of one another; the innermost come first."""
+    """Return the modules that may be blocks, by level, the innermost first. Modules of a level do not contain each other."""
     owners = Counter(id(entry) for module in model.modules() for entry in module.parameters(recurse=False))
     heights: dict[str, int] = {}
     for name, module in model.named_modules():
@@ -154,7 +154,7 @@ def _test(model: nn.Module, calls: Sequence[ModelInputs], tested: Mapping[str, _
         given: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
         def leave(name: str, _args: Any, _kwargs: Any, out: Any, given: Any = given) -> Any:
-            one, module = tested[name], copied.get_submodule(name)  # noqa: B023 - called within this turn
+            one, module = tested[name], copied.get_submodule(name)  # noqa: B023 - called within this iteration
             returned = _returned(module, given[name][0], given[name][1], out)
             one.refused |= returned is None or one.returned not in (None, returned)
             one.returned = returned
@@ -258,7 +258,7 @@ def _branches(module: nn.Module, children: Sequence[str], calls: Sequence[Inputs
 
 
 def _branch(module: nn.Module, child: str, inputs: Inputs) -> _Branch | None:
-    """Return what a child that returns zeros without its parameters has returned, and the children that serve it alone."""
+    """Return a child as a branch, if it returns zeros when its parameters are zero, and children that only it uses."""
     copied = without_branches(module, [child]).requires_grad_()
     returned: dict[str, Returned | None] = {}
 
@@ -281,7 +281,7 @@ def _branch(module: nn.Module, child: str, inputs: Inputs) -> _Branch | None:
         if name == child or (keys and keys <= idle and first is not None):
             idle -= keys
             beside |= {} if name == child or first is None else {name: first}
-    return None if own is None or idle else _Branch(own, beside)  # what is left has no parameter without effect
+    return None if own is None or idle else _Branch(own, beside)  # all other parameters must have an effect
 
 
 def _run(module: nn.Module, inputs: Inputs) -> Tensor:
@@ -295,7 +295,7 @@ def _keys(model: nn.Module, name: str) -> tuple[str, ...]:
 
 
 def _is_read_outside(graph: UnitGraph, keys: Collection[str]) -> bool:
-    """Return whether units that are made in a block alone are read elsewhere."""
+    """Return whether units that only this block produces are consumed elsewhere."""
     inside = set(keys)
     for group in graph.groups.values():
         makers = {piece.name for piece in group.slices if piece.side == "out"}

@@ -17,14 +17,14 @@ from sparsekit.tracing.passes import lent_copy, train_without_dropout
 
 SEED = 20130
 _CLOSE = 1e-5
-"""Largest difference between a model whose branches are zero and the one without them, as a share of the largest value."""
+"""Largest difference between a model whose branches are zero and the one without them, relative to the largest value."""
 
 _Leaves: TypeAlias = tuple[list[Tensor], dict[str, Tensor]]
-"""Outputs of a call, and name → what it left behind."""
+"""Outputs of a call, and name → gradient or buffer after it."""
 
 
 def is_exact(model: nn.Module, calls: Sequence[ModelInputs], blocks: Sequence[Block]) -> bool:
-    """Compare the model whose blocks have parameters of zero with the model without these blocks."""
+    """Return whether the model without some blocks equals the model in which their parameters are zero."""
     try:
         given = [(inputs, False) for inputs in calls] + [(_noise(inputs), True) for inputs in calls]
         return all(_agree(model, inputs, blocks, train, drawn) for inputs, drawn in given for train in (False, True))
@@ -33,7 +33,7 @@ def is_exact(model: nn.Module, calls: Sequence[ModelInputs], blocks: Sequence[Bl
 
 
 def _noise(inputs: ModelInputs) -> ModelInputs:
-    """Return other values for floating inputs, of both signs: a ReLU behind a sum passes what is positive on the examples."""
+    """Return random values of both signs for floating-point inputs: a ReLU after a sum may have no effect on the examples."""
     draw = torch.Generator().manual_seed(SEED)
 
     def one(tensor: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def _noise(inputs: ModelInputs) -> ModelInputs:
 
 
 def _agree(model: nn.Module, inputs: ModelInputs, blocks: Sequence[Block], train: bool, drawn: bool) -> bool:
-    """Compare one call; a model may refuse drawn inputs, and a batch norm a single example in train mode."""
+    """Compare one call. A model may fail on drawn inputs, and a batch norm on a single example in train mode."""
     names = [name for block in blocks for name in block.modules]
     for given in (inputs, inputs.doubled()):
         zero, short = (
@@ -53,7 +53,7 @@ def _agree(model: nn.Module, inputs: ModelInputs, blocks: Sequence[Block], train
             prepared(remove_blocks(lent_copy(model), blocks, inplace=True)),
         )
         with ExitStack() as stack:
-            for name in names:  # what is missing draws no random numbers
+            for name in names:  # removed modules draw no random numbers
                 stack.callback(_keep_random_state(zero.get_submodule(name)))
             try:
                 expected = _leaves(zero, given, train)
@@ -66,7 +66,7 @@ def _agree(model: nn.Module, inputs: ModelInputs, blocks: Sequence[Block], train
 
 
 def _leaves(model: nn.Module, inputs: ModelInputs, train: bool) -> _Leaves:
-    """Return the outputs of a call, and name → what it left behind: gradients of parameters and inputs, and buffers."""
+    """Return the outputs of a call, and name → gradient of a parameter or an input, or buffer after the call."""
     model = train_without_dropout(model) if train else model.eval()
     given: dict[str, Tensor] = {}
 
@@ -138,9 +138,9 @@ def prepared(copied: nn.Module) -> nn.Module:
 
 
 def needed_by_caches(model: nn.Module, calls: Sequence[ModelInputs]) -> list[str]:
-    """Return the modules that stay, since a cache takes its length from its first layer: the last module of each kind.
+    """Return the modules that must stay, since a cache takes its length from its first layer: the last module of each kind.
 
-    It can take the number of the first one. If outputs depend on the number, the first modules stay instead.
+    It can get the number of the first one. If outputs depend on the number, the first modules must stay instead.
     """
     kinds = numbered_layers(dict(model.named_modules()))
     if not kinds:

@@ -1,4 +1,4 @@
-"""RunsOnExamples: a narrow model runs once on the inputs of the trace before anyone gets it."""
+"""RunsOnExamples: runs a narrow model on the inputs of the trace before it is returned."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from sparsekit.tracing.passes import ReadOnly, lent_copy, private_passes
 
 
 class RunsOnExamples:
-    """Runs a narrow model on the inputs of a trace, so that one that cannot run is never returned; once for the same widths."""
+    """Runs a narrow model on the inputs of a trace, and raises if only the narrow model fails; once for equal widths."""
 
     def __init__(self, call: ModelInputs) -> None:
         self._call, self._seen = call, set[tuple[torch.Size, ...]]()

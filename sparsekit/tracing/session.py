@@ -1,4 +1,4 @@
-"""Session: the dense copy of a model that a verification gates and cuts, and the passes that it records."""
+"""Session: holds the dense copy of a model for a verification, gates and cuts it, and records passes."""
 
 import copy
 import functools
@@ -24,20 +24,21 @@ from sparsekit.tracing.record import PassRecord
 
 @dataclass
 class Session:
-    """Decides once on the dtype and the inputs of all passes of a model, in float64 where the model runs in it.
+    """Holds a dense copy of a model, and decides on dtype and inputs of all passes: float64 if the model runs in it.
 
     Args:
-        model: Not changed.
+        model: The model; not changed.
         calls: The inputs of the model.
         rules: The user's layer rules.
-        training: Numbers of the calls that train mode accepts, and whether each is doubled.
+        training: Index of each call that runs in train mode, and whether its batch is doubled.
         lean: Keep the entries in their own dtype, and convert them operator by operator. Takes less memory and more time.
-        skipped: Takes the operators that draw random numbers for each unit, with their lines: train mode is then not compared.
-        outside: Objects that the model refers to and that are not part of it, each with the one for a cut model to refer to.
+        skipped: Filled with the operators, and their lines, that draw random numbers for each unit. Train mode is then not
+            compared.
+        outside: Objects outside of the model to which it refers, each with the one to which a narrow model refers.
 
     Attributes:
-        refusal: Why the model runs on no inputs; None if it runs.
-        wide: Whether what the model casts to a lesser dtype stays in float64; gradients do not.
+        refusal: Why the model fails on all inputs; None if it runs.
+        wide: Whether values that the model casts to a lower precision stay in float64. Gradients are then not compared.
         by_module: Whether passes are recorded by module, because operators differ somewhere.
         generator: Draws scales, biases, inputs and masks.
     """
@@ -66,7 +67,7 @@ class Session:
                     return
 
     def _prepare(self, dtype: torch.dtype | None) -> None:
-        """Make the dense copy, in a dtype or in its own."""
+        """Make the dense copy, in a dtype; None keeps its own."""
         entries = named_entries(self.model)
         found = dict.fromkeys(entries, dtype)
         if self.lean:  # recurrent layers ask for the dtypes of their entries before any operator runs
@@ -94,7 +95,7 @@ class Session:
 
     @functools.cached_property
     def trains_with_gradients(self) -> bool:
-        """Whether train mode of the dense copy has gradients, which code that keeps its own graph for the next call has not."""
+        """Whether the dense copy runs in train mode with gradients. Code that keeps an autograd graph between calls fails."""
         self.state.restore()
         try:
             self.run(self.dense, training=True, gradients=True)
@@ -113,7 +114,7 @@ class Session:
         return self.run(self.dense)
 
     def _runs_wide(self) -> bool:
-        """Return whether the model runs with all its casts in float64, so that values after a cast are compared as exactly."""
+        """Return whether the model runs with all its casts in float64, so that values after casts are compared exactly."""
         self.wide = True
         try:
             return _is_finite(self.run(self.dense))
@@ -126,7 +127,7 @@ class Session:
         """Run the dense copy, or a cut one, on all calls, and record what it computes, with gradients if they are wanted."""
         guard, calls = self._calls[0].guard, self._calls
         unordered = [m for m in model.modules() if (rule := find_rule(m, self.rules)) is not None and rule.in_order_of_units]
-        before, snapshot = held_tensors(model), Snapshot(model)  # before the record has its hooks
+        before, snapshot = held_tensors(model), Snapshot(model)  # before the record adds its hooks
         record = PassRecord(guard if isinstance(guard, ReadOnly) else None, model if self.by_module else None, unordered)
         if training:
             train_without_dropout(model)
@@ -183,7 +184,7 @@ class Session:
         """Gate the dense copy, and return the narrow model.
 
         Args:
-            graph: The groups.
+            graph: The unit graph.
             first: Group → units that stay after the first of two pruning steps.
             keep: Group → units that stay.
             mixed: Give the narrow model its units in another order.
@@ -223,9 +224,9 @@ def _is_finite(record: PassRecord) -> bool:
 
 
 def keep_buffers(model: nn.Module) -> Callable[[], None]:
-    """Return a function that restores the present values of all buffers, as other tensors: a record may hold these."""
+    """Return a function that restores the present values of all buffers, by new tensors: a record may hold the old ones."""
     homes = [buffers_of(module) for module in model.modules()]
-    before = copy.deepcopy(homes)  # those of two modules stay one
+    before = copy.deepcopy(homes)  # a buffer that modules share is copied once
 
     def put_back() -> None:
         for home, buffers in zip(homes, before, strict=True):

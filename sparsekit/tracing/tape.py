@@ -1,6 +1,6 @@
-"""Tape: a pass on tensors without values: operators, shapes and plain numbers, by the call of a module.
+"""Tape: records a pass on tensors without values: operators, shapes and plain numbers, for each call of a module.
 
-On the meta device, there is nothing else to compare. Code that reads a width shows as a different number, shape or operator.
+On the meta device, nothing else can be compared. Code that depends on a width has another number, shape or operator.
 """
 
 import functools
@@ -20,9 +20,9 @@ from sparsekit.tracing.ops.call import tensors_of
 from sparsekit.tracing.passes import scalar_arguments
 
 _MAKERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, torch.from_numpy, Tensor.new_tensor})
-"""Functions that make a tensor of numbers past all operators."""
+"""Functions that make a tensor of numbers without calling an operator."""
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-_VALUES = 64  # numbers of a tensor on another device that are noted
+_VALUES = 64  # maximum number of elements of a tensor with values that are recorded
 
 
 def _shown(value: Any) -> Any:
@@ -48,7 +48,7 @@ class Tape(DispatchMode):
         self.calls: dict[tuple[str, int], list[tuple[Any, ...]]] = {}
         self._counts: dict[str, int] = {}
         self._frames: list[list[tuple[Any, ...]]] = []
-        self._reads = any(parameter.is_meta for parameter in model.parameters())  # a tensor with values is then a number
+        self._reads = any(parameter.is_meta for parameter in model.parameters())  # then, tensors with values are numbers
         self.model = model
         self.returned: tuple[list[torch.Size], list[Any]] = [], []  # shapes and plain numbers
 

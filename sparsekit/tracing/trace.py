@@ -44,7 +44,7 @@ class UnprunableWarning(UserWarning):
 
 
 class TrainModeWarning(UserWarning):
-    """The model refuses the example inputs in train mode, so that code for train mode alone is not known."""
+    """The model fails on the example inputs in train mode, so code that runs only in train mode is not traced."""
 
 
 class OneBranchWarning(UserWarning):
@@ -52,11 +52,11 @@ class OneBranchWarning(UserWarning):
 
 
 class UntiedWarning(UserWarning):
-    """Tensors over one memory become two in a narrow model, so that training them differs from training the dense ones."""
+    """Two tensors that share memory become separate in a narrow model, which changes how they train."""
 
 
 class UnreadParametersWarning(UserWarning):
-    """No pass read some parameters: what reads them, such as another branch, is not traced and may break after a cut."""
+    """No pass used some parameters: code that uses them, such as another branch, is not traced and may fail after a cut."""
 
 
 def trace_units(
@@ -76,10 +76,10 @@ def trace_units(
     units that pass through an unsupported operator cannot be pruned. The model itself and the global generators are not
     changed. Only code that these passes execute is traced: for another branch, add an example that takes it.
 
-    For the calls given, in eval and in train mode, outputs, gradients of inputs and kept weights, and what a call leaves in
-    buffers and attributes are those of the model under a mask, for one call and for a second one after it. Gradients are
-    compared in models of less than 10 million numbers, and inside the blocks of models of 50 million and more, unless code
-    casts values to a lesser dtype. Methods other than `forward` are not traced.
+    For the given calls, in eval and train mode, a pruned model equals the model under a mask: in its outputs, in gradients of
+    inputs and kept weights, and in buffers and attributes after a call, for one call and for a second one after it. Gradients
+    are compared in models of less than 10 million numbers, and inside the blocks of models of 50 million and more, unless code
+    casts values to a lower precision. Methods other than `forward` are not traced.
 
     Args:
         model: Any module.
@@ -87,7 +87,7 @@ def trace_units(
             arguments; or a list of such tuples and mappings, one for each branch that the code of the model takes, all of which
             are traced and verified. Their shapes should be typical, and their values matter only where the model branches on
             them. One example is enough: where train mode needs two, as a batch norm may, it is doubled.
-        rules: Module type → rule, for layers of your own; asked before the built-in ones.
+        rules: Module type → rule, for layers of your own. They precede the built-in rules.
         verify: Compare the outputs of a masked and a compacted copy, and mark every group as unprunable for which they differ
             by more than rounding, relative to the change that the mask makes in each channel. Models of 10 million numbers and
             more are not copied to float64 but converted operator by operator, so that a trace takes less than three times the
@@ -100,10 +100,10 @@ def trace_units(
             default these units cannot be pruned, since removing some of them changes the statistics.
 
     Returns:
-        The groups, in forward order.
+        The unit graph, with groups in forward order.
 
     Raises:
-        InvalidValueError: inputs of another kind.
+        InvalidValueError: inputs of another type.
         TraceError: the model fails on the example inputs.
         UnsupportedModelError: TorchScript, a model that returns no tensor, or one that transforms operators, as with
             `torch.vmap`.
@@ -123,7 +123,7 @@ def trace_units(
     tracer, skipped = Tracer(kept_norms=prune_hidden_size), list[str]()
     with private_passes():
         leftovers, changes = _first_pass(model, calls)
-        if changes:  # what one call leaves, the next one may read
+        if changes:  # the next call may depend on the attributes and buffers that a call has changed
             calls = [call for call in calls for _ in range(2)]
         training, refusal = _run(model, calls, tracer, rules)
         tracer.end()
@@ -134,7 +134,7 @@ def trace_units(
             built = _verified(verifier, tracer, built)
             skipped = list(verifier.skipped)
     if is_large(model):
-        gc.collect()  # copies that lend the parameters would keep them alive after a cut in place
+        gc.collect()  # copies that share the parameters would keep them alive after a cut in place
     for names, sizes, reason in by_cause(item for item in built.graph.unprunable if not item.is_expected):
         _warn(f"{names!r} ({sizes} units) cannot be pruned: {reason}", UnprunableWarning)
     unread = [entry.names[0] for entry in tracer.entries if entry.is_parameter and entry.number not in tracer.used]
@@ -197,7 +197,7 @@ def trace_units(
 
 
 class _Reads(DispatchMode):
-    """Notes which entries of a model each operator reads."""
+    """Records which entries of a model each operator reads."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ def _run(
     """Trace passes in eval mode and in train mode, where auxiliary heads may run.
 
     Returns:
-        The calls that train mode accepts, as `Verifier` takes them, and why it refuses another, even doubled.
+        The calls that run in train mode, as for `Session`, and the error of another one that fails, even with a doubled batch.
     """
     _enter(model, tracer)
     try:
@@ -283,7 +283,7 @@ def _run(
 
 
 def _first_pass(model: nn.Module, calls: Sequence[ModelInputs]) -> tuple[tuple[Leftover, ...], bool]:
-    """Return the attributes in which a pass leaves tensors that were not there before, and whether it changes anything.
+    """Return the attributes in which a pass stores new tensors, and whether it changes attributes or buffers.
 
     The statistics of batch norms do not count.
     """
@@ -296,7 +296,7 @@ def _first_pass(model: nn.Module, calls: Sequence[ModelInputs]) -> tuple[tuple[L
         snapshot, before = Snapshot(copied), find_constants(copied)
         buffers = [b for m in copied.modules() if not isinstance(m, NormBase) for b in m.buffers(recurse=False)]
         versions = [buffer._version for buffer in buffers]
-        with suppress(Exception):  # whatever the user's code raises; the trace meets it again
+        with suppress(Exception):  # whatever the user's code raises; the trace will raise it again
             for inputs in calls:
                 inputs.call(copied)
         changes |= snapshot.is_changed or versions != [buffer._version for buffer in buffers]
@@ -318,7 +318,7 @@ def _failure(model: nn.Module, inputs: ModelInputs, error: Exception) -> TraceEr
     name, said = type(model).__name__, f"{type(error).__name__}: {error}"
     try:
         inputs.call(lent_copy(model))
-    except Exception:  # noqa: BLE001 - the first failure is the one that is told
+    except Exception:  # noqa: BLE001 - the first failure is the one that is reported
         tensors = find_tensors((inputs.args, inputs.kwargs))
         given = ", ".join(f"{tuple(tensor.shape)} on {tensor.device}" for tensor in tensors)
         hint = ""
@@ -356,7 +356,7 @@ def _pass(copied: Callable[[], nn.Module], inputs: ModelInputs, tracer: Tracer, 
         _follow(copied(), inputs, tracer, rules, numbers=True)
     except UnsupportedModelError:
         raise
-    except Exception:  # noqa: BLE001 (code may refuse all that is not exactly an integer)
+    except Exception:  # noqa: BLE001 (code may demand the exact type int)
         _follow(copied(), inputs, tracer, rules, numbers=False)
 
 

@@ -1,10 +1,10 @@
 """Trial, Masks: the masks under which the verification compares a gated and a narrow model.
 
-Over three trials each set of tied groups keeps about half of its units, one unit, and most of them, so that every unit is
-kept at least once and dropped at least once. All sets keep one unit in the same trial. In the two others their shares differ,
-so that code that compares two widths shows: equal ones become unequal, and unequal ones equal. Code that compares or converts
-a width may take another branch at one particular width, or at a pair of them. A trace notes such widths, and further trials
-visit them pair by pair.
+In three trials, each set of tied groups keeps about half of its units, one unit, and most of them, so that every unit is kept
+at least once and dropped at least once. All sets keep one unit in the same trial. In the two others, their shares differ, so
+that errors of code that compares two widths show: equal widths become unequal, and unequal ones equal. Code that compares or
+converts a width may take another branch at one particular width, or at a pair of widths. A trace records such widths, and
+further trials visit them pair by pair.
 """
 
 import itertools
@@ -31,10 +31,10 @@ class Trial(NamedTuple):
         training: Compare in train mode, where the model accepts it.
         twice: Cut in two steps, as a schedule does: the first step removes half of the units.
         positive: Draw biases of order one above zero, so that few units are silent after a ReLU, where errors do not show.
-        bit: Keep the units in whose number this bit is not set instead.
-        widths: Set → its width, as the number of one of several widths from the least to the greatest, and how many there are.
-        mixed: Give the narrow model its units in another order, in every tensor alike, so that each unit must have its own
-            positions. Kept sets alone do not tell two kept units apart.
+        bit: If given, keep the units whose index does not have this bit.
+        widths: If given, group name → its width, as (level, number of levels) from the smallest to the largest.
+        mixed: Give the narrow model its units in another order, equally in every tensor, so that each unit must have its own
+            positions. Otherwise, swapped positions of two kept units would not show.
         gradients: Run with gradients, and compare those of inputs and of entries without units.
     """
 
@@ -50,7 +50,7 @@ class Trial(NamedTuple):
     gradients: bool = False
 
     def cuts(self, tied: tuple[str, ...]) -> bool:
-        """Return whether a set of tied groups may lose units."""
+        """Return whether units of a set of tied groups may be dropped."""
         return self.widths is None or tied[0] in self.widths
 
 
@@ -60,10 +60,10 @@ _ROLES = (
     Trial(2, training=True, positive=True, gradients=True),
 )
 FEW = _ROLES
-"""For larger models. All biases are positive: a few silent units in the wrong order show under none but all three roles."""
+"""Trials for larger models. All biases are positive: with so few trials, the wrong order of silent units may not show."""
 MANY = (*FEW, Trial(0, 1, training=True), Trial(1, 1), Trial(2, 1, training=True), Trial(1, 2, positive=True))
 OUTSIDE = (Trial(1), Trial(3))
-"""For code outside of blocks, which sees their widths alone: as few units as tell two widths apart."""
+"""Trials for code outside of blocks, which depends on widths only: the smallest equal widths, and the smallest unequal ones."""
 _PRIMES = (2, 3, 5, 7)
 
 
@@ -75,8 +75,8 @@ def width_trials(graph: UnitGraph, compared: Iterable[Collection[str]], modes: S
     Args:
         graph: The groups.
         compared: Names of the groups that are compared together.
-        modes: Whether in train mode; all pairs are visited in each.
-        most: Widths to visit of a group.
+        modes: True for train mode, False for eval mode; all pairs are visited in each.
+        most: Maximum number of widths of a group to visit.
     """
     together: list[list[tuple[str, ...]]] = []
     for names in compared:
@@ -101,7 +101,7 @@ def width_trials(graph: UnitGraph, compared: Iterable[Collection[str]], modes: S
 
 
 class Masks:
-    """Draws the masks of trials; masks of one order and group are drawn together."""
+    """Draws the masks of trials. Trials of equal `order` use the same random order of the units of a group."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
@@ -116,7 +116,7 @@ class Masks:
             first[name], keep[name] = (torch.ones(group.size, dtype=torch.bool) for _ in range(2))
             if name in names:
                 dropped = self._dropped(name, group.size, trial, number[name])
-                if len(dropped) < group.multiple:  # too few for the kernel of its reader
+                if len(dropped) < group.multiple:  # kernels need a multiple
                     dropped = torch.cat([dropped, torch.tensor([n for n in range(group.size) if n not in dropped])])
                     dropped = dropped[: group.multiple]
                 for stays, gone in ((first, len(dropped) // 2), (keep, len(dropped))):

@@ -14,8 +14,8 @@ from sparsekit.tracing.judge import Judgment
 from sparsekit.tracing.session import Session, described, keep_buffers
 from sparsekit.tracing.trials import FEW, MANY, Masks, Trial, width_trials
 
-_TRIALS = 64  # after which a search that has found something ends; never by the clock
-_MANY_NUMBERS = 2_000_000  # larger models are compared under fewer masks; never by the clock
+_TRIALS = 64  # comparisons after which a search that has found something ends; not by time, so that results are reproducible
+_MANY_NUMBERS = 2_000_000  # larger models are compared under fewer masks; not by time either
 
 Tied: TypeAlias = tuple[str, ...]
 
@@ -54,8 +54,8 @@ def _blamed(error: BaseException, model: nn.Module) -> str:
 class Verifier:
     """Compares gated and compacted copies of the model of a session, and finds the groups at fault by halving.
 
-    Halving begins where an exception points to. Once a set is found, sets of the same name in other blocks are tried one by
-    one: most fail for the same reason.
+    If the narrow model raises an exception, halving begins with the groups of the module that raised it. Once a set is found,
+    sets of the same name in other blocks are tried one by one: most fail for the same reason.
     """
 
     def __init__(self, session: Session) -> None:
@@ -68,7 +68,7 @@ class Verifier:
         self._tried = 0
 
     def failures(self, graph: UnitGraph, compared: Sequence[Collection[str]] = ()) -> dict[str, str]:
-        """Return group name → why its removal is not exact; empty if all is well. `compared` is as for `width_trials`."""
+        """Return group name → why its removal is not exact; empty if all are exact. `compared` is as for `width_trials`."""
         if self._session.refusal is not None:
             return dict.fromkeys(graph.groups, self._session.refusal)
         # Failing groups are often of one kind, so sorting by kind finds them in fewer comparisons.
@@ -130,8 +130,9 @@ class Verifier:
     def _confirmed(
         self, graph: UnitGraph, units: Sequence[Tied], bad: Mapping[str, Failure], suspect: Trial
     ) -> Mapping[str, Failure]:
-        """Return which groups fail even if units keep their order: some models depend on that order only. An exception
-        has nothing to do with the order. Of groups that fail for one cause, one is tried.
+        """Return the groups that fail even if units keep their order, since some models depend on that order only.
+
+        Exceptions do not depend on the order. Of groups that fail for the same cause, one is tried.
         """
         if raised := {name: failure for name, failure in bad.items() if failure.module is not None}:
             return raised
@@ -178,7 +179,7 @@ class Verifier:
             reason, exact = judged.reason()
             if reason is not None:
                 failure = Failure(reason)
-            elif judged.is_partial:  # statistics of one unit are not defined, and say nothing of the others
+            elif judged.is_partial:  # statistics of one unit are undefined: compare with two
                 return self._compare(graph, trial._replace(fewest=2), names)
         if failure is None or not trial.training:
             return failure, exact
@@ -197,7 +198,7 @@ class Verifier:
         except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
             return Failure(f"the compacted model fails: {described(error)}", "")
         put_back = keep_buffers(small)
-        for _ in range(2):  # once more where operators differ, to record them by module
+        for _ in range(2):  # once more if operators differ, to record them by module
             try:
                 found = session.run(small, **modes)
             except Exception as error:  # noqa: BLE001

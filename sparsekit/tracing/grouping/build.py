@@ -1,4 +1,4 @@
-"""From the facts of a trace to groups of units: who is connected, who stays whole, and where gates act."""
+"""Build groups of units from the facts of a trace: which nodes are one unit, which are unprunable, and where gates act."""
 
 import math
 import re
@@ -30,7 +30,7 @@ from sparsekit.tracing.grouping.sizes import (
 
 _UNREAD = Cause("", "nothing reads its units", "expected")
 _AVERAGED = Cause("", "nothing but an average over its units reads them")
-_RANKS: Mapping[Refusal, int] = {"output": 2, "expected": 0}  # of several causes the one of the highest rank is told
+_RANKS: Mapping[Refusal, int] = {"output": 2, "expected": 0}  # of several causes, the one of the highest rank is reported
 _SINGLE = Cause("", "all its positions go together, and a single unit cannot go", "expected")
 _KERNEL = Cause("", "its kernel takes multiples of a number of units, and there are no more than that", "expected")
 _TIED = Cause("", "the other layers of the same recurrent module stay whole", "expected")
@@ -62,7 +62,7 @@ class _Nodes:
         for number in range(len(self.makes) - 1, -1, -1):
             self.made_at[self.makes[number].nodes] = number
         self.made = self.made_at < len(self.makes)
-        self.columns = np.zeros(size, dtype=bool)  # of parameter axes that multiply the units which they read
+        self.columns = np.zeros(size, dtype=bool)  # whether a node is on a parameter axis that multiplies units
         for read in of(Read, facts):
             if not isinstance(read.by, Cause):
                 self.columns[read.by] = True
@@ -81,7 +81,7 @@ class _Causes:
     def __init__(self, root: IntArray, facts: Iterable[Fact]) -> None:
         self._root = root
         self.told: list[Cause] = []
-        self.number = np.full(root.size, -1, dtype=np.int64)  # by root, place in `told`; -1 if the unit may go
+        self.number = np.full(root.size, -1, dtype=np.int64)  # by root, index in `told`; -1 if the unit is prunable
         self._rank = np.full(root.size, -1, dtype=np.int64)
         for keep in of(Keep, facts):
             self.mark(keep.nodes, keep.cause)
@@ -95,7 +95,7 @@ class _Causes:
 
     @property
     def whole(self) -> BoolArray:
-        """By root, whether the unit stays whole."""
+        """By root, whether the unit is unprunable."""
         whole: BoolArray = self.number != -1
         return whole
 
@@ -109,9 +109,9 @@ def _keep_unread(nodes: _Nodes, causes: _Causes, facts: Sequence[Fact]) -> None:
 
 
 def _choose_gates(nodes: _Nodes, causes: _Causes, tracer: Tracer, reads: Sequence[Read]) -> dict[int, frozenset[int]]:
-    """Return root → axes to gate, for units whose values must be zero, since some reader has no weights.
+    """Return root → axes to gate, for units whose values must be zero, since an operator without weights consumes them.
 
-    Units whose values such gates do not make exactly zero stay whole.
+    Units become unprunable if such gates do not make their values exactly zero.
     """
     needed: dict[int, Cause] = {}
     for read in reads:
@@ -175,7 +175,7 @@ def _find_groups(
 
 
 def _maker(nodes: _Nodes, group: IntArray) -> Entry:
-    """Return the entry that makes the units of a group first; one of the state, if there is any."""
+    """Return the entry that first produces the units of a group; one of the state, if there is any."""
     unit = group[0]
     first = int(unit[np.lexsort((nodes.made_at[unit], ~nodes.saved[unit]))[0]])
     return nodes.axes[int(nodes.axis[first])][0]
@@ -204,7 +204,7 @@ def _slices(nodes: _Nodes, group: IntArray, gates: frozenset[int] | None) -> tup
 
 
 def _unprunable(nodes: _Nodes, causes: _Causes) -> tuple[Unprunable, ...]:
-    """Return the units that stay whole, one item for each module and cause, in forward order."""
+    """Return the unprunable units, one item for each module and cause, in forward order."""
     first = np.full(nodes.root.size, len(nodes.makes), dtype=np.int64)  # by root
     np.minimum.at(first, nodes.root, nodes.made_at)
     roots = np.flatnonzero(causes.whole & nodes.are_roots(nodes.saved) & (first < len(nodes.makes)))
@@ -219,7 +219,7 @@ def _unprunable(nodes: _Nodes, causes: _Causes) -> tuple[Unprunable, ...]:
 
 
 def _owner(entry: Entry) -> str:
-    """Return the module that an entry belongs to as its user wrote it, past what parametrizing and compiling put in between."""
+    """Return the user's module that an entry belongs to, without levels that parametrizations and torch.compile insert."""
     name, parent = entry.names[0], entry.names[0].rpartition(".")[0]
     if entry.constants:
         return entry.constants[0].module or entry.constants[0].name
@@ -255,8 +255,8 @@ def build(tracer: Tracer, shapes: Mapping[str, torch.Size], facts: Iterable[Fact
     Args:
         tracer: The trace.
         shapes: State-dict key → shape of the whole state.
-        facts: The facts of the trace, with others that were found since.
-        tried: Module → failed choices of integers that follow the number of its units.
+        facts: The facts of the trace, and facts that were added later.
+        tried: Module → number of failed choices of integers that follow the number of its units.
     """
     facts = list(facts)
     while True:
@@ -312,7 +312,7 @@ def build(tracer: Tracer, shapes: Mapping[str, torch.Size], facts: Iterable[Fact
 
 
 def _multiple(facts: Sequence[Multiple], root: IntArray, units: IntArray) -> int:
-    """Return the number by which kernels divide the number of some units that stay."""
+    """Return the divisor that kernels require of the number of kept units."""
     found = 1
     for fact in facts:
         spans = Counter(unit for unit in root[fact.nodes].tolist() if unit in units)

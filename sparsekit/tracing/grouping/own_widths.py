@@ -1,4 +1,4 @@
-"""Integers that only code besides forward reads, such as `in_chs` for a method that folds branches: found by their width."""
+"""Find, by their width, integers that only methods besides `forward` read, such as `in_chs` in one that folds branches."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -61,6 +61,6 @@ def own_widths(
 
 
 def _homes(name: str) -> list[str]:
-    """Return the modules that an entry is inside of, and the model itself."""
+    """Return the names of the modules that contain an entry, the model first."""
     parts = name.split(".")[:-1]
     return [".".join(parts[:end]) for end in range(len(parts) + 1)]

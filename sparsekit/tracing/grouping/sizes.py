@@ -1,4 +1,4 @@
-"""Integers of the model's own modules that follow the number of units: found by what they do, and set after a cut.
+"""Integers in modules that depend on the number of units: found during a trace, and set after a cut.
 
 Models keep sizes in many places: the number of heads in a configuration, half of a width in a tuple. Integers that are read
 during a trace remember their origin, so the length of a unit axis names its integer. Verification decides whether the model is
@@ -22,8 +22,9 @@ from sparsekit.labels.numbers import Held, IntArray, Size, Source
 _CHOICES = 5
 _ALWAYS = frozenset(range(_CHOICES))
 _READ, _EQUAL, _FIRST, _SECOND = frozenset({0, 1, 2, 3}), frozenset({0, 1, 2}), frozenset({0, 1, 3}), frozenset({2})
-"""In which choices an integer follows: first all do, with those that forward does not read; then all that it reads, of two
-factors of a length the first or the second; then only those that were read, not those that are merely equal; then none but
+"""The choices in which an integer changes with the units, by its origin. Choice 0 changes all integers. Choice 1 leaves out
+those that only methods besides `forward` read. If a length has two factors, choices 0, 1 and 3 change the first one, and
+choice 2 changes the second one. Choice 3 also leaves out integers that are merely equal to a length. Choice 4 changes only
 those of layer rules."""
 
 
@@ -56,9 +57,9 @@ def split_ties(counts: Iterable[Count], root: IntArray) -> list[Merge]:
 
 
 def share_widths(borrows: Iterable[Borrow], root: IntArray, whole: npt.NDArray[np.bool_]) -> list[Merge | Keep]:
-    """Merge axes where code reads the length of one from the other; if units on one stay whole, those on the other do.
+    """Merge axes if code reads the length of one from the other. If units on one are unprunable, so are those on the other.
 
-    `whole`: by root, whether the unit stays whole.
+    `whole`: by root, whether the unit is unprunable.
     """
     found: list[Merge | Keep] = []
     for borrow in borrows:
@@ -78,7 +79,7 @@ def share_widths(borrows: Iterable[Borrow], root: IntArray, whole: npt.NDArray[n
 
 
 def find_free(borrows: Iterable[Borrow], root: IntArray, group_of: Mapping[int, str]) -> tuple[FreeLength, ...]:
-    """Return the lengths for torch to work out: sizes of groups that the code reads from other units."""
+    """Return the lengths that must be -1 in a narrow model: sizes of groups that the code reads from other units."""
     found: dict[FreeLength, None] = {}
     for borrow in borrows:
         units = np.unique(root[borrow.nodes])
@@ -220,8 +221,9 @@ def literal_cause(counts: Iterable[Count], root: IntArray, units: IntArray) -> C
 def compared_groups(
     facts: Iterable[Fact], root: IntArray, nodes: Mapping[str, IntArray], graph: UnitGraph
 ) -> list[frozenset[str]]:
-    """Return the groups whose widths the code has compared, rounded or converted: it may branch at one particular width, or at
-    one of each of the groups that it has met in one module. Those are together.
+    """Return, for each module, the groups whose widths its code has compared, rounded or converted.
+
+    Such code may branch at one particular width, or at a combination of widths of these groups.
     """
     found = []
     compared: dict[str, set[Source]] = {}

@@ -56,16 +56,16 @@ class Call:
         return int(self.arg("dim", default)) % max(rank, 1)
 
     def labels(self, names: str, *whole: int) -> TensorLabels:
-        """Labels of a tensor argument; an unlabelled tensor has an ordinary axis everywhere.
+        """Return the labels of a tensor argument. All axes of a tensor without labels are ordinary.
 
         Args:
-            names: Of the argument; of several with spaces between the first that is a tensor, since overloads differ.
-            whole: Axes that the operator needs whole: units of joint labels are then along another axis.
+            names: Name of the argument. Of several, separated by spaces, the first that is a tensor counts: overloads differ.
+            whole: Axes along which the operator needs all positions: joint labels are then reduced to another axis.
         """
         return self.tracer.labels(self.tensor(names), *whole)
 
     def joint_labels(self, names: str) -> TensorLabels:
-        """Labels of a tensor argument, joint ones as they are."""
+        """Return the labels of a tensor argument, with joint labels unchanged."""
         return self.tracer.joint_labels(self.tensor(names))
 
     def tensor(self, names: str) -> Tensor:
@@ -79,7 +79,7 @@ class Call:
         return list(tensors_of(self.arguments.values()))
 
     def outside(self, what: str, dim: int, rank: int) -> Cause:
-        """Return the cause if units along one of `rank` axes of the result meet values without units, with their origin."""
+        """Return the cause if units along axis `dim` of a result of `rank` axes are combined with values without units."""
         reason = f"{what} values that belong to no unit"
         for tensor in self.tensors:
             own = dim - (rank - tensor.dim())

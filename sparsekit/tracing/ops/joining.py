@@ -87,7 +87,7 @@ def _pad(call: Call) -> Outputs:
 
 
 def _same_for_all_units(call: Call, index: Tensor, labels: TensorLabels, dim: int) -> bool:
-    """Return false if an index as wide as the units may select different positions for different units."""
+    """Return False if an index has an axis of the units, and so may select different positions for different units."""
     if index.dim() != len(labels.axes):
         return True
     along = call.tracer.labels(index)

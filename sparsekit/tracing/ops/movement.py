@@ -57,10 +57,10 @@ def _run(call: Call, numbers: Tensor) -> Any:
 
 
 def _numbers(call: Call, shape: Sequence[int]) -> list[IntArray] | None:
-    """Return, for each output, the number of the input position at each of its positions, with size 1 along axes where they are
-    equal.
+    """Return, for each output, the number of the input position that each of its positions comes from.
 
-    None where there are too many. `shape`: shape of the input, of size 1 along axes that share their numbers.
+    Arrays have size 1 along axes on which the numbers are equal. None if there are too many positions. `shape`: shape of the
+    input, with size 1 along axes whose positions share a number.
     """
     tensor, rest = call.arguments["self"], {name: value for name, value in call.arguments.items() if name != "self"}
     key = (call.func, tensor.shape, *shape, str(rest)) if len(call.tensors) == 1 else None
@@ -87,7 +87,7 @@ def _numbers(call: Call, shape: Sequence[int]) -> list[IntArray] | None:
 
 
 def _rearranged(call: Call, labels: Labels) -> list[Labels] | None:
-    """Labels of the outputs, of the rank of each, from the input's labels; None where there are too many positions."""
+    """Return the labels of the outputs, of the rank of each, from the input's labels; None if there are too many positions."""
     lines = _numbers(call, labels.nodes.shape)
     if lines is None:
         return None
@@ -96,7 +96,7 @@ def _rearranged(call: Call, labels: Labels) -> list[Labels] | None:
 
 
 def _moved(call: Call, labels: TensorLabels, reason: str) -> list[TensorLabels]:
-    """Labels of the outputs. Of two axes of units that become one, the first that is not fixed is followed, the other fixed."""
+    """Return the labels of the outputs. If two axes of units are merged, all but the first prunable one become unprunable."""
     rank, shapes = len(labels.axes), [tensor.shape for tensor in call.outputs]
     spaces = [] if labels.joint is None else [labels.joint]
     units = [(dim, axis) for dim, axis in enumerate(labels.axes) if axis is not None and not axis.is_uniform]
@@ -179,7 +179,7 @@ def _by_number(call: Call) -> Outputs:
 
 @handles("channel_shuffle native_channel_shuffle")
 def _channel_shuffle(call: Call) -> Outputs:
-    """Tie the parts: only equal parts can be shuffled again."""
+    """Tie the groups of channels, since only groups of equal size can be shuffled."""
     labels, groups = call.labels("self"), int(call.arguments["groups"])
     axis = labels.units[1]
     if axis is not None:
@@ -189,7 +189,7 @@ def _channel_shuffle(call: Call) -> Outputs:
 
 @handles("slice split split_with_sizes unsafe_split unsafe_split_with_sizes select unbind view_as_complex")
 def _take_apart(call: Call) -> Outputs:
-    """Tie parts of equal size, which lose the same positions; keep others whole unless their sizes follow."""
+    """Tie parts of equal size, so that equal positions are removed. Other parts are unprunable unless their sizes follow."""
     tensor, labels = call.arguments["self"], call.joint_labels("self")
     dim = tensor.dim() - 1 if call.name == "view_as_complex" else call.dim()
     if labels.parts is not None:
@@ -217,7 +217,7 @@ def _take_parts(call: Call, axis: Labels, parts: Sequence[IntArray]) -> bool:
     follows = all(place in given or size - place in given for place in ends)
     if all(part.size == length for part in parts) and size % length == 0:
         aligned_parts = all(np.array_equal(part, part[0] // length * length + np.arange(length)) for part in parts)
-        # A length that is a product, such as heads × head size, counts what is there; half of the axis may be just a half.
+        # A length that is a product, such as heads × head size, counts units. Half of the axis may be meant as a half.
         counted = 2 * length != size or any(len(given[place].factors) > 1 for place in ends & given.keys())
         if aligned_parts and not (call.name == "slice" and follows and counted):
             tracer.unite_rows(axis.nodes.reshape(-1, length))
@@ -257,7 +257,7 @@ def _sizes_of(given: Given, parts: Sequence[IntArray]) -> tuple[int, ...] | None
 
 
 def _follow_sizes(call: Call, axis: Labels, parts: Sequence[IntArray], sizes: Sequence[int]) -> bool:
-    """Note which integer gave the size of each part; False if some were read from nowhere."""
+    """Record which integer gave the size of each part; return False if some sizes are literals."""
     tracer, total, before = call.tracer, 0, call.tracer.given
     for part, size in zip(parts, sizes, strict=True):
         tracer.given = Given.of(size)
@@ -270,7 +270,7 @@ def _follow_sizes(call: Call, axis: Labels, parts: Sequence[IntArray], sizes: Se
 
 
 def _layers_apart(call: Call, layers: Sequence[TensorLabels], dim: int) -> Outputs:
-    """Labels of the last states of some layers; a single layer has an ordinary tensor."""
+    """Return the labels of the last states of some layers; a single layer gives an ordinary tensor."""
     if call.name == "slice":
         part = slice(call.arg("start"), call.arg("end"), call.arg("step", 1))
         whole = call.outputs[0].shape[dim] == call.arguments["self"].shape[dim]

@@ -35,7 +35,7 @@ def _group_norm(call: Call) -> Outputs:
             # Part of a norm group cannot be removed (its statistics would change); a whole group can.
             rows = channel.nodes.reshape(groups, -1)
             tracer.unite_rows(rows.T)
-            if not isinstance(call.arguments.get("weight"), Tensor):  # from whose scale the numbers could be read
+            if not isinstance(call.arguments.get("weight"), Tensor):  # its length would show the number of channels
                 if isinstance(tracer.running, nn.GroupNorm):
                     tracer.count(rows[:, 0], tracer.module, "num_groups")
                     tracer.count(channel.nodes, tracer.module, "num_channels")

@@ -57,7 +57,7 @@ def combine(
     shape: Sequence[int],
     name: str | None = None,
 ) -> TensorLabels:
-    """Labels of an element-wise result.
+    """Return the labels of an element-wise result.
 
     `owners` are the labels of the operands, whose `shapes` broadcast to `shape`. `name` names the operation if it is only a
     part of the operator: "add" for the bias of a product.
@@ -106,10 +106,10 @@ def combine(
 def _meet(
     call: Call, name: str, owners: Sequence[TensorLabels], shapes: Sequence[Sequence[int]], rank: int
 ) -> tuple[list[TensorLabels], Labels | None]:
-    """Return joint labels of an element-wise result, and the operands with those that the result keeps taken out.
+    """Return the operands without their joint labels, and the joint labels of an element-wise result.
 
-    An axis along which another operand has ordinary values stays whole; where another operand has units along one axis,
-    that axis is the one of the units.
+    If another operand has ordinary values along an axis, positions along it are tied. If it has units along one axis, units
+    differ along that axis only.
     """
     met = list(owners)
     while True:  # ends, since every round but the last ties an axis
@@ -141,7 +141,7 @@ def _meet(
 def _fitting(
     call: Call, owners: Sequence[TensorLabels], shapes: Sequence[Sequence[int]], rank: int, number: int
 ) -> TensorLabels:
-    """Return operand `number` with the axes of its joint labels tied that the other operands do not tell apart."""
+    """Return operand `number`, with those axes of its joint labels tied along which units cannot differ in other operands."""
     labels, shift = owners[number], rank - len(shapes[number])
     assert labels.joint is not None
     ordinary, dims = None, labels.joint.dims
@@ -187,5 +187,5 @@ def _glu(call: Call) -> Outputs:
 
 @handles("bernoulli uniform normal exponential random log_normal cauchy geometric")
 def _draw(call: Call) -> Outputs:
-    """Random numbers, written over a tensor or drawn in its shape."""
+    """Label random numbers that are written over a tensor or drawn in its shape."""
     return call.labels("self mean std").without_zero()

@@ -1,4 +1,4 @@
-"""probe(): what an operator that has no handler does to units, found by running it with some of their values changed."""
+"""probe(): find the effect of an operator without a handler on units, by running it with some of their values changed."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +15,7 @@ from sparsekit.rng import seeded
 from sparsekit.tracing.ops.call import Call, Outputs, tensors_of
 
 _MOST_NUMBERS = 1 << 21
-"""Larger operands are not probed."""
+"""Maximum number of elements of the operands to probe."""
 
 
 def probe(call: Call, reason: str) -> Outputs:
@@ -26,7 +26,7 @@ def probe(call: Call, reason: str) -> Outputs:
 
     Args:
         call: An operator that has run.
-        reason: Why the units stay whole if it mixes them.
+        reason: Why the units are unprunable if it mixes them.
     """
     tracer, runner = call.tracer, _Runner(call)
     owners = {id(tensor): (tensor, tracer.labels(tensor)) for tensor in call.tensors}

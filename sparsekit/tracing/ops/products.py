@@ -13,9 +13,9 @@ from sparsekit.tracing.ops.pointwise import combine
 
 
 def _batch(call: Call, owners: Sequence[TensorLabels], count: int) -> tuple[Labels | None, ...]:
-    """Labels of the first axes of a product, along which units multiply only with themselves.
+    """Return the labels of the first `count` axes of a product, along which equal positions are multiplied.
 
-    Between activations these are attention heads. The product is zero where one factor is.
+    In products of activations, they are attention heads. The product is zero where one factor is.
     """
     shape = call.out.shape[:count]
     factors = []
@@ -29,7 +29,7 @@ def _batch(call: Call, owners: Sequence[TensorLabels], count: int) -> tuple[Labe
 
 
 def _repeated(labels: Labels | None, size: int) -> Labels | None:
-    """Labels of key or value heads; each serves several query heads in a row."""
+    """Return the labels of key or value heads, repeated if each serves several consecutive query heads."""
     if labels is None or labels.size == size or size % labels.size:
         return labels
     return labels.take(np.repeat(np.arange(labels.size, dtype=np.int64), size // labels.size))
@@ -60,7 +60,7 @@ def _attention(call: Call) -> Outputs:
 
 
 def _outer(call: Call, owner: TensorLabels, dim: int, kind: Kind | None = None) -> Labels | None:
-    """Return an axis of a factor that stays in the product; a state entry makes units there."""
+    """Return an axis of a factor that stays in the product; if the factor is a state entry, the axis produces units."""
     call.tracer.make(owner, dim, kind)
     return owner.units[dim]
 
@@ -165,7 +165,7 @@ def _channels(call: Call, x: TensorLabels, w: TensorLabels, groups: int, in_dim:
 
 
 def _depthwise(call: Call, inputs: Labels | None, w: TensorLabels, groups: int, *, transposed: bool) -> Labels | None:
-    """One input channel per group: the unit is the group, its input and all its outputs."""
+    """Unite the input and all outputs of each group, if groups have one input channel; return the output channels."""
     tracer, rows = call.tracer, w.axes[0]
     if rows is None:
         tracer.fix(inputs, "convolved with a weight that belongs to no unit")
@@ -178,7 +178,7 @@ def _depthwise(call: Call, inputs: Labels | None, w: TensorLabels, groups: int, 
     if inputs is None:
         tracer.fix(rows, "follows values that belong to no unit", quiet=w.entry is not None)
         return None
-    if rows.is_uniform:  # one filter for all
+    if rows.is_uniform:  # one filter for all groups
         if rows.numbers and (inputs.nodes >= 0).all():
             tracer.facts.append(Count(inputs.nodes, (rows.numbers,)))
         return inputs.take(np.repeat(np.arange(groups, dtype=np.int64), multiplier))
