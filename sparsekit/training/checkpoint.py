@@ -1,4 +1,4 @@
-"""The state dict of a learnable mask: the narrow weights of its child, and all else that training continues from."""
+"""Checkpoint, Restorable: the state dict of a learnable mask, with the narrow weights and all else that resuming needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparsekit.training.narrow_model import NarrowModel
 from sparsekit.training.start import refuse_export
 from sparsekit.training.vectors import split_units
 
-OWN = "sparsekit."  # prefix of the keys that are not of weights
+OWN = "sparsekit."  # prefix of the keys of everything else
 CHILD = "model."  # prefix of the keys of narrow weights
 
 
@@ -41,7 +41,7 @@ class Checkpoint:
         return flat(self.narrow_model.mask)
 
     def write(self, state: dict[str, Any], prefix: str) -> None:
-        """Add these entries to a state dict with the narrow weights, and leave one name of each tied weight."""
+        """Add the entries to a state dict with the narrow weights, and remove all but one name of each tied weight."""
         for _, *others in self.narrow_model.names().values():
             for name in others:
                 del state[prefix + CHILD + name]
@@ -68,7 +68,7 @@ class Checkpoint:
         given = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
         wanted, names = self.entries(), self.narrow_model.names()
         self._check_same(given)
-        # The names of a dense state may be the model's own, without the name of the child.
+        # The keys of a dense state may be those of the wrapped model, without the prefix `model.`.
         ours = [[CHILD + name for name in own] for own in names.values()]
         if _found(ours, given) >= _found(names.values(), given):
             names = dict(zip(names, ours, strict=True))
@@ -163,7 +163,10 @@ class AnyName:
 
 
 class Restorable(nn.Module):
-    """A module with a child, `model`, and a state dict with more than its weights, which is read in whole or not at all."""
+    """Base of `LearnableMask`: has the narrow model as its child `model`, and further entries in its state dict.
+
+    If a state dict has errors, loading it changes nothing.
+    """
 
     sparsekit = AnyName()
 
@@ -196,19 +199,20 @@ class Restorable(nn.Module):
         refuse_export()
 
     def checkpoint(self) -> Checkpoint:
-        """Return what training continues from, besides the weights."""
+        """Return everything except the narrow weights that resuming needs."""
         raise NotImplementedError
 
     def restore(self, found: Loaded) -> None:
-        """Continue from what was read."""
+        """Continue from a parsed state dict: set weights, mask, importance, widths and the state of the rule."""
         raise NotImplementedError
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the narrow weights under the keys of `model`, and under `sparsekit.` keys the weights of dropped units,
-        importance, mask, ratio and state of the rule.
+        """Return the narrow weights under keys with the prefix `model.`, and all else under keys with the prefix `sparsekit.`.
 
-        As for any module, weights are the tensors themselves: what writes into them, as a moving average does, changes the
-        mask. A tied weight has one entry, so that every library can save the dict. For dense weights, see `dense_state`.
+        The latter are the weights of dropped units, importance, mask, ratio, budget and the state of the rule, with hashes of
+        the units and of the initial weights. As for any module, weights are not copied: writing to them, as a moving average
+        does, changes this module. A tied weight has one entry, so that every library can save the dict. For dense weights, see
+        `dense_state`.
 
         Save the state dict of the optimizer with it and load both, in either order.
         """

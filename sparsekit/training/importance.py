@@ -1,4 +1,4 @@
-"""Steps, what a training does under its mask; and GradientImportance, a rule by which masks are learned."""
+"""Steps: what a learnable mask does in the steps of a training; GradientImportance: a rule by which masks are learned."""
 
 from __future__ import annotations
 
@@ -87,36 +87,39 @@ class GradientImportance:
 
 
 class Steps:
-    """The steps of one training under a mask that stays; rules of learning override them."""
+    """What a learnable mask does in the steps of a training. This class is for a fixed mask; rules of learning override it."""
 
     learns = False  # whether importance is measured
     may_change = False  # whether a step may change the mask
     due = False  # whether the latest backward pass has not been used yet
-    batches: Sequence[Batch] = ()  # to refit cuts on
+    batches: Sequence[Batch] = ()  # data to refit layers on after a cut
 
     def run(self, vectors: UnitVectors, call: Callable[[], Any], examples: int) -> Any:
-        """Run a forward pass of the narrow model; the next step learns from its backward pass."""
+        """Run a forward pass of the narrow model, by `call`; a rule may measure importance in its backward pass."""
         del vectors, examples
         return call()
 
     def count(self, examples: int) -> None:
-        """Note a backward pass over some examples."""
+        """Record that a backward pass over some examples has run."""
         del examples
         self.due = True
 
     def take(self, scores: Tensor, vectors: UnitVectors, gradients: Gradients, scale: Tensor | None, group: Any) -> None:
-        """Change `scores`, float (J,), in place. The arguments are as in `GateSquares.take`."""
+        """Update importance `scores`, float (J,), in place. The other arguments are as in `GateSquares.take`."""
 
     def widths(self, now: Widths, scores: Tensor, mask: UnitMask) -> Widths | None:
-        """Return the share of units to keep in each group, or group name → units to keep; None leaves the mask."""
+        """Return the widths that the mask should have, given the present ones, `now`; None leaves the mask unchanged."""
         del scores, mask
         return now
 
     def refit(self, before: nn.Module, small: nn.Module, old: UnitMask, new: UnitMask) -> None:
-        """Refit the layers whose inputs were removed in the last cut, on the batches."""
+        """Refit the layers of `small` whose inputs were removed when the mask changed from `old` to `new`, on the batches.
+
+        `before`: the narrow model under the mask `old`.
+        """
 
     def unmet(self, mask: UnitMask) -> str:
-        """Return what is not done yet, in a sentence."""
+        """Return what is not done yet, in a sentence; empty if nothing is left."""
         del mask
         return ""
 
@@ -128,7 +131,7 @@ class Steps:
         return {}
 
     def load(self, state: Mapping[str, Tensor], scores: Tensor, version: int) -> None:
-        """Continue from a state, or begin with `scores` if it is empty. `version`: of the narrow model, now."""
+        """Continue from a state; if it is empty, begin with `scores`. `version`: the present version of the narrow model."""
 
 
 class ImportanceSteps(Steps):

@@ -187,7 +187,7 @@ class LearnableMask(Restorable):
         self._set("_widths", ratio)
 
     def _set(self, name: str, value: Any) -> None:
-        """Set an attribute that the mask follows, and take it back if an optimizer cannot follow."""
+        """Set an attribute that the mask depends on, and update the mask. If an optimizer cannot follow, undo it."""
         before = getattr(self, name)
         setattr(self, name, value)
         try:

@@ -71,7 +71,7 @@ class OptimizerSet:
 
     @contextmanager
     def block(self, end: Callable[[], None]) -> Iterator[None]:
-        """Keep the mask fixed inside, and call `end` afterwards."""
+        """Keep the mask fixed inside the block, and call `end` afterwards."""
         own = object()
         self.stepping.append(own)
         try:
@@ -86,7 +86,7 @@ class OptimizerSet:
         del self.stepping[next(found, len(self.stepping)) :]
 
     def check_change(self, masked: Any) -> None:
-        """Raise InvalidValueError if an optimizer is an LBFGS with history, or has loaded the state of other units."""
+        """Raise InvalidValueError if an optimizer is an LBFGS with history, or `_refuse_foreign` refuses its loaded state."""
         for optimizer in self:
             _refuse_foreign(optimizer, masked)
             if any(state.get("n_iter") for state in optimizer.state.values()):
@@ -94,7 +94,7 @@ class OptimizerSet:
 
 
 _OF = "sparsekit.of"
-"""Key of a parameter group in a saved state: what the state belongs to, see `_owner`, and a hash of the weights then."""
+"""Key of a parameter group in a saved state for the hashes of `_owner`, and a hash of the dense weights when it was saved."""
 
 
 def _sign(reference: Callable[[], Any], _optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -115,12 +115,12 @@ def _refuse_foreign(optimizer: Any, masked: Any) -> None:
     """Raise InvalidValueError if the loaded state of an optimizer belongs to another mask, model or training."""
     given = {tuple(group.pop(_OF)) for group in getattr(optimizer, "param_groups", ()) if _OF in group}
     for graph, origin, mask, ends in given:
-        own, load = _owner(masked), "load the mask of that time as well: masked.load_state_dict(...), or "
+        own, load = _owner(masked), "load the mask saved with it as well: masked.load_state_dict(...), or "
         if graph != own[0]:
             what, load = "a mask over another model, or over one that was traced with other options", ""
         elif mask != own[2]:
             what = "other units than the mask keeps"
-        elif own[1] not in (origin, ends):  # a mask may also begin with the weights of that time
+        elif own[1] not in (origin, ends):  # a mask may also begin with the weights that were saved with the state
             what = "a training that began with other weights"
         else:
             continue

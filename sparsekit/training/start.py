@@ -101,7 +101,7 @@ def dense_state(dense: nn.Module, pruned: PrunePlan | None = None) -> dict[str, 
 
 
 def check_load(graph: UnitGraph, state: StateDict, mask: UnitMask | None, importance: Tensor | None) -> None:
-    """Refuse a state, a mask or importance of another model."""
+    """Raise an error for a state, a mask or importance of another model, or for importance that is not finite."""
     graph.check_state(state)
     if mask is not None:
         mask.check(graph)
@@ -114,7 +114,7 @@ def check_load(graph: UnitGraph, state: StateDict, mask: UnitMask | None, import
 def steps_of(
     learning: Learning | None, graph: UnitGraph, model: nn.Module, *, ratio: float | None, batches: Any, **options: Any
 ) -> Steps:
-    """Return the steps of a rule of learning from the first one on."""
+    """Return the `Steps` of a new training, for a rule of learning or, with None, for a fixed mask."""
     if isinstance(learning, GradientImportance):
         return ImportanceSteps(learning, graph.units)
     if learning is None:
@@ -135,7 +135,7 @@ def first_importance(graph: UnitGraph, learning: Learning | None, magnitudes: Te
 
 
 def with_importance(graph: UnitGraph, scores: Tensor, importance: Mapping[str, Tensor]) -> Tensor:
-    """Return a copy of the scores, float (J,), with the importance of some groups."""
+    """Return a copy of the scores, float (J,), in which some groups have the given importance."""
     parts = split_units(graph, scores := scores.clone())
     for name, values in importance.items():
         if name not in parts or values.shape != parts[name].shape:
@@ -148,12 +148,12 @@ def with_importance(graph: UnitGraph, scores: Tensor, importance: Mapping[str, T
 
 
 def widths_of(graph: UnitGraph, counts: Mapping[str, int], ratio: float | None) -> Widths:
-    """Return the ratio if it leaves these counts, else the counts."""
+    """Return the ratio if each group keeps just as many units with it as in `counts`, else the counts."""
     return ratio if ratio is not None and ratio_counts(graph, ratio) == counts else counts
 
 
 def largest(graph: UnitGraph, scores: Tensor, widths: Widths) -> UnitMask:
-    """Return the mask that keeps the largest scores, float (J,)."""
+    """Return the mask of the given widths that keeps the units with the largest scores, float (J,)."""
     counts = ratio_counts(graph, widths) if isinstance(widths, float) else widths
     return mask_from_scores(graph, split_units(graph, scores), counts, source="importance")
 
@@ -176,9 +176,9 @@ def importance_of(pruned: PrunePlan, learning: Learning | None) -> Tensor:
 
 
 def whole(pruned: Pruned, dense: nn.Module, learning: Learning | None) -> tuple[Pruned, nn.Module]:
-    """Return a pruned model and the dense one, without removed blocks in both; refuse one that is not of the other."""
+    """Check the arguments of `LearnableMask.from_pruned`; return the result and the dense model without removed blocks."""
     if not isinstance(pruned, Pruned):
-        raise InvalidValueError("plan() makes no small model to begin with; call prune() with the same arguments")
+        raise InvalidValueError("the result of plan() has no narrow model; call prune() with the same arguments")
     if isinstance(learning, LearnedNarrowing):
         raise InvalidValueError("LearnedNarrowing begins with all units; pass the dense model to LearnableMask instead")
     own = hash_state(dense.state_dict())
