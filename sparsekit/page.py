@@ -115,7 +115,7 @@ def chart(
 
 
 def svg_file(series: Mapping[str, Sequence[tuple[float, float, float]]], *, y: str, **given: Any) -> str:
-    """Return a `chart` as the text of an SVG file that stands alone, with a line for each name below the picture."""
+    """Return a `chart` as the text of a standalone SVG file, with the names of the series below it; empty without values."""
     figure = chart(series, y=y, **given)
     if not figure:
         return ""

@@ -23,7 +23,7 @@ _WARM, _LEAST, _TURNS = 2, 5, 100
 _TURN_SECONDS, _CALLS = 0.01, 200
 """Seconds for which a short call is repeated in a turn, to average out other load, and the largest number of repetitions."""
 _SHORT = 0.1
-"""Seconds of a call up to which each turn begins with a call that is not counted: the other model has filled the caches."""
+"""Seconds of a call below which each timing begins with an untimed call, since the other model has filled the caches."""
 _SPREAD, _PATIENCE = 1.2, 4
 """Largest ratio between the quartiles of a measurable speed-up, and by how much measuring may be prolonged to reach it."""
 
@@ -156,7 +156,7 @@ def time_turns(
 ) -> TimePair:
     """Time two calls alternately with the stopwatch `timed`, for `seconds`, or up to four times that if timings vary.
 
-    A short call is timed as if it were called again and again, as a program does that has one model.
+    Before each timing of a short call, it runs once untimed, so that the caches are as in a program that runs only this model.
     """
     order = np.random.default_rng(0)
     turns: list[tuple[float, float]] = []

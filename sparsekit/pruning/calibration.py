@@ -29,7 +29,8 @@ _JUDGES, _FEW = 64, 12
 """Minimum number of held-out examples, or of tokens if inputs are token ids; and the number of batches from which on the order
 of labels is checked across batch boundaries only."""
 _ENTRIES, _TIMES = 4096, 3.0
-"""Weights of the smallest matrix that is looked at, and how many times as much as at random its rows must differ."""
+"""Minimum number of weights of a matrix to examine, and minimum ratio of the standard deviation of its rows' mean squares to
+that of independent numbers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,8 +254,8 @@ def _held_out(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
 def signs_of_training(model: nn.Module) -> str | None:
     """Return a sign that a network was trained; None if there is none.
 
-    The first sign is a batch norm that has seen batches. The second sign: in at least half of the larger matrices, the norms of
-    rows differ three times as much as for independent numbers.
+    The first sign is a batch norm that has seen batches. The second sign is that, in at least half of the larger matrices, the
+    norms of rows differ three times as much as for independent numbers.
     """
     for name, module in model.named_modules():
         if isinstance(module, NormBase) and not isinstance(module, InstanceNorm):

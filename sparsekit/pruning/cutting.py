@@ -266,7 +266,7 @@ def meet_latency(
             share = (low + high) / 2
             continue
         measured = measure()
-        if measured <= limit_ms:  # measure again, since one timing may be luck
+        if measured <= limit_ms:  # measure again, since a single timing may be low by chance
             measured = (measured + measure()) / 2
         fastest = min(fastest, measured)
         if measured > limit_ms:

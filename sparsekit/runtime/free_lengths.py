@@ -132,7 +132,10 @@ def _calls(tree: ast.AST, code: CodeType) -> list[tuple[ast.Call, str]]:
 
 
 def _is_at(call: ast.Call, span: tuple[int | None, ...]) -> bool:
-    """Return whether a call has a position in the code. If its method is on a line of its own, that is the name's position."""
+    """Return whether a call has the position that its instruction reports.
+
+    If the name of the method is on another line than the start of the call, that position begins at the name.
+    """
     method = call.func
     if isinstance(method, ast.Attribute) and method.end_lineno != call.lineno and method.end_col_offset is not None:
         return (method.end_lineno, method.end_col_offset - len(method.attr)) == (span[0], span[2])
