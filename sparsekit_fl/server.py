@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +13,12 @@ from sparsekit.allocation import check_ratio, ratio_counts
 from sparsekit.errors import InvalidValueError, SparsekitError
 from sparsekit.graph import StateDict, UnitGraph, UnitMask
 from sparsekit_fl.checkpoint import Memories, Remembered, State
-from sparsekit_fl.client.context import Memory, Rngs, rowmask_flops, share_of, stream, timed
+from sparsekit_fl.client.context import Memory, Rngs, rowmask_flops, share_of, timed
 from sparsekit_fl.client.messages import Reply, Request, Update, request_bytes, update_bytes, upload_dtype
-from sparsekit_fl.config import RunConfig, Upload
+from sparsekit_fl.client.roster import Roster
+from sparsekit_fl.config import Upload
 from sparsekit_fl.errors import ClientError, UpdateError
-from sparsekit_fl.methods.base import ClientInfo, ServerContext, mean_change, moved
+from sparsekit_fl.methods.base import ServerContext, mean_change, moved
 from sparsekit_fl.methods.client import Task
 from sparsekit_fl.packing import Kept, clone, is_finite
 from sparsekit_fl.problem.data import Capability, Client
@@ -36,35 +37,6 @@ _MAX_SECONDS = 1e15
 
 # A client with few examples may still process this many for scoring and refits.
 _FURTHER_EXAMPLES = 256
-
-
-class Roster(Mapping[int, ClientInfo]):
-    """Client id → `ClientInfo` in one round. A capability is drawn on first access, since a round reads few of many clients."""
-
-    def __init__(self, clients: Mapping[int, Client], config: RunConfig, round: int) -> None:
-        self.clients = clients
-        self._config = config
-        self._round = round
-        self._read: dict[int, ClientInfo] = {}
-
-    def __getitem__(self, client_id: int) -> ClientInfo:
-        if client_id not in self._read:
-            client, config = self.clients[client_id], self._config
-            capability = client.capability
-            if config.capability_levels is not None:
-                rng = stream(config.seed, "capability", self._round if config.redraw_capability else 0, client_id)
-                capability = capability.at(config.capability_levels[int(rng.integers(len(config.capability_levels)))])
-            self._read[client_id] = ClientInfo(len(client.data.train), capability)
-        return self._read[client_id]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.clients)
-
-    def __contains__(self, client_id: object) -> bool:
-        return client_id in self.clients
-
-    def __len__(self) -> int:
-        return len(self.clients)
 
 
 class Server:

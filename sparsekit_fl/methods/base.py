@@ -39,11 +39,11 @@ from sparsekit.measure import CostModel
 from sparsekit.rng import torch_generator
 from sparsekit_fl.client.context import ClientContext, Memory, share_of, width_of
 from sparsekit_fl.client.messages import Update
+from sparsekit_fl.client.roster import ClientInfo
 from sparsekit_fl.config import CapabilityOf, Checked, RunConfig
 from sparsekit_fl.layers import Layer
 from sparsekit_fl.methods.client import Model, Result, Task, sgd
 from sparsekit_fl.packing import Kept, wide
-from sparsekit_fl.problem.data import Capability
 from sparsekit_fl.problem.problem import Problem
 
 __all__ = [
@@ -84,14 +84,6 @@ class Setup:
                 f"the model has no units, so {name} has nothing to choose from; `sparsekit units` shows why; or run a method"
                 " that trains the whole model"
             )
-
-
-@dataclass(frozen=True)
-class ClientInfo:
-    """The server's view of a client: its number of training examples, and its capability in this round."""
-
-    examples: int
-    capability: Capability
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from sparsekit.graph import StateDict
 from sparsekit_fl.client.fit import Batch
+from sparsekit_fl.client.roster import ClientInfo, Ids, ids_of, table_of
 from sparsekit_fl.config import NonNegativeCount, Ratio, option
-from sparsekit_fl.methods.base import ClientContext, ClientInfo, Method, ServerContext, Update, drawn, mean, mean_change
+from sparsekit_fl.methods.base import ClientContext, Method, ServerContext, Update, drawn, mean, mean_change
 from sparsekit_fl.methods.client import Result, Task, sgd
 
-Ids = np.ndarray[Any, np.dtype[np.int64]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 # Oort
@@ -62,26 +62,30 @@ class Oort(Method):
 
     def sample(self, server: ServerContext) -> list[int]:
         memory, rng, size = server.memory, server.rngs["sampling"], server.cohort_size
-        roster = dict(server.roster)  # read once, since the first access of a client draws its capability
-        tried = {key: item for key, item in memory.setdefault("tried", {}).items() if int(key) in roster}
+        ids, examples, speeds = table_of(server.roster)
+        tried = {key: item for key, item in memory.setdefault("tried", {}).items() if int(key) in server.roster}
+        places = np.searchsorted(ids, [int(key) for key in tried])
         # The expected time of an untried client is proportional to its examples over its speed.
         pace = float(np.mean([item["pace"] for item in tried.values()])) if tried else 1.0
-        times = {id: _relative_time(info) * pace for id, info in roster.items()}
-        seconds = times | {int(key): item["seconds"] for key, item in tried.items()}
-        order, percentile = sorted(seconds.values()), memory.get("percentile", _PERCENTILE)
-        # T, above which the scores of clients are reduced.
-        preferred = order[min(int(len(order) * percentile / 100.0), len(order) - 1)] if percentile < 100.0 else math.inf
-        scores = _scores(server.round, tried, preferred)
-        fresh = {id: one.examples * _late(seconds[id], preferred) for id, one in roster.items() if id not in scores}
-        share = max(_LEAST, memory.get("exploration", _EXPLORATION) * _DECAY) if fresh else 0.0
-        best, count = _ranked(scores), min(int(size * (1.0 - share)), len(scores))
+        seconds = examples / speeds * pace
+        seconds[places] = [item["seconds"] for item in tried.values()]
+        percentile, preferred = memory.get("percentile", _PERCENTILE), math.inf
+        if percentile < 100.0:  # T, above which the scores of clients are reduced
+            place = min(int(len(ids) * percentile / 100.0), len(ids) - 1)
+            preferred = float(np.partition(seconds, place)[place])
+        scores, untried = _scores(server.round, tried, preferred), np.ones(len(ids), bool)
+        untried[places] = False
+        worth = np.where(seconds > preferred, examples * (preferred / seconds) ** _PENALTY, examples)[untried]
+        share = max(_LEAST, memory.get("exploration", _EXPLORATION) * _DECAY) if len(worth) else 0.0
+        best, count = sorted(scores, key=lambda id: (-scores[id], id)), min(int(size * (1.0 - share)), len(scores))
         edge = scores[best[min(count, len(best) - 1)]] * _CUT_OFF if best else 0.0
         exploited = _draw({id: scores[id] for id in best if scores[id] >= edge}, count, rng)
-        count = min(size - len(exploited), len(fresh))
-        explored = _draw({id: fresh[id] for id in _ranked(fresh)[: int(_WINDOW * count)]}, count, rng)
+        count = min(size - len(exploited), len(worth))
+        window = _largest(worth, int(_WINDOW * count))
+        explored = _draw(dict(zip(ids[untried][window].tolist(), worth[window].tolist(), strict=True)), count, rng)
         memory.update(exploration=share, exploited=exploited)
         cohort = [*exploited, *explored]
-        return sorted(cohort + _fill([np.setdiff1d(list(roster), cohort)], size - len(cohort), rng))
+        return sorted(cohort + _fill([ids], size - len(cohort), rng, without=cohort))
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
         return Task(metrics=(_SQUARES,))
@@ -146,9 +150,13 @@ def _relative_time(info: ClientInfo) -> float:
     return info.examples / info.capability.flops_per_second
 
 
-def _ranked(weights: Mapping[int, float]) -> list[int]:
-    """Return ids by descending weight; among equal weights, the lower id is first."""
-    return sorted(weights, key=lambda id: (-weights[id], id))
+def _largest(weights: np.ndarray[Any, np.dtype[np.float64]], count: int) -> Ids:
+    """Return the places of the `count` largest weights, ascending; among equal weights, lower places come first."""
+    if count >= len(weights):
+        return np.arange(len(weights))
+    least = np.partition(weights, len(weights) - count)[len(weights) - count] if count else math.inf
+    more = np.flatnonzero(weights > least)
+    return np.sort(np.concatenate([more, np.flatnonzero(weights == least)[: count - len(more)]]))
 
 
 def _draw(weights: Mapping[int, float], count: int, rng: np.random.Generator) -> list[int]:
@@ -193,7 +201,7 @@ class REFL(Method):
     )
 
     def sample(self, server: ServerContext) -> list[int]:
-        memory, ids = server.memory, np.sort(np.fromiter(server.roster, np.int64, len(server.roster)))
+        memory, ids = server.memory, ids_of(server.roster)
         here, staying = self._presence(server, ids)
         late, last = memory.setdefault("late", []), memory.setdefault("last", {})
         free = ~np.isin(ids, [item["client"] for item in late])
@@ -218,12 +226,15 @@ class REFL(Method):
         memory, rng = server.memory, server.rngs["sampling"]
         none = {"known": torch.zeros(0, dtype=torch.int64), "stay": torch.zeros(0).double(), "next": torch.zeros(0).bool()}
         known, stay, now = (memory.get(name, tensor).numpy() for name, tensor in none.items())
-        if len(fresh := np.setdiff1d(ids, known)):
+        same = np.array_equal(known, ids)
+        if not same and len(fresh := np.setdiff1d(ids, known)):
             known, stay = np.concatenate([known, fresh]), np.concatenate([stay, rng.uniform(*_STAYS, len(fresh))])
             now = np.concatenate([now, rng.random(len(fresh)) < 0.5])
         after = now == (rng.random(len(known)) < stay)
         staying = after == (rng.random(len(known)) < _FORECAST)
         memory.update({name: torch.from_numpy(one) for name, one in zip(none, (known, stay, after), strict=True)})
+        if same:
+            return now, staying
         order = np.argsort(known)
         places = order[np.searchsorted(known, ids, sorter=order)]
         return now[places], staying[places]
@@ -251,15 +262,16 @@ class REFL(Method):
         return fresh, [Update(**item["update"]) for item in ready], length
 
 
-def _fill(tiers: Sequence[Ids | Sequence[int]], wanted: int, rng: np.random.Generator) -> list[int]:
+def _fill(tiers: Sequence[Ids], wanted: int, rng: np.random.Generator, *, without: Sequence[int] = ()) -> list[int]:
     """Return `wanted` clients, or all if there are fewer: whole tiers, then a random draw from the first one that is larger.
 
-    Tiers are sorted before a draw, so that their order does not matter.
+    Tiers are ascending, and `without` are the clients that were chosen before.
     """
     chosen: list[int] = []
     for tier in tiers:
-        rest = np.setdiff1d(tier, chosen)
-        chosen += drawn(rest, min(wanted - len(chosen), len(rest)), rng)
+        if len(chosen) < wanted:
+            rest = tier[~np.isin(tier, [*chosen, *without])] if chosen or without else tier
+            chosen += drawn(rest, min(wanted - len(chosen), len(rest)), rng)
     return chosen
 
 
