@@ -106,7 +106,13 @@ class Registry(Mapping[str, Any]):
     """Names of one kind of plug-in. Looking a name up imports it; listing names imports nothing."""
 
     def __init__(self, kind: str, table: Mapping[str, str], *, group: str) -> None:
-        """`kind` is for messages, such as "criterion"; `table`: name → `"module:object"`; `group`: that of entry points."""
+        """Create a registry.
+
+        Args:
+            kind: What the names stand for, such as "criterion"; used in messages.
+            table: Name → `"module:object"`.
+            group: Entry-point group in which other packages register further names.
+        """
         self.kind = kind
         self.group = group
         self._table = dict(table)

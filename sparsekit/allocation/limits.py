@@ -21,13 +21,14 @@ Free: TypeAlias = Mapping[tuple[str, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class PreferredMultiple:
-    """Prefer widths with fast kernels, which are multiples of a number, if the budget can still be met closely.
+    """Prefer widths that are multiples of `step`, for which kernels are fast, if the budget can still be met closely.
 
     With AVX-512, kernels of PyTorch and ONNX Runtime compute 16 channels at a time. In MobileNetV2, eight channels in place of
     16 in one early layer make the whole network a seventh slower in eager PyTorch. Groups narrower than the step, and groups
-    whose limits hold no multiple, take any number. Within a budget, `allocate` tries the step, its halves down to 4, and then
-    any number. It stops when at most 2 % of the budget is unused. Steps are skipped if they raise the smallest possible model
-    by more than a third of the budget beyond it.
+    whose limits hold no multiple of it, take any width. With a budget, `allocate` tries the step, its halves down to 4, and
+    then any width. It stops when at most 2 % of the budget is unused; if this is never so, the try with the least unused budget
+    is taken. A step is skipped if it raises the minimum cost of a pruned model by more than a third of the gap between this
+    minimum and the budget.
 
     Args:
         step: The preferred divisor of widths, a power of two.

@@ -53,11 +53,12 @@ class Field(Tree):
         self._failed: set[int] = set()
         self._diverged: set[int] = set()
         self._void: Integers = np.zeros(0, dtype=np.int64)
-        self._floor, self._worst = -math.inf, 0.0  # rewards below the floor have diverged; the reward of a failure
-        self._shown = self.means  # the means that other cells see
-        # Of repeated rewards: sum of squared deviations from the mean before them, effective number, and number. Noise is
-        # estimated from these only. If it were taken for variation between points, cells would be split and points never
-        # repeated, so the error would persist.
+        self._floor, self._worst = -math.inf, 0.0  # rewards below `_floor` have diverged; failures get the reward `_worst`
+        self._shown = self.means  # means as neighboring cells see them: the worst reward for arms that only failed or diverged
+        # Over repeated rewards: sum of squared deviations from the arm's mean before, and their number. Last, the number of all
+        # repeats, including diverged rewards and proposals that were executed elsewhere. Noise is estimated from repeated
+        # rewards only: if it were mistaken for variation between points, cells would be split, points would never be repeated,
+        # and the mistake would persist.
         self._within = self._replicates = self._repeats = 0.0
         self._distinct = False  # whether the rewards of the first arms differ, as they do unless rewards are counts or classes
         self._fall = 0.0  # S of `_falls`

@@ -110,7 +110,7 @@ class _Bandits:
         pulls = self._pulls(trial.number)
         del self._asked[trial.number]
         if not fits or (reward is not None and math.isnan(reward)):
-            return  # the pulls stay open, which costs nothing
+            return  # the pulls stay open: `forget` would record the worst reward
         self._seen.setdefault(tuple(values.values()), []).append(reward)
         self._tell(pulls, values, reward)
         if reward is not None:

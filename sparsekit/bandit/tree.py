@@ -13,7 +13,7 @@ Integers: TypeAlias = npt.NDArray[np.int64]
 NARROWEST, DEEPEST, _CAPACITY = 1e-7, 64, 2048
 _SHRINK, _SHRINK_WEIGHT = 0.7, 3.0
 _TAIL, _TAIL_KEPT = 2.0, 0.15
-_BASE, _GROWTH, _DEEPER = 0.25, 0.07, 0.1  # a, b and c of the index
+_BASE, _GROWTH, _DEEPER = 0.25, 0.07, 0.1  # a, b and c of B[h], see split_ucbv.py
 
 
 class Tree:

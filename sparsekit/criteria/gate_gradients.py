@@ -181,7 +181,7 @@ def _one_pass(
             products = [(wide(e.detach()) * wide(of_weight[id(e)]), piece) for e, piece in pairs if id(e) in of_weight]
             parts = [along_axis(each, piece.dim)[piece.index.to(each.device)].sum(1) for each, piece in products]
             if parts:
-                # The square of a mean over B examples is B times too small if they are independent.
+                # B·g² estimates the mean square over B independent examples with zero mean; one more B makes it their sum.
                 found[name] = _doubled(sum_up(parts)).square() * examples * examples
     return found
 

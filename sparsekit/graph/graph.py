@@ -71,7 +71,7 @@ class UnitGraph:
     blocks: Mapping[str, Block] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        """Return a summary on one line: `print(graph.groups[name])` shows one group, `sparsekit units` all of them."""
+        """Return a one-line summary. For one group, use `print(graph.groups[name])`; for all, run `sparsekit units`."""
         shown = [f"{group.name}: {group.size} {group.kind}s" for group in list(self.groups.values())[:_SHOWN]]
         more = len(self.groups) - len(shown)
         listed = ", ".join([*shown, f"and {more} more"] if more else shown)

@@ -119,7 +119,7 @@ class MultiheadAttentionRule(LayerRule):
 
 
 class TransformerEncoderRule(LayerRule):
-    """Rule for `nn.TransformerEncoder`: without all heads, padded batches must not be packed into nested tensors."""
+    """Rule for `nn.TransformerEncoder`: if a layer has lost heads, padded batches must not be packed into nested tensors."""
 
     types: ClassVar[tuple[type[nn.Module], ...]] = (nn.TransformerEncoder,)
 

@@ -147,7 +147,7 @@ def _measure_statistics(
         for batch in read_batches(batches, model, "Recalibrating batch norms", progress=progress):
             batch.run(model)
         for norm, values in rows.items():
-            if norm not in measured and len(values) > 1:  # batches of one example, together
+            if norm not in measured and len(values) > 1:  # every batch had one value per channel: pool these values
                 measured.add(norm)
                 norm.get_buffer("running_mean").copy_(torch.stack(values).mean(0))
                 norm.get_buffer("running_var").copy_(torch.stack(values).var(0))

@@ -252,7 +252,7 @@ def _allocation(allocation: Allocation | str, criterion: Criterion) -> Allocatio
         raise InvalidValueError(
             f"allocation must be a name or a function of a Problem, such as sparsekit.allocation.by_cost, got {allocation!r}"
         )
-    # Divided by cost, such scores would leave next to nothing of expensive layers.
+    # `by_cost` compares scaled scores: comparable ones, divided by cost, would leave next to nothing of expensive layers.
     if found is global_ranking and is_comparable(criterion):
         return partial(global_ranking, scale="none")
     made: Allocation = found

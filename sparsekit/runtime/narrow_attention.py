@@ -10,9 +10,10 @@ from sparsekit.errors import InvalidValueError
 
 
 class NarrowMultiheadAttention(nn.MultiheadAttention):
-    """`nn.MultiheadAttention` without some heads. Names of parameters and arguments are equal; projections have fewer rows.
+    """`nn.MultiheadAttention` from which heads have been removed. Names of parameters and arguments are unchanged.
 
-    `head_dim` is unchanged, `num_heads` heads are left, and `embed_dim`, `kdim` and `vdim` are the widths of the inputs.
+    The query, key and value projections have fewer rows, and the output projection has fewer columns. `head_dim` is unchanged,
+    `num_heads` is the number of heads left, and `embed_dim`, `kdim` and `vdim` are the widths of the inputs.
     """
 
     def _reset_parameters(self) -> None:

@@ -190,9 +190,9 @@ def in_format(tensor: Tensor, wanted: torch.memory_format | None) -> Tensor:
 def narrow_state(
     state: StateDict, graph: UnitGraph, keep: Mapping[str, Tensor], indices: Mapping[str, Mapping[int, Tensor]] | None = None
 ) -> dict[str, Tensor]:
-    """Return the entries and constants that units touch, without the positions of dropped units; other keys are absent.
+    """Return the state entries and constants that hold units, without the positions of dropped units; other keys are absent.
 
-    `indices` is `graph.kept_indices(keep)`, if it is known, or the same positions in another order.
+    `indices`: key → axis → kept positions, in any order, of the tensors to return; by default, all tensors that hold units.
     """
     narrow: dict[str, Tensor] = {}
     done: dict[int, Tensor] = {}

@@ -259,7 +259,7 @@ def fit_config(small: nn.Module, graph: UnitGraph, mask: UnitMask) -> dict[str, 
 
 
 def _pairs(graph: UnitGraph, name: str, count: int) -> set[tuple[int, int]]:
-    """Return (old, new) of every number that may depend on the kept units: counts, widths, and heads per key."""
+    """Return (old, new) of numbers that may depend on the kept units: units, widths, and query heads if they share keys."""
     group = graph.groups[name]
     spans = {piece.span for piece in group.slices}
     least = min(spans)

@@ -275,7 +275,10 @@ def part_flops(costs: CostModel, weights: Collection[str], *, bias: bool = False
 
 
 def _flops(costs: CostModel, sizes: Mapping[str, int], *, bias: bool, others: int = 0) -> int:
-    """Return the forward FLOPs of one example: per output position, two for each weight entry, one for each bias entry."""
+    """Return the forward FLOPs of one example: per position, two for a weight entry and, with `bias`, one for a bias entry.
+
+    `sizes`: weight key → number of entries to count. `others`: FLOPs to add, of all `costs.examples` examples together.
+    """
     flops = Fraction(others)
     for term in costs.terms:
         if term.weight in sizes:

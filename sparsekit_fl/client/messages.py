@@ -188,7 +188,7 @@ _HOW = ("task", "memory_round", "with_shared", "with_model")
 
 
 def _tensors(message: Request | Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of a message except its state, and its other values."""
+    """Return (tensors, other values) of a message. Its tensors are mask, extra tensors, and changes of an update; no state."""
     tensors, mask = pack_mask(message.mask)
     tensors |= {f"extra:{name}": tensor for name, tensor in message.extra.items()}
     if isinstance(message, Update):

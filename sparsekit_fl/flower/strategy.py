@@ -78,7 +78,7 @@ class SubmodelStrategy(Strategy):
         self._inner.summary()
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
-        """Send each sampled client its ratio, its mask if the server chooses it, and the entries that it trains."""
+        """Send each sampled client its ratio, and the submodel with its mask; if clients learn masks, the whole model."""
         self._state, self._sent = dict(arrays.to_torch_state_dict()), {}
         messages = []
         for message in self._inner.configure_train(server_round, arrays, config, grid):

@@ -27,7 +27,6 @@ from sparsekit_fl.methods.client import Model, Result, Task, descend, keep_model
 _CRITERIA: Mapping[str, Criterion] = {"ordered": Ordered(), "magnitude": Magnitude(), "random": Random()}
 _EXPLORATION = 0.5  # ρ of P-UCBV, in the released code
 _IMPORTANCE_LR, _REFRESH_EVERY = 0.02, 4  # our choice, for literal=False
-_LEAST, _MOST = 32, 256  # examples that importance is computed from, and at most as many for a refit
 _NOISE = 0.01  # upper end of the noise on the first importance, which breaks ties of targets that round to 1; our choice
 
 

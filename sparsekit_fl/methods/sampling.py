@@ -20,7 +20,7 @@ Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 # Oort
 _SQUARES = "mean_squared_loss"
-# Share of the cohort that explores: at first, its factor per round, and its minimum while there are untried clients.
+# Share of the cohort drawn from untried clients, while there are any: initial value, factor per round, and minimum.
 _EXPLORATION, _DECAY, _LEAST = 0.9, 0.98, 0.2
 _PENALTY = 2.0  # exponent of the time penalty
 _CLIP = 0.95  # quantile at which utilities are clipped

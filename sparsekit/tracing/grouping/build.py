@@ -30,7 +30,8 @@ from sparsekit.tracing.grouping.sizes import (
 
 _UNREAD = Cause("", "nothing reads its units", "expected")
 _AVERAGED = Cause("", "nothing but an average over its units reads them")
-_RANKS: Mapping[Refusal, int] = {"output": 2, "expected": 0}  # of several causes, the one of the highest rank is reported
+# Rank of a kind of cause, 1 if it is not listed. If units have several causes, the one with the highest rank is reported.
+_RANKS: Mapping[Refusal, int] = {"output": 2, "expected": 0}
 _SINGLE = Cause("", "all its positions go together, and a single unit cannot go", "expected")
 _KERNEL = Cause("", "its kernel takes multiples of a number of units, and there are no more than that", "expected")
 _TIED = Cause("", "the other layers of the same recurrent module stay whole", "expected")
