@@ -176,15 +176,16 @@ RIVALS = {"smollm2": ("wanda-sp", "llm-pruner", "flap", "random"), "efficientnet
 class Bench:
     """A network with its units, costs and scores; the scores are stored in a file."""
 
-    def __init__(self, name: str, out: Path) -> None:
+    def __init__(self, name: str, out: Path, **options: Any) -> None:
         self.name, self.out = name, out
-        self.network: Network = NETWORKS[name]()
+        self.network: Network = NETWORKS[name](**options)
         held = max(1, len(self.network.calibration) // 5)
         self.fit, self.judge = self.network.calibration[:-held], self.network.calibration[-held:]
         model, example = self.network.model, self.network.example
         self.graph = sk.trace_units(model, example[0])
         self.costs = cost_model(model, example, self.graph)
         self.prior: Scores | None = None
+        self.pruned: dict[float, nn.Module] = {}  # of `distil`, by share
         path = out / f"{name}.scores.pt"
         self.scores: dict[str, Scores] = torch.load(path) if path.exists() else {}
 
@@ -344,20 +345,24 @@ def blocks(name: str, path: Path, shares: Sequence[float]) -> None:
 def distil(bench: Bench, arm: str, share: float, seed: int) -> tuple[nn.Module, dict[str, Any]]:
     """Train a pruned network with the dense model's logits, or also with the hidden outputs of every fourth block.
 
-    An image network is pruned with the defaults, a language model by Wanda, which needs no backward passes.
+    Units go by Wanda, which needs no backward passes. The layers of a language model are refitted; its sequences have 128
+    tokens.
     """
     network, text = bench.network, bench.network.loss is None
-    given: Any = {"batches": bench.fit[:8], "loss": network.loss, **({"criterion": "wanda"} if text else {})}
-    pruned = sk.prune(network.model, network.example, budget=bench.budget(share), **given)
+    if share not in bench.pruned:
+        given: Any = {"batches": bench.fit[:8], "loss": network.loss, "reconstruct": True if text else "batchnorm"}
+        given |= {"budget": bench.budget(share), "criterion": "wanda"}
+        bench.pruned[share] = sk.prune(network.model, network.example, **given).model
+    small = copy.deepcopy(bench.pruned[share])
     blocks = [name for name, _ in network.model.named_modules() if re.fullmatch(r"(model\.layers|_blocks)\.\d+", name)]
     teacher = Distillation(network.model, hidden=blocks[3::4] if arm == "hidden" else ())
     batches, steps = list(network.training), 12 if text else 20
     np.random.default_rng(seed).shuffle(batches)
     make = partial(torch.optim.AdamW, lr=1e-4) if text else partial(torch.optim.SGD, lr=0.004, momentum=0.9)
-    sk.finetune(pruned.model, batches[:steps], network.loss, epochs=1, optimizer=make, distillation=teacher, seed=seed)
+    sk.finetune(small, batches[:steps], network.loss, epochs=1, optimizer=make, distillation=teacher, seed=seed)
     if not text:
-        recalibrate_batchnorm(pruned.model, batches[:20])
-    return pruned.model.eval(), {"steps": steps}
+        recalibrate_batchnorm(small, batches[:20])
+    return small.eval(), {"steps": steps}
 
 
 def milliseconds(bench: Bench, small: nn.Module) -> dict[str, float]:
@@ -403,7 +408,8 @@ def main() -> None:
     if options.what == "blocks":
         blocks(options.network, path, options.shares or [0.5])
         return
-    bench = Bench(options.network, options.out)
+    short = {"length": 128} if options.what == "distil" and options.network == "smollm2" else {}
+    bench = Bench(options.network, options.out, **short)
     if options.what == "scores":
         bench.score()
         return
