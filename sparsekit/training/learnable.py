@@ -152,8 +152,7 @@ class LearnableMask(Restorable):
             A mask whose model has the outputs of `pruned.model`.
 
         Raises:
-            InvalidValueError: `pruned` is the result of `plan`, or `learning` is `LearnedNarrowing`, which begins with all
-                units.
+            InvalidValueError: `pruned` comes from `plan`, or `learning` is `LearnedNarrowing`, which begins with all units.
             ForeignMaskError: `dense` is another model, or has other weights than those that were pruned.
         """
         pruned, dense = start.whole(pruned, dense, learning)
