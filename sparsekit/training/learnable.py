@@ -99,9 +99,7 @@ class LearnableMask(Restorable):
         loss: Loss | None = None,
         learning: Learning | None = None,
     ) -> None:
-        ratio = start.check_arguments(model, ratio, budget, learning)
-        if loss is not None and batches is None:
-            raise InvalidValueError("a loss needs batches; pass batches=, training data such as a loader")
+        ratio = start.check_arguments(model, ratio, budget, learning, loss, batches)
         graph = start.graph_of(model, example_inputs, graph, rules, prune_hidden_size=prune_hidden_size)
         super().__init__(NarrowModel(model, graph, rules=rules))
         self.learning = learning

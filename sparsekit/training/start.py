@@ -37,7 +37,7 @@ REFITS = 48
 """Maximum number of batches for the refits of `LearnedNarrowing`."""
 
 
-def check_arguments(model: nn.Module, ratio: float, budget: object, learning: object) -> float:
+def check_arguments(model: nn.Module, ratio: float, budget: object, learning: object, loss: object, batches: object) -> float:
     """Return the ratio. Raises errors for wrong arguments, and for models that cannot be trained under a mask."""
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"expected a torch.nn.Module, got {model!r}; pass the model itself")
@@ -54,6 +54,8 @@ def check_arguments(model: nn.Module, ratio: float, budget: object, learning: ob
         raise InvalidValueError(f"give ratio={ratio} or budget={budget!r}, not both")
     if learning is not None and not isinstance(learning, Learning):
         raise InvalidValueError(f"learning must be GradientImportance(…), LearnedNarrowing(…) or None, got {learning!r}")
+    if loss is not None and batches is None:
+        raise InvalidValueError("a loss needs batches; pass batches=, training data such as a loader")
     return check_ratio(ratio)
 
 
