@@ -32,31 +32,36 @@ class _Moved:
 
 
 def load_data(text: str | None, device: str, **offered: Any) -> tuple[Iterable[Any], Iterable[Any] | None, str]:
-    """Load the data of `--dataset`. Returns training batches, validation batches or None, and a note for the report.
+    """Load the data of `--dataset`: batches to train on, which can be read again, batches for validation, and a note on them.
 
-    Batches can be iterated repeatedly. A loader is called with those of the `offered` arguments that it takes. If it returns a
-    sequence of at least five batches, without validation data, the last fifth is used for validation. The note is empty if the
-    loader returns both.
+    A loader gets those of the `offered` arguments that it takes, and `root` and `ids`, as in a federated run. It may return
+    batches, a map-style data set, a pair of these for training and validation, or the data of a federated run, which know
+    themselves what to train on (`pruning_data`). Without validation data, the last fifth of a sequence of at least five
+    batches, or a random fifth of a data set, is used for validation. The note is empty if the loader returns both.
     """
     if text is None:
         return (), None, ""
     from torch import nn
 
-    found = data_sets.find(text)
+    found, seed, size = data_sets.find(text), int(offered.get("seed", 0)), int(offered.get("batch_size", 64))
     if callable(found) and not isinstance(found, Iterable):
-        takes = inspect.signature(found).parameters
-        load = functools.partial(found, **{name: value for name, value in offered.items() if name in takes})
-        found = ran(f"--dataset {text}", load, advice="a loader takes no argument but data_dir, batch_size and seed")
-    pair = isinstance(found, tuple) and len(found) == 2
-    train, validation = found if pair else (found, None)
+        takes, all_offered = inspect.signature(found).parameters, {**offered, "root": offered.get("data_dir"), "ids": None}
+        load = functools.partial(found, **{name: value for name, value in all_offered.items() if name in takes})
+        found = ran(f"--dataset {text}", load, advice="a loader takes no argument but data_dir, batch_size, seed, root and ids")
+    found = _federated(found)
+    train, validation = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    note = ""
+    if validation is None and _is_data_set(train) and len(train) >= 5:
+        train, validation = _split(train, seed)
+        note = "--dataset gave no validation data: a fifth of its examples is set aside, for scores and the best epoch."
+    train, validation = _batched(train, size, seed), _batched(validation, size)
     for batches in (train, validation):
         wrong = isinstance(batches, Iterator | nn.Module) or not isinstance(batches, Iterable)  # a Sequential is iterable
         if batches is not None and wrong:
             raise DataError(
-                f"--dataset {text} must give batches that can be read again, a list or a loader, or a pair of them for"
-                f" training and validation, got {type(batches).__name__}"
+                f"--dataset {text} must give batches that can be read again, a list or a loader, a map-style data set, or a"
+                f" pair of them for training and validation, got {type(batches).__name__}"
             )
-    note = ""
     if validation is None and isinstance(train, Sequence) and len(train) >= 5:
         kept = len(train) - len(train) // 5
         train, validation = train[:kept], train[kept:]
@@ -66,6 +71,45 @@ def load_data(text: str | None, device: str, **offered: Any) -> tuple[Iterable[A
     if device == "cpu":
         return train, validation, note
     return _Moved(train, device), None if validation is None else _Moved(validation, device), note
+
+
+def _federated(found: Any) -> Any:
+    """Return (training, validation) of what a loader of a federated run returns; other data are returned unchanged."""
+    if isinstance(found, tuple) and len(found) == 2 and hasattr(found[0], "example_inputs"):
+        found = found[1]  # of a problem and its data
+    parts = list(found) if isinstance(found, list | tuple) else [found]
+    if not parts or not all(hasattr(one, "pruning_data") for one in parts):
+        return found
+    from torch.utils.data import ConcatDataset
+
+    train, validation = zip(*(one.pruning_data() for one in parts), strict=True)
+    given = [one for one in validation if one is not None and len(one)]
+    return ConcatDataset(train), ConcatDataset(given) if given else None
+
+
+def _is_data_set(data: Any) -> bool:
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Iterable)
+
+
+def _split(data: Any, seed: int) -> tuple[Any, Any]:
+    """Return four fifths of a data set, drawn at random, and the rest."""
+    import torch
+    from torch.utils.data import Subset
+
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed)).tolist()
+    kept = len(order) - len(order) // 5
+    return Subset(data, order[:kept]), Subset(data, order[kept:])
+
+
+def _batched(data: Any, size: int, seed: int | None = None) -> Any:
+    """Return a data set in batches, shuffled if there is a seed; other data are returned unchanged."""
+    if not _is_data_set(data):
+        return data
+    import torch
+    from torch.utils.data import DataLoader
+
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    return DataLoader(data, batch_size=size, shuffle=seed is not None, generator=generator)
 
 
 def find_loss(text: str) -> Callable[..., Any] | None:

@@ -57,7 +57,10 @@ def _prune(
     ] = False,
     dataset: Annotated[
         str | None,
-        _data(help="Data set, package.module:loader or path/to/file.py:loader: returns batches or (training, validation)."),
+        _data(
+            help="Data set, or package.module:loader or path/to/file.py:loader, for batches, a data set, or a pair (training, "
+            "validation). Loaders of federated commands work too."
+        ),
     ] = None,
     data_dir: Annotated[Path | None, _data(help="Folder with the data sets. Default: download once to the cache.")] = None,
     batch_size: Annotated[int, _data(metavar="N", min=1, help="Batch size of a data set given by name.")] = 64,

@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import torch
@@ -14,8 +13,7 @@ from sparsekit_fl.client.context import stream
 from sparsekit_fl.config import read_keywords
 from sparsekit_fl.paper.presets import Preset
 from sparsekit_fl.problem.data import Client, ClientData
-from sparsekit_fl.problem.datasets import DataSource, datasets
-from sparsekit_fl.problem.images import ImageTransform
+from sparsekit_fl.problem.datasets import DataSource, ImageTransform, datasets
 from sparsekit_fl.problem.metrics import accuracy
 from sparsekit_fl.problem.models import ModelSpec, Network, models
 from sparsekit_fl.problem.partition import partitions
@@ -42,8 +40,8 @@ def build_task(
 
     Args:
         preset: The settings. Its `dataset` is a name, or `package.module:factory`: a function that takes any of the keywords
-            `root` (`data_dir`), `seed` and `ids`, and returns a DataSource, (Problem, DataSource), or
-            (Problem, clients).
+            `root` or `data_dir`, `seed`, `batch_size` and `ids`, and returns a DataSource, batches, a map-style data set, a
+            pair of these for training and tests, or (Problem, one of these), or (Problem, clients).
         model: Model in place of the preset's: a name, or `package.module:factory`.
         clients: Number of clients in place of the preset's; if the data have too few shards, these shrink, with a warning.
         partition: Partition in place of the preset's, whose options are then not used: a name, or `package.module:function` of
@@ -144,12 +142,10 @@ def _load(
 ) -> tuple[Problem | None, DataSource | list[Client]]:
     factory = datasets.find(name)
     accepted = inspect.signature(factory).parameters
-    found = factory(**{word: value for word, value in {"root": root, "seed": seed, "ids": ids}.items() if word in accepted})
-    problem, data = found if isinstance(found, tuple) and len(found) == 2 else (None, found)
-    if isinstance(problem, Problem | NoneType) and isinstance(data, DataSource):
-        return problem, data
-    if isinstance(problem, Problem) and all(isinstance(one, Client) for one in data):
+    offered = {"root": root, "data_dir": root, "seed": seed, "ids": ids, "batch_size": 64}
+    found = factory(**{word: value for word, value in offered.items() if word in accepted})
+    brings = isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Problem)
+    problem, data = found if brings else (None, found)
+    if problem is not None and isinstance(data, list | tuple) and all(isinstance(one, Client) for one in data):
         return problem, list(data)
-    raise InvalidValueError(
-        f"{name!r} must return a DataSource, (Problem, DataSource) or (Problem, list of Client), got {type(found).__name__}"
-    )
+    return problem, data if isinstance(data, DataSource) else DataSource.of(name, data, seed)

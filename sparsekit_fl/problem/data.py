@@ -238,3 +238,7 @@ class Client(Checked):
                     f"{name} of client {self.id} is empty; every client needs examples to train on and to be scored with (val"
                     " alone may be None): leave this client out, or deal again"
                 )
+
+    def pruning_data(self) -> tuple[Any, Any]:
+        """Return what `sparsekit prune` trains on, and what it validates on."""
+        return self.data.train, self.data.val

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import NoneType
-from typing import Self
+from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparsekit.errors import DataError, install_hint
 from sparsekit.registry import Registry
-from sparsekit_fl.problem.data import TensorData, Transform
+from sparsekit_fl.problem.data import TensorData, Transform, read
 from sparsekit_fl.problem.models import Kind
 
 _log = logging.getLogger(__name__)
@@ -22,6 +23,38 @@ _IMAGES, _TEXTS = ("digits", "mnist", "cifar10", "cifar100", "tiny-imagenet"), (
 _HOMES = dict.fromkeys(_IMAGES, "images") | dict.fromkeys(_TEXTS, "text")
 _OURS = {name: f"sparsekit_fl.problem.{home}:{name.replace('-', '_')}" for name, home in _HOMES.items()}
 datasets = Registry("dataset", _OURS, group="sparsekit_fl.datasets")
+
+
+@dataclass(frozen=True)
+class ImageTransform:
+    """Resizes and normalizes uint8 images. `mean` and `std` are per channel of the raw image, for pixels scaled to [0, 1].
+
+    An image that is no larger than `size`, but at least three quarters of it on each side, is padded with black, so that its
+    pixels stay unchanged. Other images are resized bilinearly. A single grey channel is repeated if there are more `channels`.
+    """
+
+    channels: int
+    size: tuple[int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Map uint8 images `(batch, C, H, W)` to float images `(batch, channels, *size)`."""
+        pixels = images.to(torch.get_default_dtype()).div_(255)
+        height, width = pixels.shape[-2:]
+        if (height, width) != self.size:
+            missing = (self.size[0] - height, self.size[1] - width)
+            if min(missing) >= 0 and height * 4 >= self.size[0] * 3 and width * 4 >= self.size[1] * 3:
+                top, left = missing[0] // 2, missing[1] // 2
+                pixels = F.pad(pixels, (left, missing[1] - left, top, missing[0] - top))
+            else:
+                smaller = height > self.size[0] or width > self.size[1]
+                pixels = F.interpolate(pixels, size=self.size, mode="bilinear", align_corners=False, antialias=smaller)
+        mean, std = (
+            torch.tensor(value, dtype=pixels.dtype, device=pixels.device).view(-1, 1, 1) for value in (self.mean, self.std)
+        )
+        pixels = pixels.sub_(mean).div_(std)
+        return pixels if pixels.shape[1] == self.channels else pixels.repeat(1, self.channels, 1, 1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,10 +117,58 @@ class DataSource:
         """Shape of one raw example of the first input: `(C, H, W)` or `(T,)`."""
         return self.train.inputs[0].shape[1:]
 
+    @classmethod
+    def of(cls, name: str, found: Any, seed: int) -> Self:
+        """Return a source of examples in another form, which are read into memory.
+
+        Args:
+            name: Name of the source.
+            found: Batches `(input, …, target)`, a map-style data set of such examples, or a pair of these, the second for
+                tests. Without it, a random fifth of the examples is.
+            seed: Seed of that fifth.
+
+        Raises:
+            DataError: the examples are in no such form, or fewer than five.
+        """
+        pair = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        train, test = (_examples(name, one) for one in pair)
+        if train is None or (test is None and len(train) < 5):
+            raise DataError(f"{name!r} has too few examples to set a fifth aside; return a pair of data for training and tests")
+        if test is None:
+            order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
+            kept = len(order) - len(order) // 5
+            train, test = train.take(order[:kept]), train.take(order[kept:])
+        labels = torch.cat([train.labels(), test.labels()])
+        classes = int(labels.max()) + 1 if labels.ndim == 1 and not labels.is_floating_point() else 0
+        return cls(name=name, train=train, test=test, classes=classes)
+
+    def pruning_data(self) -> tuple[TensorData, None]:
+        """Return what `sparsekit prune` trains on; images are normalized. Test examples are not for pruning."""
+        if self.kind != "image" or self.train.transform is not None:
+            return self.train, None
+        channels, *size = self.shape
+        height, width = size
+        return replace(self.train, transform=ImageTransform(channels, (height, width), self.mean, self.std)), None
+
     def with_transform(self, transform: Transform | None) -> Self:
         """Return a copy of this source with another transform."""
         test = None if self.test is None else replace(self.test, transform=transform)
         return replace(self, train=replace(self.train, transform=transform), test=test)
+
+
+def _examples(name: str, data: Any) -> TensorData | None:
+    if data is None or isinstance(data, TensorData):
+        return data
+    try:
+        if hasattr(data, "__iter__"):
+            *inputs, targets = (torch.cat(column) for column in zip(*data, strict=True))
+            return TensorData(tuple(inputs), targets)
+        return TensorData(*read(data, list(range(len(data)))))
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{name!r} must return a DataSource, (Problem, DataSource), (Problem, list of Client), batches (input, …, target)"
+            f" of tensors, a map-style data set, or a pair of these for training and tests, got {type(data).__name__}: {error}"
+        ) from error
 
 
 def find_files(

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from typing import Any
 import numpy as np
 import platformdirs
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
@@ -29,7 +27,7 @@ from sparsekit.errors import DataError, require
 from sparsekit.rng import torch_generator
 from sparsekit_fl.checkpoint import write_atomically
 from sparsekit_fl.problem.data import TensorData
-from sparsekit_fl.problem.datasets import DataSource, datasets, find_files
+from sparsekit_fl.problem.datasets import DataSource, ImageTransform, datasets, find_files
 
 _log = logging.getLogger(__name__)
 
@@ -37,38 +35,6 @@ _DIGITS_TRAIN = 1437  # the first four fifths
 _VALIDATION = 0.1
 
 Batches = DataLoader[tuple[Tensor, ...]]
-
-
-@dataclass(frozen=True)
-class ImageTransform:
-    """Resizes and normalizes uint8 images. `mean` and `std` are per channel of the raw image, for pixels scaled to [0, 1].
-
-    An image that is no larger than `size`, but at least three quarters of it on each side, is padded with black, so that its
-    pixels stay unchanged. Other images are resized bilinearly. A single grey channel is repeated if there are more `channels`.
-    """
-
-    channels: int
-    size: tuple[int, int]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """Map uint8 images `(batch, C, H, W)` to float images `(batch, channels, *size)`."""
-        pixels = images.to(torch.get_default_dtype()).div_(255)
-        height, width = pixels.shape[-2:]
-        if (height, width) != self.size:
-            missing = (self.size[0] - height, self.size[1] - width)
-            if min(missing) >= 0 and height * 4 >= self.size[0] * 3 and width * 4 >= self.size[1] * 3:
-                top, left = missing[0] // 2, missing[1] // 2
-                pixels = F.pad(pixels, (left, missing[1] - left, top, missing[0] - top))
-            else:
-                smaller = height > self.size[0] or width > self.size[1]
-                pixels = F.interpolate(pixels, size=self.size, mode="bilinear", align_corners=False, antialias=smaller)
-        mean, std = (
-            torch.tensor(value, dtype=pixels.dtype, device=pixels.device).view(-1, 1, 1) for value in (self.mean, self.std)
-        )
-        pixels = pixels.sub_(mean).div_(std)
-        return pixels if pixels.shape[1] == self.channels else pixels.repeat(1, self.channels, 1, 1)
 
 
 def digits(root: Path | str | None = None) -> DataSource:  # noqa: ARG001 (every data set is loaded with a root)

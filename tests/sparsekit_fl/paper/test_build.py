@@ -1,6 +1,7 @@
 """Presets and build_problem: data, partition and model by name, from the registries or from a factory."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, Subset
 
 import sparsekit_fl as fl
+from sparsekit.cli.data_source import load_data
 from sparsekit.errors import DataError, InvalidValueError, UnknownNameError
 from sparsekit_fl.paper.build import build_task
 from sparsekit_fl.paper.presets import PRESETS, preset_for
@@ -119,6 +122,76 @@ def test_examples_of_any_kind_are_dealt_by_partition_and_number_of_clients(own, 
     else:
         with pytest.raises(DataError, match="takes data of kind 'image', these are 'other'"):
             build_task(preset, **dealt)
+
+
+class Rows(Dataset):
+    """A map-style data set of 30 examples."""
+
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, place):
+        if not 0 <= place < 30:
+            raise IndexError(place)
+        return torch.full((5,), float(place)), place % 3
+
+
+def _image_source():
+    pixels = torch.arange(30, dtype=torch.uint8)[:, None, None, None].expand(30, 1, 8, 8).clone()
+    data = fl.TensorData((pixels,), torch.arange(30) % 3)
+    return fl.DataSource(name="mine", kind="image", train=data, test=data, classes=3, mean=(0.1,), std=(0.5,))
+
+
+def _clients():
+    split = fl.TensorData((torch.zeros(15, 5),), torch.arange(15) % 3)
+    return [fl.Client(id=id, data=fl.ClientData(split, split if id else None, split)) for id in range(2)]
+
+
+PROBLEM = fl.Problem(model=partial(nn.Linear, 5, 3), example_inputs=(torch.zeros(1, 5),))
+BATCHES = [(torch.zeros(3, 5), torch.arange(3)) for _ in range(10)]
+FORMS = {
+    "batches": (lambda: BATCHES, 24, 6), "a loader": (lambda: DataLoader(Rows(), batch_size=4), 30, None),
+    "a pair of batches": (lambda: (BATCHES, BATCHES[:2]), 30, 6), "a data set": (Rows, 24, 6),
+    "a pair of data sets": (lambda: (Rows(), Subset(Rows(), range(9))), 30, 9),
+    "tensors": (lambda: fl.TensorData((torch.zeros(30, 5),), torch.arange(30) % 3), 24, 6),
+    "a source": (lambda: table(), 48, 12), "an image source": (_image_source, 24, 6),
+    "a problem and a source": (lambda: (PROBLEM, fl.DataSource.of("rows", Rows(), 0)), 20, 4),
+    "a problem and batches": (lambda: (PROBLEM, BATCHES), 24, 6),
+    "a problem and clients": (lambda: (PROBLEM, _clients()), 30, 15),
+}  # fmt: skip
+"""What a function of `--dataset` may return; examples that `prune` trains on, and those that it validates on."""
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_function_serves_prune_and_the_federated_commands(own, form):
+    make, training, validating = FORMS[form]
+
+    def load(root=None, data_dir=None, seed=0, ids=None, batch_size=1):
+        assert (seed, root) == (3, data_dir)
+        return make()
+
+    own.load, own.Plain = load, lambda classes, shape: nn.Sequential(nn.Flatten(), nn.Linear(int(np.prod(shape)), classes))
+    own.Wide = Wide
+    train, validation, note = load_data("own_things:load", "cpu", data_dir=None, batch_size=4, seed=3)
+    assert sum(len(batch[-1]) for batch in train) == sum(len(batch[-1]) for batch in train) == training
+    assert (None if validation is None else sum(len(batch[-1]) for batch in validation)) == validating
+    assert bool(note) == (form not in ("a pair of batches", "a pair of data sets", "a problem and clients"))
+    inputs = next(iter(train))[0]
+    assert inputs.is_floating_point()
+    if "image" in form:
+        assert inputs.max() < 0.1, "normalized"
+    given = {} if "problem" in form else {"model": "own_things:Wide" if form == "a source" else "own_things:Plain"}
+    dealt = {} if "clients" in form else {"partition": "dirichlet", "clients": 2, "options": {"alpha": 100.0}}
+    problem, clients, _ = build_task(preset_for(dataset="own_things:load"), seed=3, **given, **dealt)
+    config = fl.RunConfig(rounds=1, cohort=2, training=fl.TrainingConfig(local_epochs=1))
+    assert len(fl.run(fl.methods.fedavg(), problem, clients, config).final.per_client) == 2
+
+
+@pytest.mark.parametrize("wrong", [7, [1, 2], BATCHES[:1]])
+def test_other_data_are_refused_in_words(own, wrong):
+    own.load = lambda: wrong
+    with pytest.raises(DataError, match=r"must return a DataSource, .* batches \(input, …, target\)|too few examples to set"):
+        build_task(preset_for(dataset="own_things:load"), model="cnn")
 
 
 def test_speakers_become_clients_of_the_lstm(data_dir):

@@ -16,7 +16,8 @@ from PIL import Image
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError
-from sparsekit_fl.problem.images import ImageTransform, cached_tensors, digits_loaders
+from sparsekit_fl.problem.datasets import ImageTransform
+from sparsekit_fl.problem.images import cached_tensors, digits_loaders
 from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.text import read_leaf, speeches, token_source
 
