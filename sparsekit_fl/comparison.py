@@ -29,11 +29,6 @@ class Comparison:
         title: Model, data and size of the runs.
         results: All runs, of every method and seed, as in `result.json`.
         methods: Names of the methods, in the order of tables.
-
-    Example:
-        >>> import sparsekit_fl as fl
-        >>> (comparison,) = fl.Comparison.read("runs/compared")  # doctest: +SKIP
-        >>> print(comparison.to_latex())  # doctest: +SKIP
     """
 
     title: str

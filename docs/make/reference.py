@@ -27,10 +27,10 @@ TASKS: dict[str, str] = {
     "Bandits": "bandit.SplitUCBV bandit.Interval bandit.Box bandit.BanditSampler bandit.PUCBV",
     "Errors": "errors fl.errors",
     "Run federated learning": "fl.run fl.Problem fl.Client fl.ClientData fl.RunConfig fl.TrainingConfig fl.methods fl.RunResult"
-    " fl.load_result fl.load_model fl.TensorData fl.build_problem fl.preset_for fl.Capability fl.callbacks.EarlyStopping"
-    " fl.callbacks.BestCheckpoint fl.callbacks.TensorBoard fl.metrics.accuracy",
+    " fl.load_result fl.load_model fl.Comparison fl.TensorData fl.build_problem fl.preset_for fl.Capability"
+    " fl.callbacks.EarlyStopping fl.callbacks.BestCheckpoint fl.callbacks.TensorBoard fl.metrics.accuracy",
     "Write a federated method": "fl.Method fl.Task fl.Update fl.mean fl.sgd fl.units fl.Result fl.ClientContext"
-    " fl.ServerContext fl.Setup fl.Model fl.option",
+    " fl.ServerContext fl.Setup fl.Model fl.adapters fl.option",
     "Extend": "Criterion ScoringContext mask_from_scores Allocation allocation.Problem LayerRule layers.Tracer"
     " layers.TensorLabels UnitGroup bandit.Bandit bandit.Pull GradientImportance fit_config surgery.export_program"
     " fl.Callback fl.DataSource fl.Engine fl.Request fl.Reply",

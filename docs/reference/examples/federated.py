@@ -93,6 +93,22 @@ def bytes_of(assignment: fl.Request) -> int:
 print(bytes_of(fl.Request(round=1, client_id=0, state=make_model().state_dict())))
 
 
+# sparsekit_fl.adapters
+class Adapted(nn.Module):
+    """A frozen layer with an adapter of four ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.head = nn.Linear(8, 16).requires_grad_(False), nn.Linear(16, 2)
+        self.lora_A, self.lora_B = nn.Linear(8, 4, bias=False), nn.Linear(4, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.base(x) + self.lora_B(self.lora_A(x)))
+
+
+(pair,) = fl.adapters(sk.trace_units(Adapted(), torch.zeros(1, 8)))
+print(pair.group, pair.down, pair.up)  # lora_A lora_A.weight lora_B.weight
+
 # sparsekit_fl.Comparison
 from dataclasses import replace
 
