@@ -180,7 +180,7 @@ def with_blocks(runtime: str) -> list[tuple[float, float]]:
             chosen = [row for row in found if row.get("chosen") and row["share"] == timed["share"]]
             (first,) = (row["blocks"] for row in chosen if not row["draw"])
             points.append((timed[f"{first} blocks"][1], statistics.mean(100 * row["accuracy"] for row in chosen)))
-    return points
+    return sorted(points, reverse=True)
 
 
 def chart() -> None:

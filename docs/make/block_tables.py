@@ -62,7 +62,7 @@ def others() -> Lines:
 
 @table(REAL, "half of the FLOPs, time over that of the dense network", "dense again", "widths alone", "3 blocks", "7 blocks")
 def block_times() -> Lines:
-    for row in rows(BLOCKS, what="block times", network="efficientnet-lite0"):
+    for row in rows(BLOCKS, what="block times", network="efficientnet-lite0", share=0.5):
         runtime = "ONNX Runtime" if row["runtime"] == "onnx" else "eager"
         told = f"{runtime}, {row['batch']} image{'s' if row['batch'] > 1 else ''}, {row['pixels']} pixels"
         columns = ("dense again", "0 blocks", "3 blocks", "7 blocks")

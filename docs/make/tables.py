@@ -403,6 +403,20 @@ def memory() -> Lines:
         yield [f"{size} billion", f"{made[0]['weights']:.1f}", *(f"{row['peak']:.1f} ({row['seconds']:.0f} s)" for row in made)]
 
 
+@table(
+    "docs/evidence/speed.md", "network, runtime", "asked, ms", "reported", "in another process", "at the search's pace",
+    "FLOPs kept", "seconds of search",
+)  # fmt: skip
+def budgets() -> Lines:
+    for row in rows("budgets.jsonl"):
+        name = {"mobilenetv2": "MobileNetV2", "resnet50": "ResNet-50", "vgg16": "VGG-16"}[row["model"]]
+        runtime = "ONNX Runtime" if row["runtime"] == "onnx" else "eager"
+        got = [row["got"], row["dense"] / row["faster"]]
+        cells = [f"{each:.3g} ({each / row['asked']:.0%})".replace("%", " %") for each in got]
+        share = f"{row['flops']:.0%}".replace("%", " %")
+        yield [f"{name}, {runtime}", f"{row['asked']:.3g}", f"{row['told']:.3g}", *cells, share, f"{row['seconds']:.0f}"]
+
+
 def main() -> None:
     tables = drawn()
     for page in {*tables, *(page for pages, _, _ in SENTENCES for page in pages)}:
