@@ -24,7 +24,7 @@ from common import ROOT, add, in_turns, over, read
 import sparsekit as sk
 
 sys.path.insert(1, str(ROOT / "docs" / "make"))
-OUT, SHARES, TRAINED = ROOT / "results" / "readme.jsonl", (0.75, 0.5, 0.35), (0.5, 0.75)
+OUT, SHARES, TRAINED = ROOT / "results" / "readme.jsonl", (0.75, 0.5, 0.35), (0.5,)
 RATES = (0.004, 0.02)
 """Learning rates that are tried for each arm."""
 RUNTIMES = {"eager": "PyTorch", "onnx": "ONNX Runtime"}
