@@ -370,7 +370,8 @@ def test_what_a_page_or_example_shows_is_in_the_install_line_of_the_readme_or_in
         name for code in blocks for name in re.findall(r"^ *(?:import|from) (\w+)", code, re.M)
     } - sys.stdlib_module_names
     imported |= {"matplotlib"} if any(".plot(" in code for code in blocks) else set()
-    core = {"torch", "numpy", "sparsekit", "sparsekit_fl", *(path.stem for path in SHOWN), "mydata"}
+    written = re.findall(r"Path\(\"(\w+)\.py\"\)\.write_text", text)
+    core = {"torch", "numpy", "sparsekit", "sparsekit_fl", *(path.stem for path in SHOWN), *written}
     other_name = {"sklearn": "scikit-learn", "PIL": "pillow"}
     needed = {other_name.get(name, name.replace("_", "-")) for name in imported - core}
     assert needed <= distributions, f"name the line to run: pip install {' '.join(sorted(needed - distributions))}"
