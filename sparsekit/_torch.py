@@ -76,12 +76,23 @@ def _takes_mode(train: Callable[..., Any]) -> bool:
     return "mode" in inspect.signature(train).parameters
 
 
+@functools.cache
+def _has_flag_alone(kind: type[nn.Module]) -> bool:
+    return (kind.train, kind.__setattr__) == (nn.Module.train, nn.Module.__setattr__) and not hasattr(kind, "training")
+
+
 def set_mode(model: Module, training: bool) -> Module:
     """Put a model into train or eval mode, and return it.
 
     Some models define a `train` method that starts a training run. It is not called: the `training` flags are set directly.
     """
-    if all(_takes_mode(type(module).train) for module in model.modules()):
+    modules = list(model.modules())
+    kinds: set[Any] = {type(module) for module in modules}
+    if all(map(_has_flag_alone, kinds)):
+        for module in modules:  # in a tenth of the time of `train`
+            vars(module)["training"] = training
+        return model
+    if all(_takes_mode(kind.train) for kind in kinds):
         model.train(training)
         return model
     model.training = training

@@ -3,18 +3,19 @@
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import NormSite, UnitGroup, UnitSlice, Unprunable
+from sparsekit.graph.groups import FreeLength, Leftover, NormSite, SizeAttribute, UnitGroup, UnitSlice, Unprunable
 from sparsekit.graph.index import inverse_index, narrow_shape
 from sparsekit.graph.mask import UnitMask
 
 _REASON = "left out on purpose"
+Place = TypeVar("Place", SizeAttribute, FreeLength, NormSite, Leftover)
 
 
 def without(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
@@ -53,17 +54,27 @@ def only(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
 
 
 def inside(graph: UnitGraph, home: str) -> UnitGraph:
-    """Return the graph with only the integers, free lengths and leftovers inside one module, named relative to it."""
-
-    def is_inside(module: str) -> bool:
-        return f"{module}.".startswith(f"{home}.")
-
+    """Return the graph of one module, named relative to it. Of the tensors of a unit, only those inside the module stay."""
     cut = len(home) + 1
+
+    def is_inside(name: str) -> bool:
+        return f"{name}.".startswith(f"{home}.")
+
+    def own(pieces: Sequence[UnitSlice]) -> tuple[UnitSlice, ...]:
+        return tuple(replace(piece, name=piece.name[cut:]) for piece in pieces if is_inside(piece.name))
+
+    def moved(places: Sequence[Place]) -> tuple[Place, ...]:
+        return tuple(replace(place, module=place.module[cut:]) for place in places if is_inside(place.module))
+
     return replace(
         graph,
-        sizes=tuple(replace(size, module=size.module[cut:]) for size in graph.sizes if is_inside(size.module)),
-        free=tuple(replace(place, module=place.module[cut:]) for place in graph.free if is_inside(place.module)),
-        leftovers=tuple(replace(left, module=left.module[cut:]) for left in graph.leftovers if is_inside(left.module)),
+        groups={n: replace(g, slices=own(g.slices), constants=own(g.constants)) for n, g in graph.groups.items()},
+        shapes={name[cut:]: shape for name, shape in graph.shapes.items() if is_inside(name)},
+        constants={n[cut:]: replace(c, module=c.module[cut:]) for n, c in graph.constants.items() if is_inside(n)},
+        sizes=moved(graph.sizes),
+        free=moved(graph.free),
+        norms=moved(graph.norms),
+        leftovers=moved(graph.leftovers),
     )
 
 

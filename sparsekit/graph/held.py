@@ -23,6 +23,8 @@ Path: TypeAlias = tuple[str | int, ...]
 _DEPTH = 3  # of nested containers
 _LONGEST = 64  # longer containers are assumed to hold data
 OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
+_ABSENT = object()
+ATOMS = frozenset((bool, int, float, str, type(None)))
 _SEALED = (nn.Module, type, types.ModuleType, torch.Generator, np.ndarray, str, bytes)
 
 
@@ -42,13 +44,16 @@ def map_numbers(module: nn.Module, change: Callable[[Path, int], int]) -> dict[s
 
 def held_numbers(module: nn.Module) -> dict[Path, int]:
     """Return path → integer, of all integers that a module holds."""
-    return {path: leaf for path, leaf in _leaves(module).items() if type(leaf) is int}
+    return _leaves(module, int, set())
 
 
-def held_tensors(module: nn.Module) -> dict[Path, Tensor]:
-    """Return path → tensor, of all tensors that a module holds, without parameters and single integers."""
-    leaves = _leaves(module).items()
-    return {path: leaf for path, leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)}
+def held_tensors(module: nn.Module, bare: set[int] | None = None) -> dict[Path, Tensor]:
+    """Return path → tensor, of all tensors that a module holds, without parameters and single integers.
+
+    `bare`: ids of values without tensors, which modules share, such as a configuration; it grows.
+    """
+    leaves = _leaves(module, Tensor, set() if bare is None else bare).items()
+    return {path: leaf for path, leaf in leaves if not isinstance(leaf, nn.Parameter)}
 
 
 def set_held(module: nn.Module, path: Path, new: int | Tensor) -> bool:
@@ -110,6 +115,11 @@ def held_at(module: nn.Module, path: Path) -> Any:
     return value
 
 
+def is_atomic(value: object) -> bool:
+    """Return whether a value is a plain one, or a tuple of plain ones."""
+    return type(value) in ATOMS or (type(value) is tuple and ATOMS.issuperset(map(type, value)))
+
+
 def shown(path: Path) -> str:
     """Return a path as it is written in code, after `self.`: `config.heads`, `shape[0]`."""
     first, *rest = path
@@ -128,15 +138,21 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return held | dict(module.named_buffers(recurse=False))
 
 
-def _leaves(module: nn.Module) -> dict[Path, Any]:
+def _leaves(module: nn.Module, kind: type, bare: set[int]) -> dict[Path, Any]:
+    """Return path → number or tensor of a kind. `bare`: ids of values without any, which grows."""
     found: dict[Path, Any] = {}
 
     def note(path: Path, leaf: Any) -> Any:
-        found[path] = leaf
+        if isinstance(leaf, kind):
+            found[path] = leaf
         return leaf
 
     for name, value in _attributes(module).items():
-        _mapped(value, (name,), note, _DEPTH)
+        if id(value) not in bare and not (kind is Tensor and (type(value) in ATOMS or is_atomic(value))):
+            before = len(found)
+            _mapped(value, (name,), note, _DEPTH)
+            if len(found) == before:
+                bare.add(id(value))
     return found
 
 
@@ -177,7 +193,8 @@ def _parts(value: Any) -> Mapping[str | int, Any]:
     if isinstance(value, Mapping):
         return {key: item for key, item in value.items() if type(key) in (str, int)}
     if dataclasses.is_dataclass(value):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)}
+        fields = {field.name: getattr(value, field.name, _ABSENT) for field in dataclasses.fields(value)}
+        return {name: item for name, item in fields.items() if item is not _ABSENT}
     if callable(value) or type(value).__module__.startswith(("torch.", "builtins")):
         return {}
     return {name: item for name, item in getattr(value, "__dict__", {}).items() if not name.startswith("_")}

@@ -24,9 +24,10 @@ Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = Mapping[str, Any]
 
 
-def of_type(module: nn.Module, table: Mapping[Any, Found]) -> Found | None:
+def of_type(module: nn.Module | type[nn.Module], table: Mapping[Any, Found]) -> Found | None:
     """Return the value for the nearest type of a module, or None. Keys are types or "package.module.Class"."""
-    names = (name for kind in type(module).__mro__ for name in (kind, f"{kind.__module__}.{kind.__qualname__}"))
+    own = module if isinstance(module, type) else type(module)
+    names = (name for kind in own.__mro__ for name in (kind, f"{kind.__module__}.{kind.__qualname__}"))
     return next((table[name] for name in names if name in table), None)
 
 
@@ -110,8 +111,13 @@ def _known() -> dict[type[nn.Module] | str, LayerRule]:
 
 def find_rule(module: nn.Module, extra: Rules | None = None) -> LayerRule | None:
     """Return the rule for the nearest type of `module`, or None. `extra`: type → rule; it precedes the table."""
-    table: dict[Any, LayerRule] = {**_known(), **(extra or {})}
-    return of_type(module, table)
+    kind: Any = type(module)
+    return of_type(module, {**_known(), **extra}) if extra else _known_rule(kind)
+
+
+@cache
+def _known_rule(kind: type[nn.Module]) -> LayerRule | None:
+    return of_type(kind, _known())
 
 
 def resize(model: nn.Module, extra: Rules | None = None) -> None:

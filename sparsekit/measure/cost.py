@@ -25,8 +25,9 @@ from sparsekit.measure.flops import UncountedFlopsWarning, entry_keys, record_pa
 from sparsekit.measure.shrinkage import CostTracker, Extents, Lengths, Prices, Volumes, measure_shrinkage
 from sparsekit.surgery.blocks import remove_blocks
 from sparsekit.surgery.rebuild import copy_with, named_entries
-from sparsekit.tracing.blocks import is_large, is_meta
+from sparsekit.tracing.blocks import is_large
 from sparsekit.tracing.inputs import ModelInputs, find_tensors, map_tensors
+from sparsekit.tracing.perturbed import is_meta
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -16,7 +15,7 @@ from sparsekit.errors import ForeignMaskError, UnsupportedModelError
 from sparsekit.graph import StateDict, UnitGraph, cut_axes, gather
 from sparsekit.graph.edit import inside
 from sparsekit.graph.groups import Constant
-from sparsekit.graph.held import OWN_ATTRIBUTES, empty, held_at, held_tensors, set_held, shown, tensors_in
+from sparsekit.graph.held import ATOMS, OWN_ATTRIBUTES, empty, held_at, held_tensors, is_atomic, set_held, shown, tensors_in
 from sparsekit.graph.index import moved_axes
 from sparsekit.layers import LayerRule, resize
 from sparsekit.runtime.free_lengths import free_lengths
@@ -39,9 +38,9 @@ def named_entries(model: nn.Module) -> dict[str, Tensor]:
 def find_constants(model: nn.Module) -> dict[str, tuple[Constant, Tensor]]:
     """Return name → description and tensor, of all tensors that modules hold outside the state."""
     state = {id(entry) for entry in named_entries(model).values()}
-    found = {}
+    found, bare = {}, set[int]()
     for name, module in model.named_modules():
-        for path, tensor in held_tensors(module).items():
+        for path, tensor in held_tensors(module, bare).items():
             if id(tensor) not in state and tensor.layout is torch.strided and not tensor.is_quantized:
                 constant = Constant(name, path, tensor.shape)
                 found[constant.name] = constant, tensor
@@ -104,18 +103,24 @@ def copy_with(
     """
     memo: dict[int, object] = dict(outside or {})
     shared: dict[tuple[Any, ...], Tensor] = {}
+    bare = set[int]()  # of values that modules share, such as a configuration
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             refresh_flat_weights(module)  # the list may be outdated
         for name, held in vars(module).items():
-            if type(held) in _ATOMS:
+            if type(held) in ATOMS or is_atomic(held):
                 continue
             if type(held) in (dict, OrderedDict, set) and not held:
                 memo[id(held)] = type(held)()  # empty hook tables are most of what deepcopy would visit
                 continue
-            for tensor in tensors_in(held) if name not in OWN_ATTRIBUTES or name == "_buffers" else ():
+            if id(held) in bare or (name in OWN_ATTRIBUTES and name != "_buffers"):
+                continue
+            found = tensors_in(held)
+            for tensor in found:
                 if not tensor.is_leaf:
                     memo[id(tensor)] = tensor.detach().clone()  # deepcopy refuses tensors with an autograd history
+            if not found:
+                bare.add(id(held))
     for name, own in named_entries(model).items():
         if id(own) not in memo and (name in tensors or _is_bare(own)):
             new = tensors[name].detach() if name in tensors else own.detach().clone()
@@ -132,18 +137,18 @@ def copy_with(
     for module, twin in reversed(twins):  # children first: wrappers such as torch.compile's inspect what they wrap
         state = cast(Mapping[str, Any], module.__getstate__())  # leaves out compiled code
         owner = type(module).__name__
-        twin.__setstate__({name: _copied(v, memo, f"{owner}.{name}") for name, v in state.items()})
+        twin.__setstate__({n: v if type(v) in ATOMS else _copied(v, memo, f"{owner}.{n}") for n, v in state.items()})
     made = cast(nn.Module, _copied(model, memo, type(model).__name__))
     put_constants(made, tensors, constants)  # those in classes and closures, which deepcopy shares
     return made
 
 
 def _copied(value: object, memo: dict[int, object], what: str) -> object:
-    if type(value) in _ATOMS or (type(value) is tuple and all(type(item) in _ATOMS for item in value)):
+    if is_atomic(value):
         return value
     if id(value) in memo:
         return memo[id(value)]
-    if type(value) is dict and all(type(key) is str and (type(v) in _ATOMS or id(v) in memo) for key, v in value.items()):
+    if type(value) is dict and all(type(key) is str and (type(v) in ATOMS or id(v) in memo) for key, v in value.items()):
         # Parameters, buffers and children, which deepcopy would visit one by one.
         twin = memo[id(value)] = {key: memo.get(id(item), item) for key, item in value.items()}
         return twin
@@ -166,7 +171,6 @@ def _is_bare(tensor: Tensor) -> bool:
 
 
 _PROTOCOL = ("__deepcopy__", "__reduce_ex__", "__reduce__", "__getstate__", "__getnewargs__")
-_ATOMS = frozenset((bool, int, float, str, type(None)))
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -217,14 +221,17 @@ def narrow_module(
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
     indices: Mapping[str, Mapping[int, Tensor]] | None = None,
     outside: Mapping[int, object] | None = None,
+    *,
+    lend: bool = False,
 ) -> nn.Module:
     """Return a copy of `model` without the dropped units, and with updated size attributes.
 
     `indices`: kept positions of each entry along each axis, if their order is not that of the model. `outside`: as in
-    `copy_with`.
+    `copy_with`. `lend`: share the parameters that lose nothing, and run the copy in `ReadOnly`.
     """
     tensors = named_entries(model) | named_constants(model, graph)
-    small = copy_with(model, narrow_state(tensors, graph, keep, indices), graph.constants.values(), outside)
+    lent = {name: own for name, own in tensors.items() if isinstance(own, nn.Parameter)} if lend else {}
+    small = copy_with(model, lent | narrow_state(tensors, graph, keep, indices), graph.constants.values(), outside)
     _fit(small, graph, keep, rules)
     return small
 
@@ -251,18 +258,7 @@ def narrow_in_place(
 
 def narrow_block(model: nn.Module, graph: UnitGraph, keep: Mapping[str, Tensor], name: str) -> nn.Module:
     """Return a narrow copy of the module `name` inside of `model`. Layer rules of the user are not applied."""
-    prefix = f"{name}."
-    kept, tensors = graph.kept_indices(keep) | graph.kept_constants(keep), named_entries(model) | named_constants(model, graph)
-    narrow = narrow_state(tensors, graph, keep, {key: axes for key, axes in kept.items() if key.startswith(prefix)})
-    small = copy_with(
-        model.get_submodule(name),
-        {key.removeprefix(prefix): entry for key, entry in narrow.items()},
-        [replace(each, module=each.module[len(prefix) :]) for key, each in graph.constants.items() if key.startswith(prefix)],
-    )
-    resize(small)
-    set_sizes(small, inside(graph, name), {group: int(stays.sum()) for group, stays in keep.items()})
-    guard_convolutions(small)
-    return small
+    return narrow_module(model.get_submodule(name), inside(graph, name), keep)
 
 
 def reshape_leaf(leaf: Tensor, value: Tensor) -> None:

@@ -14,24 +14,25 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import buffers_of, set_mode, without_modes
+from sparsekit._torch import set_mode, without_modes
 from sparsekit.errors import UnsupportedModelError
 from sparsekit.graph.edit import inside, only
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import UnitGroup
 from sparsekit.layers import Rules
-from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
+from sparsekit.surgery.rebuild import named_entries, narrow_module
 from sparsekit.tracing.inputs import Copied, ModelInputs, find_tensors, plain_copy, same_tensors, with_tokens
 from sparsekit.tracing.passes import Snapshot, lent_copy, train_without_dropout
+from sparsekit.tracing.perturbed import is_meta
+from sparsekit.tracing.record import Record
+from sparsekit.tracing.search import Search
 from sparsekit.tracing.session import Session
-from sparsekit.tracing.tape import Tape
 from sparsekit.tracing.trials import OUTSIDE, Masks, Trial, width_trials
 from sparsekit.tracing.verify import Verifier
 
@@ -43,11 +44,6 @@ LARGE_NUMBERS = 50_000_000
 """Number of elements from which on models are traced without a copy of their parameters, and verified block by block."""
 LEAN_NUMBERS = 10_000_000
 """Number of elements from which on converting entries operator by operator is as fast as a copy in float64."""
-
-
-def is_meta(model: nn.Module) -> bool:
-    """Return whether entries of the model are on the meta device, where they have no values."""
-    return any(tensor.is_meta for tensor in named_entries(model).values())
 
 
 def refuse_meta(model: nn.Module, what: str) -> None:
@@ -81,12 +77,9 @@ def make_verifier(
 ) -> "Verifier | BlockVerifier":
     """Return the verifier for the groups of a model; the arguments are as for `Session`."""
     numbers = _numbers(model)
-    if not is_large(model):
-        return Verifier(Session(lent_copy(model), calls, rules, training, lean=numbers >= LEAN_NUMBERS))
-    if numbers < LARGE_NUMBERS:  # on the meta device, and small enough to be given values
-        made = [_valued(replace(inputs, guard=nullcontext())) for inputs in calls]
-        session = Session(_with_values(lent_copy(model)), made, rules, training, lean=numbers >= LEAN_NUMBERS)
-        if session.refusal is None:
+    if numbers < LARGE_NUMBERS:
+        session = Session(lent_copy(model), calls, rules, training, lean=numbers >= LEAN_NUMBERS)
+        if session.refusal is None or not is_meta(model):
             return Verifier(session)
     return BlockVerifier(model, calls, rules, training)
 
@@ -139,8 +132,8 @@ class BlockVerifier:
         self._meta = is_meta(self.model)
         self._numbers = _numbers(self.model)
         self._drawn = self.calls
-        self._whole_tapes: dict[int, Tape] = {}
-        self._narrow_tapes: list[Tape] = []
+        self._whole_runs: dict[int, Record] = {}  # pass → what the model runs in it, without values
+        self._narrow_runs: list[Record] = []
         self.skipped: dict[str, None] = {}
         self._captured: dict[str, list[tuple[ModelInputs, str]]] = {}  # module → inputs, and digest of its pass
         self._results: dict[str, dict[int, str]] = {}  # kind of block → index of a group → why it is not exact
@@ -201,15 +194,14 @@ class BlockVerifier:
         One keeps about half of the units of each group, the other as few as possible.
         """
         narrow: nn.Module | None = None
-        self._narrow_tapes = []
+        self._narrow_runs = []
         half = Trial(0, widths=dict.fromkeys(graph.groups, (1, 3)))
         for trial in (half, Trial(1)):
             with contextlib.suppress(Exception):  # the comparison of the whole model will find it
                 keep = self._masks.draw(graph, graph.groups, trial)[1]
                 narrow = None
-                narrow = narrow_module(self._copy, graph, keep, self.rules)
-                self._narrow_tapes.append(tape := Tape(narrow))
-                tape.run(self._drawn[0])
+                narrow = narrow_module(self._copy, graph, keep, self.rules, lend=True)
+                self._narrow_runs.append(Record.of_shapes(narrow, self._drawn[0]))
         return {} if narrow is None else {**dict(narrow.named_modules()), **named_entries(narrow)}
 
     def _outside(self, home: str) -> list[tuple[object, object]]:
@@ -240,7 +232,6 @@ class BlockVerifier:
         for number, inputs in enumerate(self._drawn) if wanted else ():
             noted: dict[str, ModelInputs] = {}
             copies = _Copies()
-            tape = self._whole_tapes[number] = Tape(self._copy)
 
             def note(
                 name: str, _module: nn.Module, args: Any, kwargs: Any, noted: Any = noted, copies: _Copies = copies
@@ -252,9 +243,9 @@ class BlockVerifier:
                 for name in wanted:
                     hook = functools.partial(note, name)
                     stack.callback(self._modules[name].register_forward_pre_hook(hook, with_kwargs=True).remove)
-                tape.run(inputs)
+                record = self._whole_runs[number] = Record.of_shapes(self._copy, inputs)
             for name, captured in noted.items():
-                self._captured.setdefault(name, []).append((captured, tape.digest(name)))
+                self._captured.setdefault(name, []).append((captured, record.digest(name)))
         snapshot.restore()
 
     def _block(self, graph: UnitGraph, home: str, sets: list[tuple[str, ...]]) -> dict[str, str]:
@@ -280,7 +271,7 @@ class BlockVerifier:
         in all groups. The comparison of the whole model covers all of them.
         """
         block = self._modules[home]
-        part = _part_of(graph, home, names, block)
+        part = inside(only(graph, names), home)
         number = {name: at for at, name in enumerate(names)}
         said = [
             [(name, type(module)) for name, module in block.named_modules()],
@@ -294,7 +285,7 @@ class BlockVerifier:
             [(n.module, n.call, n.function, n.dim, [(number[k], *map(Tensor.tolist, v)) for k, v in n.units.items()])
              for n in part.norms],
             [([t.shape for t in find_tensors((call.args, call.kwargs))], ran) for call, ran in self._captured[home]],
-            [tape.digest(home) for tape in self._narrow_tapes],
+            [record.digest(home) for record in self._narrow_runs],
         ]  # fmt: skip
         return hashlib.sha256(repr(said).encode()).hexdigest()
 
@@ -303,12 +294,8 @@ class BlockVerifier:
         doubled = any(twice for _, twice in self.training)
         training = [(number, doubled) for number in range(len(calls))] if self.training else []
         try:
-            outside = self._outside(home)
-            if self._meta:
-                block = _with_values(block, {id(own): own for own, _ in outside})
-                calls = [_valued(inputs) for inputs in calls]
-            session = Session(block, calls, self.rules, training, outside=outside, skipped=self.skipped)
-            return Verifier(session).failures(_part_of(graph, home, names, block))
+            session = Session(block, calls, self.rules, training, outside=self._outside(home), skipped=self.skipped)
+            return Verifier(session).failures(inside(only(graph, names), home))
         except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
             return dict.fromkeys(names, f"{home!r} cannot run by itself: {type(error).__name__}: {error}")
 
@@ -317,12 +304,11 @@ class BlockVerifier:
     ) -> dict[str, str]:
         """Compare the whole model without values: groups without a fault in their block must change nothing outside of it."""
         found = {name: reasons[name] for tied, home in places.items() if not home for name in tied if reasons.get(name)}
-        while places := {tied: home for tied, home in places.items() if not found.keys() & set(tied)}:
-            if (reason := self._difference(graph, places, compared)) is None:
-                break
-            alone = {tied: self._difference(graph, {tied: home}, compared) for tied, home in places.items()}
-            guilty = {tied: why for tied, why in alone.items() if why is not None} or dict.fromkeys(places, reason)
-            found |= {name: why for tied, why in guilty.items() for name in tied}
+        left = [tied for tied in places if not found.keys() & set(tied)]
+        search = Search[Tied, str](lambda tied, _: tied)
+        while failed := search.failing(lambda sets: self._difference(graph, {s: places[s] for s in sets}, compared), left):
+            found |= {name: why for tied, (why, _) in failed.items() for name in tied}
+            left = [tied for tied in left if tied not in failed]
         return found
 
     def _difference(self, graph: UnitGraph, places: Places, compared: Sequence[Collection[str]]) -> str | None:
@@ -335,17 +321,19 @@ class BlockVerifier:
             cut = [tied for tied in sets if trial.cuts(tied)]
             keep = self._masks.draw(graph, [name for tied in cut for name in tied], trial)[1]
             homes = {places[tied] for tied in cut} - {""}
-            if (reason := self._tapes(graph, keep, homes, shapes=shapes)) is not None:
+            if (reason := self._changed_outside(graph, keep, homes, shapes=shapes)) is not None:
                 return reason
         return None
 
-    def _tapes(self, graph: UnitGraph, keep: Mapping[str, Tensor], homes: Collection[str], *, shapes: bool) -> str | None:
+    def _changed_outside(
+        self, graph: UnitGraph, keep: Mapping[str, Tensor], homes: Collection[str], *, shapes: bool
+    ) -> str | None:
         """Return what a cut changes outside of some modules, or None; `shapes`: whether those of values count."""
         passes = [(False, inputs) for inputs in self._drawn]
         passes += [(True, self.calls[at].doubled() if twice else self.calls[at]) for at, twice in self.training]
         before = Snapshot(self._copy)
         try:
-            narrow = narrow_module(self._copy, graph, keep, self.rules)
+            narrow = narrow_module(self._copy, graph, keep, self.rules, lend=True)
             snapshots = before, Snapshot(narrow)
             for number, (training, inputs) in enumerate(passes):
                 if training and number == len(self._drawn):  # train mode starts from the same state as eval mode
@@ -353,9 +341,9 @@ class BlockVerifier:
                         snapshot.restore()
                 for model in (self._copy, narrow):
                     train_without_dropout(model) if training else set_mode(model, False)
-                if number not in self._whole_tapes:
-                    self._whole_tapes[number] = Tape(self._copy).run(inputs)
-                reason = self._whole_tapes[number].difference(Tape(narrow).run(inputs), homes, shapes=shapes)
+                if number not in self._whole_runs:
+                    self._whole_runs[number] = Record.of_shapes(self._copy, inputs)
+                reason = self._whole_runs[number].difference(Record.of_shapes(narrow, inputs), homes, shapes=shapes)
                 if reason is not None:
                     return reason
         except Exception as error:  # noqa: BLE001
@@ -375,61 +363,3 @@ def _place(graph: UnitGraph, names: tuple[str, ...]) -> str:
     paths += [site.module for site in graph.norms if site.units.keys() & set(names)]
     steps = zip(*(path.split(".") for path in paths), strict=False)
     return ".".join(names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, steps))
-
-
-def _part_of(graph: UnitGraph, home: str, names: list[str], block: nn.Module) -> UnitGraph:
-    """Return the graph of one module of the model: names without the path of the module."""
-    whole = only(graph, names)
-    cut = len(home) + 1
-
-    def local(group: UnitGroup) -> UnitGroup:
-        own, constants = (tuple(replace(piece, name=piece.name[cut:]) for piece in p) for p in (group.slices, group.constants))
-        return replace(group, slices=own, constants=constants)
-
-    return replace(
-        inside(whole, home),
-        groups={name: local(group) for name, group in whole.groups.items()},
-        shapes={name: tensor.shape for name, tensor in named_entries(block).items()},
-        norms=tuple(replace(site, module=site.module[cut:]) for site in whole.norms),
-        constants={key[cut:]: replace(each, module=each.module[cut:]) for key, each in whole.constants.items()},
-    )
-
-
-def _with_values(block: nn.Module, outside: Mapping[int, object] | None = None) -> nn.Module:
-    """Return a copy of a module on the meta device with random values: entries about as large as in a trained layer.
-
-    `outside` is as for `copy_with`.
-    """
-    generator = torch.Generator().manual_seed(20131)
-
-    def values(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
-            return torch.zeros(tensor.shape, dtype=tensor.dtype)
-        scale = tensor.shape[-1] ** -0.5 if tensor.dim() > 1 else 1.0
-        return (torch.randn(tensor.shape, generator=generator) * scale).to(tensor.dtype)
-
-    entries = named_entries(block)
-    made = {id(tensor): values(tensor) for tensor in entries.values()}
-    twin = copy_with(block, {name: made[id(tensor)] for name, tensor in entries.items()}, outside=outside)
-    for module in twin.modules():
-        for name, buffer in buffers_of(module).items():
-            if buffer is not None and buffer.is_meta:  # one that is not part of the state
-                buffers_of(module)[name] = values(buffer)
-    return twin
-
-
-def _valued(inputs: ModelInputs) -> ModelInputs:
-    """Return the inputs with values: random floats, ascending integers, and masks of True."""
-    generator = torch.Generator().manual_seed(20132)
-
-    def one(tensor: Tensor) -> Tensor:
-        if not tensor.is_meta:
-            return tensor
-        if tensor.is_floating_point():
-            return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-        if tensor.dtype == torch.bool:
-            return torch.ones(tensor.shape, dtype=torch.bool)
-        last = tensor.shape[-1] if tensor.dim() else 1
-        return torch.arange(last, dtype=tensor.dtype).expand(tensor.shape).clone()
-
-    return inputs.map(one)

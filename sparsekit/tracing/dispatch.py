@@ -14,7 +14,7 @@ from sparsekit.labels.values import Labels, TensorLabels, mark_results
 from sparsekit.tracing.ops import MAKE_CONSTANTS, SAME_IN_TRAIN_MODE, find_handler
 from sparsekit.tracing.ops.call import Call, Outputs, tensors_of
 from sparsekit.tracing.ops.probe import probe
-from sparsekit.tracing.passes import arguments_of
+from sparsekit.tracing.passes import signature
 
 _MOST_WORK = 300_000_000  # positions processed in one pass: about ten seconds; a transformer of 7e9 parameters needs 5e7
 _WORK_OF_A_CALL = 2_000  # time of an operator call, in positions
@@ -45,7 +45,7 @@ class Dispatcher(DispatchMode):
             self._propagate(replace(moved, outputs=tuple(given[:1])), mutates=False)
             return result
         schema = operator_schema(func)
-        arguments = dict(zip(arguments_of(func)[0], args, strict=False)) | kwargs
+        arguments = dict(zip(signature(func).names, args, strict=False)) | kwargs
         outputs = tuple(tensors_of((result,)))
         name = schema.name.split("::")[-1]
         mutates = schema.is_mutable
@@ -60,10 +60,10 @@ class Dispatcher(DispatchMode):
         """Return the call of `squeeze` for `squeeze_`, and so on: an operator that turns its own tensor into a view of it."""
         if torch.Tag.inplace_view not in func.tags or not self.tracer.watching or self.tracer.known(args[0]) is None:
             return None
-        name, (names, _) = operator_schema(func).name.split("::")[-1].removesuffix("_"), arguments_of(func)
+        name, names = operator_schema(func).name.split("::")[-1].removesuffix("_"), signature(func).names
         packet = getattr(torch.ops.aten, name, None)
         overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
-        returning = next((overload for overload in overloads if arguments_of(overload)[0] == names), None)
+        returning = next((overload for overload in overloads if signature(overload).names == names), None)
         if returning is None:
             return None
         before = args[0].detach()  # keeps the present shape
@@ -122,7 +122,7 @@ class Dispatcher(DispatchMode):
             answer = None
         elif handler is None:
             answer = None
-            if units and (call.outputs or arguments_of(call.func)[1]):  # else it is a check, which returns nothing
+            if units and (call.outputs or signature(call.func).written):  # else it is a check, which returns nothing
                 for each in map(self.tracer.labels, call.tensors):
                     if each.entry is not None and each.axes:
                         self.tracer.make(each, 0)  # rows of a parameter from which a weight is computed
@@ -155,7 +155,7 @@ class Dispatcher(DispatchMode):
         return self._work > _MOST_WORK
 
     def _mutate(self, call: Call, after: TensorLabels | None) -> None:
-        names, changed = arguments_of(call.func)
+        names, changed, *_ = signature(call.func)
         written = [call.arguments[name] for name in names if name in changed and name in call.arguments]
         for tensor in written:
             if not isinstance(tensor, Tensor):

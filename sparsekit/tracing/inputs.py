@@ -230,6 +230,22 @@ class ModelInputs:
 
         return self.map(one)
 
+    def valued(self) -> ModelInputs:
+        """Return the same with values in tensors without: random numbers, rising integers, everything visible."""
+        generator = torch.Generator().manual_seed(20132)
+
+        def one(tensor: Tensor) -> Tensor:
+            if not tensor.is_meta:
+                return tensor
+            if tensor.is_floating_point():
+                return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+            if tensor.dtype == torch.bool:
+                return torch.ones(tensor.shape, dtype=torch.bool)
+            last = tensor.shape[-1] if tensor.dim() else 1
+            return torch.arange(last, dtype=tensor.dtype).expand(tensor.shape).clone()
+
+        return self.map(one)
+
 
 def same_tensors(first: ModelInputs, second: ModelInputs) -> bool:
     """Return whether two calls have identical tensor objects as inputs."""

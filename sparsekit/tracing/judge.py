@@ -5,10 +5,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparsekit.surgery.rebuild import named_entries
-from sparsekit.tracing.record import PassRecord
+from sparsekit.tracing.passes import Snapshot
+from sparsekit.tracing.record import Record
 from sparsekit.tracing.session import Session
 
 # Allowed errors: as a share of the change that the mask makes, and as a share of the values, for rounding.
@@ -35,9 +36,9 @@ class Judgment:
     """
 
     session: Session
-    small: nn.Module
-    expected: PassRecord
-    found: PassRecord
+    small: Snapshot
+    expected: Record
+    found: Record
     training: bool
     loosely: bool
     skips_undefined: bool
@@ -131,7 +132,7 @@ class Judgment:
         if session.lean:
             return None
         with torch.no_grad():
-            for entry in named_entries(self.small).values():
+            for entry in named_entries(self.small.model).values():
                 if entry.is_floating_point():
                     signs = torch.randint(0, 2, entry.shape, generator=session.generator).to(entry) * 2 - 1
                     entry.mul_(1 + _NOISE * torch.finfo(entry.dtype).eps * signs)

@@ -19,7 +19,7 @@ def evaluated(*models: nn.Module, leaves: bool = False) -> Iterator[None]:
 
     Attributes that passes set inside the block, such as caches, are restored too, unless `leaves` is True.
     """
-    snapshots = [] if leaves else [Snapshot(model, inside=False) for model in models]
+    snapshots = [] if leaves else [Snapshot(model, whole=False) for model in models]
     modes = [(module, module.training) for model in models for module in model.modules()]
     try:
         for model in models:

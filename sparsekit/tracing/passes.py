@@ -1,11 +1,12 @@
 """Run copies of a model: eagerly, without dropout in train mode, and without side effects on the original."""
 
+import operator
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,10 @@ from sparsekit._torch import (
     DispatchMode,
     DropoutNd,
     InstanceNorm,
+    NormBase,
+    buffers_of,
     eager,
+    foreach_copy_,
     operator_schema,
     set_mode,
     storage_id,
@@ -32,23 +36,36 @@ _STATISTICS = frozenset({"running_mean", "running_var"})
 """Arguments of batch norms that are written to, though the schemas of the older ones do not say so."""
 
 
+class Signature(NamedTuple):
+    """What the schema of an operator says.
+
+    Args:
+        names: Its arguments.
+        written: Those that it writes to.
+        computed: Those that it computes with, unlike axes and sizes.
+        draws: Whether it draws random numbers. An operator that takes a dropout does not: dropout is off in all passes.
+    """
+
+    names: tuple[str, ...]
+    written: frozenset[str]
+    computed: frozenset[str]
+    draws: bool
+
+    def values(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, computed: bool) -> list[Any]:
+        """Return the arguments of a call that the operator computes with, or the others."""
+        given = (*zip(self.names, args, strict=False), *kwargs.items())
+        return [value for name, value in given if (name in self.computed) == computed]
+
+
 @cache
-def arguments_of(func: Any) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Return the arguments of an operator, and those that it writes to."""
+def signature(func: Any) -> Signature:
+    """Return what the schema of an operator says."""
     arguments = operator_schema(func).arguments
     names = tuple(argument.name for argument in arguments)
     written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
-    return names, frozenset(written | _STATISTICS.intersection(names))
-
-
-@cache
-def scalar_arguments(func: Any) -> tuple[frozenset[int], frozenset[str]]:
-    """Return positions and names of the arguments that an operator computes with, as opposed to axes and sizes."""
-    arguments = operator_schema(func).arguments
-    found = [
-        (at, a.name) for at, a in enumerate(arguments) if any(kind in str(a.type) for kind in ("Tensor", "number", "float"))
-    ]
-    return frozenset(at for at, _ in found), frozenset(name for _, name in found)
+    computed = {a.name for a in arguments if any(kind in str(a.type) for kind in ("Tensor", "number", "float"))}
+    draws = torch.Tag.nondeterministic_seeded in func.tags and not any(name.startswith("dropout") for name in names)
+    return Signature(names, frozenset(written | _STATISTICS.intersection(names)), frozenset(computed), draws)
 
 
 class ReadOnly(DispatchMode):
@@ -69,7 +86,7 @@ class ReadOnly(DispatchMode):
 
     def protected(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a call, with copies in place of the values of the model that it would write to."""
-        names, written = arguments_of(func)
+        names, written, *_ = signature(func)
         if written:
             args = tuple(self._apart(v) if name in written else v for name, v in zip(names, args, strict=False))
             kwargs = {name: self._apart(v) if name in written else v for name, v in kwargs.items()}
@@ -93,7 +110,7 @@ class InFloat64(DispatchMode):
         kwargs = kwargs or {}
         if func.is_view:
             return func(*args, **kwargs)
-        names, written = arguments_of(func)
+        names, written, *_ = signature(func)
         given = dict(zip(names, args, strict=False)) | kwargs
         # A batch norm writes to statistics of a copy, which are restored anyway.
         targets = {name: given[name] for name in written - _STATISTICS if name in given}
@@ -139,29 +156,38 @@ def lent_copy(model: nn.Module) -> nn.Module:
 
 
 class Snapshot:
-    """Saves the attributes of all modules, and the items of dicts and lists in them, to restore them after a pass.
+    """Saves the state of a model, to restore it after a pass: attributes of modules, items of dicts and lists, buffer values.
 
-    `inside`: whether to include attributes of `nn.Module` itself, such as the tables of buffers.
+    Args:
+        model: The model. Its parameters are not saved.
+        constants: Tensors outside of the state whose values are saved too.
+        whole: Whether to save values, and attributes of `nn.Module` itself, such as the tables of buffers.
     """
 
-    def __init__(self, model: nn.Module, *, inside: bool = True) -> None:
-        self._but = frozenset[str]() if inside else OWN_ATTRIBUTES
-        self._held: list[tuple[Any, Any]] = [(vars(module), dict(vars(module))) for module in model.modules()]
-        for _, own in [*self._held]:
-            self._held += [
+    def __init__(self, model: nn.Module, constants: Iterable[Tensor] = (), *, whole: bool = True) -> None:
+        self.model, self.modules = model, list(model.modules())
+        self._but = frozenset[str]() if whole else OWN_ATTRIBUTES
+        self._tables: list[tuple[Any, Any]] = [(vars(module), dict(vars(module))) for module in self.modules]
+        for _, own in [*self._tables]:
+            self._tables += [
                 (value, value.copy())
                 for name, value in own.items()
                 if name not in self._but and type(value) in (dict, list, OrderedDict)
             ]
+        found = [(b, isinstance(m, NormBase)) for m in self.modules if whole for b in buffers_of(m).values() if b is not None]
+        found = [(b, is_norm) for b, is_norm in found if not b.is_inference()]
+        self._versions = [(buffer, buffer._version) for buffer, is_norm in found if not is_norm]
+        known = {id(tensor): tensor for tensor in (*constants, *(buffer for buffer, _ in found)) if not _is_fixed(tensor)}
+        self.tensors = list(known.values())
+        self._values = [tensor.detach().clone() for tensor in self.tensors]
 
-    @property
-    def is_changed(self) -> bool:
-        """Whether any attribute or item is another object now."""
-        return any(_differ(now, before) for now, before in self._held)
+    def changed(self) -> bool:
+        """Return whether anything is another object now, or a buffer was written to, statistics of batch norms aside."""
+        return any(_differ(*both) for both in self._tables) or any(t._version != before for t, before in self._versions)
 
     def restore(self) -> None:
-        """Restore all attributes and items."""
-        for now, before in self._held:
+        """Restore all attributes, items and values."""
+        for now, before in self._tables:
             if not now and not before:
                 continue
             if isinstance(now, list):
@@ -170,12 +196,24 @@ class Snapshot:
                 kept = {key: value for key, value in now.items() if key in self._but}
                 now.clear()
                 now.update(before | kept)
+        for tensor in self.tensors:
+            if tensor.grad_fn is not None and tensor._base is None:
+                tensor.detach_()  # written in place with gradients
+        if self.tensors:
+            with torch.no_grad():
+                foreach_copy_(self.tensors, self._values)
+
+
+def _is_fixed(tensor: Tensor) -> bool:
+    """Return whether no operator can write to a tensor, or it has no values."""
+    overlaps = tensor.layout is torch.strided and any(not n and size > 1 for n, size in zip(tensor.stride(), tensor.shape))
+    return tensor.is_meta or tensor.is_inference() or overlaps
 
 
 def _differ(now: Any, before: Any) -> bool:
     if isinstance(now, list):
-        return len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))
-    return now.keys() != before.keys() or any(now[key] is not value for key, value in before.items())
+        return len(now) != len(before) or not all(map(operator.is_, now, before))
+    return list(now) != list(before) or not all(map(operator.is_, now.values(), before.values()))
 
 
 def train_without_dropout(model: nn.Module) -> nn.Module:

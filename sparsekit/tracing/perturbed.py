@@ -5,9 +5,10 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import foreach_copy_
+from sparsekit._torch import buffers_of
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import along
+from sparsekit.surgery.rebuild import copy_with, named_entries
 
 _TINY = 1e-3
 
@@ -31,23 +32,18 @@ class PerturbedState:
         self._origin: dict[int, Tensor] = {}  # id of the value → tensor to restore it from
         self._drawn: list[tuple[str, Tensor, Tensor]] = []
         done: dict[int, Tensor] = {}
-        buffers: list[Tensor] = []
         for name, own in entries.items():
             if id(own) not in done:
                 value = done[id(own)] = _perturbed(name, own.detach(), dtypes.get(name), generator)
                 self._origin[id(value)] = value.clone() if _is_changed(own) else own.detach()
                 if _is_changed(own) and isinstance(own, nn.Parameter):
                     self._drawn.append((name, own.detach(), value))
-                if not isinstance(own, nn.Parameter):
-                    buffers.append(value)
             self.values[name] = done[id(own)]
         for name, own in constants.items():
             if id(own) not in done:
                 wanted = dtype if dtype is not None and own.is_floating_point() else own.dtype
                 done[id(own)] = own.detach().to(wanted, copy=True)
-                buffers.append(done[id(own)])
             self.values[name] = done[id(own)]
-        self._buffers, self._before = buffers, [buffer.clone() for buffer in buffers]
 
     def redraw(self, generator: torch.Generator, *, positive: bool) -> None:
         """Draw other scales and biases, since a unit with zero activations cannot reveal an error.
@@ -60,12 +56,6 @@ class PerturbedState:
                 value.copy_(torch.rand(own.shape, generator=generator) + 0.5)
             self._origin[id(value)] = value.clone()
             self._zeroed.pop(id(value), None)
-
-    def restore_buffers(self) -> None:
-        """Undo the effects of a pass in train mode on statistics."""
-        if self._buffers:
-            with torch.no_grad():
-                foreach_copy_(self._buffers, self._before)
 
     def zero_dropped(self, graph: UnitGraph, keep: Mapping[str, Tensor]) -> None:
         """Zero the entries that gates of 0 would zero, in place, after restoring the ones zeroed before.
@@ -91,6 +81,34 @@ class PerturbedState:
         """Restore zeroed values, except for some, given by their ids."""
         for key in self._zeroed.keys() - but:
             self._zeroed.pop(key).copy_(self._origin[key])
+
+
+def is_meta(model: nn.Module) -> bool:
+    """Return whether entries of the model are on the meta device, where they have no values."""
+    return any(tensor.is_meta for tensor in named_entries(model).values())
+
+
+def with_values(model: nn.Module, outside: Mapping[int, object]) -> nn.Module:
+    """Return a copy of a module on the meta device with random values: entries about as large as in a trained layer.
+
+    `outside` is as for `copy_with`.
+    """
+    generator = torch.Generator().manual_seed(20131)
+
+    def values(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+        scale = tensor.shape[-1] ** -0.5 if tensor.dim() > 1 else 1.0
+        return (torch.randn(tensor.shape, generator=generator) * scale).to(tensor.dtype)
+
+    entries = named_entries(model)
+    made = {id(tensor): values(tensor) for tensor in entries.values()}
+    twin = copy_with(model, {name: made[id(tensor)] for name, tensor in entries.items()}, outside=outside)
+    for module in twin.modules():
+        for name, buffer in buffers_of(module).items():
+            if buffer is not None and buffer.is_meta:  # one that is not part of the state
+                buffers_of(module)[name] = values(buffer)
+    return twin
 
 
 def _perturbed(name: str, own: Tensor, dtype: torch.dtype | None, generator: torch.Generator) -> Tensor:

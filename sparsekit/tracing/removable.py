@@ -15,9 +15,9 @@ from sparsekit.graph.blocks import is_inside
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import Argument, Block
 from sparsekit.surgery.rebuild import named_entries
-from sparsekit.tracing.blocks import is_meta
 from sparsekit.tracing.inputs import ModelInputs, map_tensors
 from sparsekit.tracing.passes import ReadOnly, lent_copy, private_passes
+from sparsekit.tracing.perturbed import is_meta
 from sparsekit.tracing.removal import SEED, is_exact, needed_by_caches, prepared, without_branches
 
 Inputs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]

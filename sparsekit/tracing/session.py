@@ -1,25 +1,25 @@
 """Session: holds the dense copy of a model for a verification, gates and cuts it, and records passes."""
 
-import copy
 import functools
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import buffers_of, set_mode
+from sparsekit._torch import set_mode
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.held import held_at
 from sparsekit.labels.facts import user_line
 from sparsekit.layers import Rules, find_rule
 from sparsekit.rng import seeded
 from sparsekit.surgery.rebuild import copy_with, find_constants, named_entries, narrow_module
 from sparsekit.tracing.inputs import ModelInputs, find_numbers, find_tensors, held_tensors, plain_copy, with_tokens
 from sparsekit.tracing.passes import InFloat64, ReadOnly, Snapshot, train_without_dropout
-from sparsekit.tracing.perturbed import PerturbedState
-from sparsekit.tracing.record import PassRecord
+from sparsekit.tracing.perturbed import PerturbedState, is_meta, with_values
+from sparsekit.tracing.record import Record
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Session:
     """Holds a dense copy of a model, and decides on dtype and inputs of all passes: float64 if the model runs in it.
 
     Args:
-        model: The model; not changed.
+        model: The model; not changed. One on the meta device gets random values, and so do its inputs.
         calls: The inputs of the model.
         rules: The user's layer rules.
         training: Index of each call that runs in train mode, and whether its batch is doubled.
@@ -54,6 +54,9 @@ class Session:
     def __post_init__(self) -> None:
         self.by_module, self.wide, self._gradients = False, False, True
         self.generator = torch.Generator().manual_seed(20130)
+        self.calls = [inputs.valued() for inputs in self.calls]
+        if is_meta(self.model):
+            self.model = with_values(self.model, {id(own): own for own, _ in self.outside})
         own = [t.dtype for t in named_entries(self.model).values() if t.is_floating_point()]
         # A model may fix its dtype, its device may lack float64, and it may fail on perturbed inputs.
         lesser: list[tuple[torch.dtype | None, bool]] = [(torch.float32, False)] if self.lean else []
@@ -76,8 +79,13 @@ class Session:
         stay = {id(own): own for own, _ in self.outside}
         held = {name: both for name, both in find_constants(self.model).items() if id(both[1]) not in stay}
         constants = {name: tensor for name, (_, tensor) in held.items()}
+        self._places = [place for place, _ in held.values()]
         self.state = PerturbedState(entries, found, self.generator, constants, None if self.lean else dtype)
-        self.dense = copy_with(self.model, self.state.values, [place for place, _ in held.values()], stay)
+        self.dense = self._snapshot(copy_with(self.model, self.state.values, self._places, stay))
+
+    def _snapshot(self, model: nn.Module) -> Snapshot:
+        held = (held_at(model.get_submodule(place.module), place.path) for place in self._places)
+        return Snapshot(model, (tensor for tensor in held if isinstance(tensor, Tensor)))
 
     def _try(self, calls: Sequence[ModelInputs], dtype: torch.dtype | None) -> str | None:
         """Return why the model fails on `calls`; None adopts them, with perturbed inputs if outputs stay finite."""
@@ -103,7 +111,7 @@ class Session:
             return False
         return True
 
-    def _first_run(self) -> PassRecord:
+    def _first_run(self) -> Record:
         """Run the dense copy with gradients. If that fails, run it without, now and in all later passes."""
         self._gradients = True
         if self.gradients:
@@ -123,12 +131,11 @@ class Session:
         finally:
             self.wide = False
 
-    def run(self, model: nn.Module, *, training: bool = False, gradients: bool = False) -> PassRecord:
+    def run(self, copied: Snapshot, *, training: bool = False, gradients: bool = False) -> Record:
         """Run the dense copy, or a cut one, on all calls, and record what it computes, with gradients if they are wanted."""
-        guard, calls = self._calls[0].guard, self._calls
-        unordered = [m for m in model.modules() if (rule := find_rule(m, self.rules)) is not None and rule.in_order_of_units]
-        before, snapshot = held_tensors(model), Snapshot(model)  # before the record adds its hooks
-        record = PassRecord(guard if isinstance(guard, ReadOnly) else None, model if self.by_module else None, unordered)
+        guard, calls, model = self._calls[0].guard, self._calls, copied.model
+        unordered = [m for m in copied.modules if (rule := find_rule(m, self.rules)) is not None and rule.in_order_of_units]
+        record = Record(guard if isinstance(guard, ReadOnly) else None, model if self.by_module else None, unordered)
         if training:
             train_without_dropout(model)
             calls = [calls[number].doubled() if doubled else calls[number] for number, doubled in self.training]
@@ -146,9 +153,8 @@ class Session:
 
         try:
             with torch.set_grad_enabled(gradients), seeded(0):
-                self.state.restore_buffers()
                 for number, inputs in enumerate(calls):
-                    # PassRecord itself guards against writes: two dispatch modes would take twice the time.
+                    # Record itself guards against writes: two dispatch modes would take twice the time.
                     returned = replace(inputs, guard=InFloat64() if self.lean or self.wide else nullcontext()).call(
                         model, record, leaf if gradients else plain_copy
                     )
@@ -159,18 +165,12 @@ class Session:
                         record.gradients |= {(number, name): g for name, g in _gradients(model, found, leaves).items()}
                         leaves.clear()
         finally:
-            for tensor in before:
-                if tensor.grad_fn is not None and tensor._base is None:
-                    tensor.detach_()  # written in place with gradients
-            known = {id(tensor) for tensor in before}
+            known = {id(tensor) for tensor in copied.tensors}
             buffers = {name: buffer for name, buffer in model.named_buffers() if id(buffer) in known}
             same = {id(buffer) for buffer in buffers.values()}
-            record.finish(
-                [output.detach() for output in outputs],
-                [tensor for tensor in held_tensors(model) if id(tensor) not in same],
-                buffers,
-            )
-            snapshot.restore()
+            left = [tensor for tensor in held_tensors(model) if id(tensor) not in same]
+            record.finish(outputs, left, buffers, copied.tensors)
+            copied.restore()
         return record
 
     @property
@@ -180,7 +180,7 @@ class Session:
 
     def cut(
         self, graph: UnitGraph, first: Mapping[str, Tensor], keep: Mapping[str, Tensor], *, mixed: bool, twice: bool
-    ) -> nn.Module:
+    ) -> Snapshot:
         """Gate the dense copy, and return the narrow model.
 
         Args:
@@ -191,20 +191,21 @@ class Session:
             twice: Cut in two pruning steps.
         """
         self.state.zero_dropped(graph, keep)
-        self.state.restore_buffers()
+        dense = self.dense.model
         moved = [name for name, stays in keep.items() if mixed and not bool(stays.all())]
         # The zeroed entries are the removed ones, so the narrow copy can be made from this one.
         narrow = {id(own): twin for own, twin in self.outside}
         if not twice:
-            return narrow_module(self.dense, graph, keep, self.rules, graph.rotated_indices(keep, moved), narrow)
+            return self._snapshot(narrow_module(dense, graph, keep, self.rules, graph.rotated_indices(keep, moved), narrow))
         places = graph.rotated_indices(first, moved)
-        between = narrow_module(self.dense, graph, first, self.rules, places, narrow)
+        between = narrow_module(dense, graph, first, self.rules, places, narrow)
         indices = {
             name: {dim: torch.argsort(places[name][dim])[torch.searchsorted(places[name][dim].sort()[0], index)]
                    for dim, index in axes.items()}
             for name, axes in (graph.kept_indices(keep) | graph.kept_constants(keep)).items()
         }  # fmt: skip
-        return narrow_module(between, graph, keep, self.rules, indices, {id(twin): twin for twin in narrow.values()})
+        outside = {id(twin): twin for twin in narrow.values()}
+        return self._snapshot(narrow_module(between, graph, keep, self.rules, indices, outside))
 
 
 def _gradients(model: nn.Module, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -219,20 +220,8 @@ def _gradients(model: nn.Module, outputs: Sequence[Tensor], leaves: Sequence[Ten
     return {name: gradient for name, gradient in zip(wanted, made, strict=True) if gradient is not None}
 
 
-def _is_finite(record: PassRecord) -> bool:
+def _is_finite(record: Record) -> bool:
     return all(bool(torch.isfinite(t).all()) for t in record.outputs if t.is_floating_point())
-
-
-def keep_buffers(model: nn.Module) -> Callable[[], None]:
-    """Return a function that restores the present values of all buffers, by new tensors: a record may hold the old ones."""
-    homes = [buffers_of(module) for module in model.modules()]
-    before = copy.deepcopy(homes)  # a buffer that modules share is copied once
-
-    def put_back() -> None:
-        for home, buffers in zip(homes, before, strict=True):
-            home.update(buffers)
-
-    return put_back
 
 
 def described(error: Exception) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import DispatchMode, NormBase
+from sparsekit._torch import DispatchMode
 from sparsekit.errors import NoUnitsError, TraceError, UnsupportedModelError, level_of_user
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import Leftover
@@ -21,7 +21,7 @@ from sparsekit.labels.tracer import Tracer
 from sparsekit.layers import LayerRule, Rules, find_rule
 from sparsekit.layers.parametrized import fix_hooked
 from sparsekit.surgery.rebuild import find_constants, named_entries, untied
-from sparsekit.tracing.blocks import BlockVerifier, is_large, is_meta, make_verifier
+from sparsekit.tracing.blocks import BlockVerifier, is_large, make_verifier
 from sparsekit.tracing.dispatch import Dispatcher
 from sparsekit.tracing.followed import FollowNumbers, hold_numbers
 from sparsekit.tracing.grouping.build import Built, build
@@ -30,6 +30,7 @@ from sparsekit.tracing.inputs import ModelInputs, find_tensors, refuse_inference
 from sparsekit.tracing.norms import NormRecorder
 from sparsekit.tracing.ops.call import tensors_of
 from sparsekit.tracing.passes import ReadOnly, Snapshot, lent_copy, private_passes, train_without_dropout
+from sparsekit.tracing.perturbed import is_meta
 from sparsekit.tracing.runs import RunsOnExamples
 from sparsekit.tracing.verify import Verifier
 
@@ -288,18 +289,17 @@ def _first_pass(model: nn.Module, calls: Sequence[ModelInputs]) -> tuple[tuple[L
     The statistics of batch norms do not count.
     """
     leftovers: dict[Leftover, None] = {}
-    changes = False
+    changes, copied = False, lent_copy(model)
+    before = find_constants(copied)
+    constants = [tensor for _, tensor in before.values() if not tensor.is_inference()]
     for training in (False, True):
-        copied = lent_copy(model)
         if training:
             train_without_dropout(copied)
-        snapshot, before = Snapshot(copied), find_constants(copied)
-        buffers = [b for m in copied.modules() if not isinstance(m, NormBase) for b in m.buffers(recurse=False)]
-        versions = [buffer._version for buffer in buffers]
+        snapshot, versions = Snapshot(copied), [tensor._version for tensor in constants]
         with suppress(Exception):  # whatever the user's code raises; the trace will raise it again
             for inputs in calls:
                 inputs.call(copied)
-        changes |= snapshot.is_changed or versions != [buffer._version for buffer in buffers]
+        changes |= snapshot.changed() or versions != [tensor._version for tensor in constants]
         found = {
             (place.module, str(place.path[0])) for name, (place, _) in find_constants(copied).items() if name not in before
         }

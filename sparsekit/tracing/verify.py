@@ -1,5 +1,6 @@
 """Verifier: checks every group numerically. The model under gates must equal the model without the units."""
 
+import functools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,11 +12,11 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.runtime.kept_norms import kept_norms
 from sparsekit.surgery.rebuild import named_entries
 from sparsekit.tracing.judge import Judgment
-from sparsekit.tracing.session import Session, described, keep_buffers
+from sparsekit.tracing.search import Search
+from sparsekit.tracing.session import Session, described
 from sparsekit.tracing.trials import FEW, MANY, Masks, Trial, width_trials
 
-_TRIALS = 64  # comparisons after which a search that has found something ends; not by time, so that results are reproducible
-_MANY_NUMBERS = 2_000_000  # larger models are compared under fewer masks; not by time either
+_MANY_NUMBERS = 2_000_000  # larger models are compared under fewer masks; not by time, so that results are reproducible
 
 Tied: TypeAlias = tuple[str, ...]
 
@@ -35,10 +36,19 @@ def _cause(tied: Tied, failure: Failure) -> tuple[str, str]:
     return names, reason
 
 
-def _touches(graph: UnitGraph, tied: Tied, module: str) -> bool:
-    paths = [piece.name for name in tied for piece in graph.groups[name].slices]
-    paths += [f"{size.module}." for size in graph.sizes if size.group in tied]
-    return any(path.startswith(f"{module}.") for path in paths)
+def _near(graph: UnitGraph, units: Sequence[Tied], failure: Failure) -> Sequence[Tied]:
+    """Return the sets that touch the module which raised an exception, or the nearest one around it that sets touch."""
+
+    def touches(tied: Tied, module: str) -> bool:
+        paths = [piece.name for name in tied for piece in graph.groups[name].slices]
+        paths += [f"{size.module}." for size in graph.sizes if size.group in tied]
+        return any(path.startswith(f"{module}.") for path in paths)
+
+    home, near = failure.module, list[Tied]()
+    while home and not near:
+        near = [tied for tied in units if touches(tied, home)]
+        home = home.rpartition(".")[0]
+    return near
 
 
 def _blamed(error: BaseException, model: nn.Module) -> str:
@@ -52,10 +62,9 @@ def _blamed(error: BaseException, model: nn.Module) -> str:
 
 
 class Verifier:
-    """Compares gated and compacted copies of the model of a session, and finds the groups at fault by halving.
+    """Compares gated and compacted copies of the model of a session, and finds the groups at fault.
 
-    If the narrow model raises an exception, halving begins with the groups of the module that raised it. Once a set is found,
-    sets of the same name in other blocks are tried one by one: most fail for the same reason.
+    The search begins where an exception points to. Sets of the same name in other blocks mostly fail for the same reason.
     """
 
     def __init__(self, session: Session) -> None:
@@ -64,8 +73,7 @@ class Verifier:
         self._masks = Masks(session.generator)
         self._session = session
         self.skipped = session.skipped
-        self._known: set[tuple[str, str]] = set()  # names and reasons of failures, without their numbers
-        self._tried = 0
+        self._search = Search[Tied, Failure](_cause)
 
     def failures(self, graph: UnitGraph, compared: Sequence[Collection[str]] = ()) -> dict[str, str]:
         """Return group name → why its removal is not exact; empty if all are exact. `compared` is as for `width_trials`."""
@@ -73,59 +81,24 @@ class Verifier:
             return dict.fromkeys(graph.groups, self._session.refusal)
         # Failing groups are often of one kind, so sorting by kind finds them in fewer comparisons.
         units = sorted(graph.tied_sets, key=lambda names: graph.groups[names[0]].kind)
-        self._tried = 0
+        self._search.tried = 0
         modes = (False, True) if self._session.training else (False,)
         for trial in (*self._schedule, *width_trials(graph, compared, modes)):
             self._session.state.redraw(self._session.generator, positive=trial.positive)
-            bad: Mapping[str, Failure] = self._guilty(graph, trial, [tied for tied in units if trial.cuts(tied)], {})
+            bad: Mapping[str, Failure] = self._guilty(graph, trial, [tied for tied in units if trial.cuts(tied)])
             if bad and (bad := self._confirmed(graph, [names for names in units if bad.keys() & set(names)], bad, trial)):
                 return {name: failure.reason for name, failure in bad.items()}
         return {}
 
-    def _guilty(self, graph: UnitGraph, trial: Trial, units: Sequence[Tied], bad: dict[str, Failure]) -> dict[str, Failure]:
-        """Add group name → why it fails to `bad`; after many trials, only what is proven."""
-        if not units or (bad and self._tried >= _TRIALS):
-            return bad
-        failure = self._check(graph, trial, units)
-        if failure is None:
-            return bad
-        if len(units) == 1:
-            self._known.add(_cause(units[0], failure))
-            bad |= dict.fromkeys(units[0], failure)
-            return bad
-        before = len(bad)
-        for part in self._parts(graph, units, failure):
-            self._guilty(graph, trial, part, bad)
-        if len(bad) == before:
-            together = replace(failure, reason=f"only jointly: {failure.reason}", jointly=True)
-            bad |= dict.fromkeys((name for tied in self._least(graph, trial, units) for name in tied), together)
-        return bad
-
-    def _parts(self, graph: UnitGraph, units: Sequence[Tied], failure: Failure) -> list[Sequence[Tied]]:
-        alike = [tied for tied in units if _cause(tied, failure) in self._known]
-        if alike:
-            return [*([tied] for tied in alike), [tied for tied in units if tied not in alike]]
-        first, home = units[: len(units) // 2], failure.module
-        while home:
-            near = [tied for tied in units if _touches(graph, tied, home)]
-            if near:
-                first = near if len(near) < len(units) else first
-                break
-            home = home.rpartition(".")[0]
-        return [first, [tied for tied in units if tied not in first]]
-
-    def _least(self, graph: UnitGraph, trial: Trial, units: Sequence[Tied]) -> Sequence[Tied]:
-        """Return a small part of `units` that still fails, where neither half of `units` fails by itself."""
-        size = len(units) // 4 or len(units) // 3
-        while size and self._tried < _TRIALS:
-            for start in range(0, len(units), size):
-                rest = [tied for tied in units if tied not in units[start : start + size]]
-                if self._check(graph, trial, rest) is not None:
-                    units = rest
-                    break
-            else:
-                size //= 2
-        return units
+    def _guilty(self, graph: UnitGraph, trial: Trial, units: Sequence[Tied]) -> dict[str, Failure]:
+        """Return group name → why it fails; after many comparisons, only what is proven."""
+        self._search.near = functools.partial(_near, graph)
+        found = self._search.failing(functools.partial(self._check, graph, trial), units)
+        return {
+            name: replace(failure, reason=f"only jointly: {failure.reason}", jointly=True) if jointly else failure
+            for tied, (failure, jointly) in found.items()
+            for name in tied
+        }
 
     def _confirmed(
         self, graph: UnitGraph, units: Sequence[Tied], bad: Mapping[str, Failure], suspect: Trial
@@ -146,13 +119,12 @@ class Verifier:
         largest = max(graph.groups[name].size for names in units for name in names)
         bits = [Trial(0, bit=bit) for bit in range((largest - 1).bit_length())]
         for trial in (suspect, *self._schedule, *bits):
-            if bad := self._guilty(graph, trial._replace(mixed=False), units, {}):
+            if bad := self._guilty(graph, trial._replace(mixed=False), units):
                 return bad
         return {}
 
     def _check(self, graph: UnitGraph, trial: Trial, sets: Sequence[Tied]) -> Failure | None:
         """Return why a mask over some sets of groups is not exact, or None if it is."""
-        self._tried += 1
         reason, exact = self._compare(graph, trial, [name for tied in sets for name in tied])
         if reason is not None or exact or len(sets) == 1:
             return reason
@@ -197,18 +169,16 @@ class Verifier:
             small = session.cut(graph, first, keep, mixed=trial.mixed, twice=trial.twice)
         except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
             return Failure(f"the compacted model fails: {described(error)}", "")
-        put_back = keep_buffers(small)
         for _ in range(2):  # once more if operators differ, to record them by module
             try:
                 found = session.run(small, **modes)
             except Exception as error:  # noqa: BLE001
-                return Failure(f"the compacted model fails: {described(error)}", _blamed(error, small))
+                return Failure(f"the compacted model fails: {described(error)}", _blamed(error, small.model))
             try:
-                with kept_norms(session.dense, graph, keep):
+                with kept_norms(session.dense.model, graph, keep):
                     expected = session.run(session.dense, **modes)
             except Exception as error:  # noqa: BLE001
                 return Failure(f"the gated model fails: {described(error)}")
-            put_back()  # a pass in train mode changes statistics
             if session.by_module or expected.has_operators_of(found):
                 break
             session.by_module = True

@@ -19,7 +19,7 @@ from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import NOT_ZERO, Entry, IntArray
 from sparsekit.tracing.grouping.own_widths import own_widths
 from sparsekit.tracing.grouping.sizes import (
-    Candidate,
+    Claims,
     chosen_sizes,
     counted_parts,
     find_free,
@@ -45,7 +45,7 @@ class Built:
 
     graph: UnitGraph
     nodes: Mapping[str, IntArray]  # group → root of each of its units
-    sizes: tuple[Candidate, ...]  # all integers that may follow the number of units; those of the graph are some of them
+    sizes: Claims  # all integers that may follow the number of units; those of the graph are some of them
     root: IntArray  # the unit of each node, by the lowest of its nodes
     facts: Sequence[Fact]  # those of the trace, and what follows from them
 
@@ -294,8 +294,8 @@ def build(tracer: Tracer, shapes: Mapping[str, torch.Size], facts: Iterable[Fact
             break
         facts += [*broken, *changing, *stuck]
     widths, unfollowed = own_widths(tracer.held, tracer.read_from, tracer.entries, root, group_of, groups)
-    candidates = (*find_sizes(of(Count, facts), root, group_of, groups), *widths)
-    sizes, shared = chosen_sizes(candidates, tried)
+    claims = {**widths, **find_sizes(of(Count, facts), root, group_of, groups)}
+    sizes, shared = chosen_sizes(claims, tried)
     used = {piece.name for group in groups.values() for piece in group.constants}
     graph = UnitGraph(
         groups,
@@ -309,7 +309,7 @@ def build(tracer: Tracer, shapes: Mapping[str, torch.Size], facts: Iterable[Fact
         free=find_free(of(Borrow, facts), root, group_of),
         unfollowed=unfollowed,
     )
-    return Built(graph, members, candidates, root, facts)
+    return Built(graph, members, claims, root, facts)
 
 
 def _multiple(facts: Sequence[Multiple], root: IntArray, units: IntArray) -> int:

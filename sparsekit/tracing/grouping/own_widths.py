@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from sparsekit.graph.groups import SizeAttribute, UnitGroup
 from sparsekit.labels.numbers import Held, IntArray, Source
 from sparsekit.labels.values import Entry
-from sparsekit.tracing.grouping.sizes import Candidate, followed
+from sparsekit.tracing.grouping.sizes import Claims, followed
 
 _WIDTH = re.compile(
     r"(^|_)(c|chs?|chans?|channels?|dims?|d_model|embed|embedding|feats?|features?|filters?|groups|head_size|hidden|inner"
@@ -23,7 +23,7 @@ def own_widths(
     root: IntArray,
     group_of: Mapping[int, str],
     groups: Mapping[str, UnitGroup],
-) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
+) -> tuple[Claims, tuple[str, ...]]:
     """Return attributes that equal a width of their module, and those that equal two widths which differ after a cut.
 
     Only attributes with the name of a width count: a kernel of 7 is not the width of a layer of 7 channels.
@@ -56,8 +56,8 @@ def own_widths(
                     if (rows == rows[:, :1]).all():
                         claims.setdefault(number, set()).add(tuple(followed(number, rows[:, 0], group_of, groups)))
     cut = {number: found for number, found in claims.items() if any(found)}
-    candidates = tuple(Candidate(next(iter(found)), _CHOICES) for found in cut.values() if len(found) == 1)
-    return candidates, tuple(f"{n.module}.{n.path[0]}".lstrip(".") for n, found in cut.items() if len(found) > 1)
+    followed_by_one = {next(iter(found)): _CHOICES for found in cut.values() if len(found) == 1}
+    return followed_by_one, tuple(f"{n.module}.{n.path[0]}".lstrip(".") for n, found in cut.items() if len(found) > 1)
 
 
 def _homes(name: str) -> list[str]:

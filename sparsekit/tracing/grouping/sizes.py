@@ -7,8 +7,9 @@ right with it.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,17 +29,12 @@ choice 2 changes the second one. Choice 3 also leaves out integers that are mere
 those of layer rules."""
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """An integer that may change with the widths of some groups, and the choices in which it does."""
+Claims: TypeAlias = Mapping[tuple[SizeAttribute, ...], frozenset[int]]
+"""An integer that may change with the widths of some groups, for each of them → the choices in which it does."""
 
-    sizes: tuple[SizeAttribute, ...]
-    choices: frozenset[int]
 
-    @property
-    def key(self) -> tuple[str, Path]:
-        """Where the integer is."""
-        return self.sizes[0].module, self.sizes[0].path
+def _place(sizes: tuple[SizeAttribute, ...]) -> tuple[str, Path]:
+    return sizes[0].module, sizes[0].path
 
 
 def split_ties(counts: Iterable[Count], root: IntArray) -> list[Merge]:
@@ -113,9 +109,7 @@ def counted_parts(counts: Iterable[Count], root: IntArray) -> dict[int, tuple[in
     return found
 
 
-def find_sizes(
-    counts: Iterable[Count], root: IntArray, group_of: Mapping[int, str], groups: Mapping[str, UnitGroup]
-) -> tuple[Candidate, ...]:
+def find_sizes(counts: Iterable[Count], root: IntArray, group_of: Mapping[int, str], groups: Mapping[str, UnitGroup]) -> Claims:
     """Return all integers of modules that may follow the number of units."""
     claims: dict[tuple[SizeAttribute, ...], frozenset[int]] = {}
     unsure: list[list[tuple[SizeAttribute, ...]]] = []
@@ -129,15 +123,14 @@ def find_sizes(
             choices = _ALWAYS if count.how == "rule" else _READ if count.how == "read" else _EQUAL
             claims[sizes] = claims.get(sizes, frozenset()) | choices
     # Of heads × head size in queries and key heads × head size in keys, the factor that both share is the head size.
-    met = Counter((sizes[0].module, sizes[0].path) for factors in unsure for sizes in factors)
+    met = Counter(_place(sizes) for factors in unsure for sizes in factors)
     certain = frozenset(claims)
     for factors in unsure:
         if not certain.intersection(factors):
-            places = [(sizes[0].module, sizes[0].path) for sizes in factors]
-            ordered = sorted(zip(places, factors, strict=True), key=lambda pair: (met[pair[0]], str(pair[0])))
-            for number, (_, sizes) in enumerate(ordered[:2]):
+            ordered = sorted(factors, key=lambda sizes: (met[_place(sizes)], str(_place(sizes))))
+            for number, sizes in enumerate(ordered[:2]):
                 claims[sizes] = claims.get(sizes, frozenset()) | (_SECOND if number else _FIRST)
-    return tuple(Candidate(sizes, choices) for sizes, choices in claims.items())
+    return claims
 
 
 def _totals(count: Count, numbers: frozenset[Held]) -> list[Held]:
@@ -168,36 +161,33 @@ def followed(
     yield from entries
 
 
-def chosen_sizes(
-    candidates: Sequence[Candidate], tried: Mapping[str, int]
-) -> tuple[tuple[SizeAttribute, ...], tuple[tuple[str, ...], ...]]:
+def chosen_sizes(claims: Claims, tried: Mapping[str, int]) -> tuple[tuple[SizeAttribute, ...], tuple[tuple[str, ...], ...]]:
     """Return the integers that change with the number of units. `tried`: module → number of choices that were tried before.
 
     Returns:
         The attributes, and the groups that must keep equally many units because they share one.
     """
-    claims: dict[tuple[str, Path], list[tuple[SizeAttribute, ...]]] = {}
-    for candidate in candidates:
-        if tried.get(candidate.key[0], 0) in candidate.choices:
-            claims.setdefault(candidate.key, []).append(candidate.sizes)
+    chosen: dict[tuple[str, Path], list[tuple[SizeAttribute, ...]]] = {}
+    for sizes, choices in claims.items():
+        if tried.get(sizes[0].module, 0) in choices:
+            chosen.setdefault(_place(sizes), []).append(sizes)
     # An integer may count the units of several groups, provided that they all keep equally many.
     agreed = [
         claim
-        for claim in claims.values()
+        for claim in chosen.values()
         if len(claim) == 1 or (all(len(sizes) == 1 for sizes in claim) and len({sizes[0].per_unit for sizes in claim}) == 1)
     ]
     shared = {tuple(sizes[0].group for sizes in claim) for claim in agreed if len(claim) > 1}
     return tuple(size for claim in agreed for size in claim[0]), tuple(sorted(shared))
 
 
-def other_choices(candidates: Sequence[Candidate], group: str, tried: Mapping[str, int]) -> dict[str, int]:
+def other_choices(claims: Claims, group: str, tried: Mapping[str, int]) -> dict[str, int]:
     """Return module → next choice of integers to follow a group whose removal was not exact; empty if none is left."""
-    mine = [candidate for candidate in candidates if any(size.group == group for size in candidate.sizes)]
+    mine = [sizes for sizes in claims if any(size.group == group for size in sizes)]
     found = {}
-    for module in {candidate.key[0] for candidate in mine}:
+    for module in {sizes[0].module for sizes in mine}:
         choices = [
-            {candidate for candidate in mine if candidate.key[0] == module and number in candidate.choices}
-            for number in range(_CHOICES)
+            {sizes for sizes in mine if sizes[0].module == module and number in claims[sizes]} for number in range(_CHOICES)
         ]
         now = tried.get(module, 0)
         following = next((number for number in range(now + 1, _CHOICES) if choices[number] not in choices[: now + 1]), None)

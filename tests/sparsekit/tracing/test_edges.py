@@ -62,6 +62,17 @@ def _later(m: Any, h: Tensor, n: float) -> Tensor:
     return y / n if m.calls > 1 else y
 
 
+def _later_by_a_tensor(m: Any, h: Tensor, n: float) -> Tensor:
+    m.told.add_(1.0)
+    y: Tensor = m.b(h)
+    return y / n if float(m.told) > 1 else y
+
+
+def _returned(m: Any, h: Tensor, n: float) -> Any:
+    m.scale.fill_(n)
+    return m.b(h), m.scale
+
+
 def _under_gradients(m: Any, h: Tensor, n: float) -> Tensor:
     y: Tensor = m.b(h)
     return y * n if m.training and torch.is_grad_enabled() else y
@@ -82,6 +93,8 @@ EDGES: dict[str, Callable[[Any, Tensor, float], Any]] = {
     "what one call leaves for the next": _streamed,
     "what train mode leaves with its graph": _graph_kept,
     "a second call": _later,
+    "a second call, told by a tensor": _later_by_a_tensor,
+    "a buffer that is written and returned": _returned,
     "clamp": lambda m, h, n: m.b(h.clamp(max=40 * n)),
     "where": lambda m, h, n: m.b(torch.where(m.b(h).amax(1, True) > 60, h / n, h)),
     "masked_fill": lambda m, h, n: m.b(h.masked_fill(h > 60, 1 / n)),
@@ -99,6 +112,7 @@ class Edge(nn.Module):
         self.a, self.b = nn.Linear(8, 24), nn.Linear(24, 4)
         self.code, self.reads, self.calls = code, reads, 0
         self.state: Tensor | None = None
+        self.told = torch.zeros(())
         self.register_buffer("scale", torch.ones(()))
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
@@ -152,3 +166,18 @@ def test_blocks_that_differ_with_fewer_units_alone_are_not_alike(
     model = nn.Sequential(*map(Scaled, (*alphas, *alphas))).to(device)
     right = [f"{number}.a" for number, alpha in enumerate((*alphas, *alphas)) if alpha is not None]
     assert list(trace(model, torch.randn(2, 16, device=device))[0].groups) == right
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_what_no_call_writes_to_is_no_reason_for_second_calls(persistent: bool) -> None:
+    runs = []
+
+    def passes(*, buffer: bool) -> int:
+        runs.clear()
+        model = Edge(lambda m, h, _: (runs.append(1), m.b(h))[1], reads=False)
+        if buffer:
+            model.register_buffer("table", torch.ones(4), persistent=persistent)
+        trace(model, torch.randn(6, 8))
+        return len(runs)
+
+    assert passes(buffer=True) == passes(buffer=False) < 25

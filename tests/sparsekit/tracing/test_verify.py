@@ -214,7 +214,7 @@ def test_a_cause_in_every_block_costs_one_search_and_takes_no_other_group_along(
     graph = sk.trace_units(model, torch.randn(3, 8))
     assert list(graph.groups) == ["0", *(f"{number}.first" for number in range(1, 17))]
     assert len(passes) <= 60
-    monkeypatch.setattr("sparsekit.tracing.verify._TRIALS", 4)  # many searches, each of which returns proven guilt only
+    monkeypatch.setattr("sparsekit.tracing.search.MOST", 4)  # many searches, each of which returns proven guilt only
     assert list(sk.trace_units(model, torch.randn(3, 8)).groups) == list(graph.groups)
 
 
