@@ -52,6 +52,47 @@ def test_pairs_are_named_and_nothing_else_is_one():
         assert set(spec.graph.groups) == {"lora_A"}, "the layers that train besides stay whole"
 
 
+class Mixed(nn.Module):
+    """An embedding, a linear layer and a convolution, to which PEFT adds adapters."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.line, self.image = nn.Embedding(10, 8), nn.Linear(8, 8), nn.Conv2d(8, 8, 3, padding=1)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, tokens):
+        hidden = self.line(self.words(tokens)).transpose(1, 2).reshape(-1, 8, 2, 2)
+        return self.head(self.image(hidden).mean((2, 3)))
+
+
+def mixed():
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(Mixed(), peft.LoraConfig(r=4, target_modules=["words", "line", "image"])).base_model.model
+
+
+def test_adapters_of_peft_are_pairs_whose_mean_product_is_what_the_model_then_adds():
+    """Of embeddings and convolutions too. With one step of each client and full ranks, the mean of products has its rank."""
+    problem = fl.Problem(model=mixed, example_inputs=(torch.zeros(2, 4, dtype=torch.int64),))
+    tokens = fl.TensorData((torch.arange(48).reshape(12, 4) % 10,), torch.arange(12) % 3)
+    clients = [fl.Client(id=id, data=fl.ClientData(tokens.take([*range(id, 12)]), None, tokens)) for id in range(2)]
+    config = replace(ONE_STEP, rounds=1, cohort=2, capability_levels=None)
+    spec = RunSpec.build(FlexLoRA(), problem, config)
+    pairs = fl.adapters(spec.graph)
+    assert [pair.base for pair in pairs] == [f"{name}.base_layer.weight" for name in ("words", "line", "image")]
+    result, updates = watched(FlexLoRA(), problem=problem, clients=clients, config=config)
+    total = sum(update.examples for update in updates)
+    for pair in pairs:
+        mean = 0.0
+        for update in updates:
+            down, up = (spec.initial[name].double() + update.delta[name] for name in (pair.down, pair.up))
+            mean = mean + update.examples / total * up.flatten(1) @ down.flatten(1)
+        down, up = (result.state[name].double().flatten(1) for name in (pair.down, pair.up))
+        assert down.shape[0] == 4
+        assert mean.norm() > 0
+        first, values, last = torch.linalg.svd(mean)
+        torch.testing.assert_close(up @ down, first[:, :4] * values[:4] @ last[:4], atol=1e-6, rtol=1e-4)
+
+
 @pytest.mark.parametrize("method", [HetLoRA(), FlexLoRA()])
 def test_a_capability_is_a_share_of_the_ranks_and_of_memory_where_adapters_alone_train(method):
     for of, found in (("flops", "units"), ("units", "units"), ("memory", "memory")):
