@@ -73,7 +73,7 @@ class UnitMask(_Mask):
         self.removed = frozenset(removed)
 
     def __eq__(self, other: object) -> bool:
-        return super().__eq__(other) and isinstance(other, UnitMask) and self.removed == other.removed
+        return isinstance(other, UnitMask) and super().__eq__(other) and self.removed == other.removed
 
     __hash__ = None
 

@@ -121,3 +121,10 @@ def test_what_is_left_out_is_fixed_with_a_reason_and_stays_whole_in_a_compact_mo
     stacked = zoo.traced("lstm-stacked")[3]  # two layers of one hidden size
     assert without(stacked, stacked.ties[0]).ties == ()
     assert only(stacked, stacked.ties[0]).ties == stacked.ties
+
+
+@pytest.mark.filterwarnings("error")
+def test_masks_of_different_kinds_differ_in_either_order() -> None:
+    units, weights = (kind({"a": torch.tensor([True])}) for kind in (UnitMask, WeightMask))
+    assert units == UnitMask({"a": torch.tensor([True])})
+    assert all(one != other for one, other in ((units, weights), (weights, units), (units, None), (None, weights)))
