@@ -53,6 +53,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.by_module, self.wide, self._gradients = False, False, True
+        self._whole: set[str] | None = None  # parameters with one shape in both models, whose gradients are compared
         self.generator = torch.Generator().manual_seed(20130)
         self.calls = [inputs.valued() for inputs in self.calls]
         if is_meta(self.model):
@@ -162,7 +163,9 @@ class Session:
                     numbers = find_numbers(returned)
                     outputs += [torch.tensor(n, dtype=self.precision if type(n) is float else None) for n in numbers]
                     if gradients:  # as a training step has them, before the next call writes to buffers
-                        record.gradients |= {(number, name): g for name, g in _gradients(model, found, leaves).items()}
+                        record.gradients |= {
+                            (number, name): g for name, g in self._differentiated(model, found, leaves).items()
+                        }
                         leaves.clear()
         finally:
             known = {id(tensor) for tensor in copied.tensors}
@@ -177,6 +180,23 @@ class Session:
     def gradients(self) -> bool:
         """Whether gradients are compared; rounding of lesser dtypes would hide errors in them."""
         return self._gradients and not self.lean and not self.wide and self.precision == torch.float64
+
+    def _differentiated(self, model: nn.Module, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return the gradients of a function of all outputs, with respect to floating inputs and parameters."""
+        found = [torch.view_as_real(t) if t.is_complex() else t for t in outputs if t.requires_grad]
+        wanted = {f"input {number}": leaf for number, leaf in enumerate(leaves)}
+        own = {name: entry for name, entry in model.named_parameters() if entry.requires_grad}
+        wanted |= {name: entry for name, entry in own.items() if self._whole is None or name in self._whole}
+        if not found or not wanted:
+            return {}
+        loss = torch.stack([t.double().sin().sum() for t in found]).sum()
+        made = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        return {name: gradient for name, gradient in zip(wanted, made, strict=True) if gradient is not None}
+
+    def _narrowed(self, small: nn.Module) -> Snapshot:
+        shapes = {name: entry.shape for name, entry in self.dense.model.named_parameters()}
+        self._whole = {name for name, entry in small.named_parameters() if entry.shape == shapes.get(name)}
+        return self._snapshot(small)
 
     def cut(
         self, graph: UnitGraph, first: Mapping[str, Tensor], keep: Mapping[str, Tensor], *, mixed: bool, twice: bool
@@ -196,7 +216,7 @@ class Session:
         # The zeroed entries are the removed ones, so the narrow copy can be made from this one.
         narrow = {id(own): twin for own, twin in self.outside}
         if not twice:
-            return self._snapshot(narrow_module(dense, graph, keep, self.rules, graph.rotated_indices(keep, moved), narrow))
+            return self._narrowed(narrow_module(dense, graph, keep, self.rules, graph.rotated_indices(keep, moved), narrow))
         places = graph.rotated_indices(first, moved)
         between = narrow_module(dense, graph, first, self.rules, places, narrow)
         indices = {
@@ -205,19 +225,7 @@ class Session:
             for name, axes in (graph.kept_indices(keep) | graph.kept_constants(keep)).items()
         }  # fmt: skip
         outside = {id(twin): twin for twin in narrow.values()}
-        return self._snapshot(narrow_module(between, graph, keep, self.rules, indices, outside))
-
-
-def _gradients(model: nn.Module, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return the gradients of a function of all outputs, with respect to floating inputs and parameters."""
-    found = [torch.view_as_real(t) if t.is_complex() else t for t in outputs if t.requires_grad]
-    wanted = {f"input {number}": leaf for number, leaf in enumerate(leaves)}
-    wanted |= {name: entry for name, entry in model.named_parameters() if entry.requires_grad}
-    if not found or not wanted:
-        return {}
-    loss = torch.stack([t.double().sin().sum() for t in found]).sum()
-    made = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-    return {name: gradient for name, gradient in zip(wanted, made, strict=True) if gradient is not None}
+        return self._narrowed(narrow_module(between, graph, keep, self.rules, indices, outside))
 
 
 def _is_finite(record: Record) -> bool:
