@@ -64,7 +64,7 @@ class Field(Tree):
         self._fall = 0.0  # S of `_falls`
         # Second term of the index of each cell, from a better neighboring arm, as of the last `_refresh`.
         self._beside: Floats = np.zeros(0)
-        self._index: Floats | None = None  # index of each arm without open pulls; None if it must be computed
+        self._index: Floats | None = None  # index of each arm, ignoring open pulls; None if it must be computed
         # Number of rewards since the last `_refresh`, and whether it must run before the next proposal.
         self._since = 0.0
         self._stale = True
@@ -139,7 +139,7 @@ class Field(Tree):
         if self._stale:
             self._index = None
         elif self._index is not None and self.scale:
-            self._index[arm] = self._index_of(arm, 0)  # only this arm has changed since the last refresh
+            self._index[arm] = self._index_of(arm, 0)  # until the next refresh, a reward changes only its own arm
 
     def fail(self, arm: int) -> None:
         """Record a failed trial. It counts as a visit with the worst reward, but does not affect the noise or other arms.

@@ -86,12 +86,13 @@ class Stage:
     before: UnitMask
 
     def decide(self, candidates: Sequence[Candidate]) -> Decision:
-        """Choose the candidate with the lowest loss on examples that neither scored nor reconstructed it, or the best score.
+        """Choose the candidate with the best metric, if `settings.score` is given; else compare losses on held-out examples.
 
-        The first candidate stays unless the loss of another is clearly lower.
+        Held-out examples neither score units nor refit candidates. When losses are compared, the first candidate stays unless
+        the loss of another is clearly lower. Without held-out examples or with a single candidate, nothing is compared.
 
-        A single candidate is not compared. For comparison, the layers of each candidate are refitted independently: a refit in
-        sequence takes twice the time and lowers all losses alike.
+        For the comparison, the layers of each candidate are refitted independently: a refit in sequence takes twice the time
+        and lowers all losses alike.
 
         If all candidates fail, the error of the last one is raised.
         """

@@ -60,10 +60,12 @@ class Verdict:
         return "" if self.losses.mean == self.losses.mean else "the loss on held-out examples is NaN"
 
     def beats(self, best: "Verdict", *, rivals: int) -> bool:
-        """Return whether the cut replaces the best one before it.
+        """Return whether this cut is better than `best`: by score if both have one, else by loss.
 
-        The first cut of all is the best guess without these examples, so it stays unless one of its `rivals` is clearly better;
-        0 if the best one is another.
+        Args:
+            best: The best cut so far.
+            rivals: Number of candidates besides the first, if `best` is the first one: its loss must then be beaten by more
+                than noise, since it was the preferred candidate before any comparison. 0 if `best` is another candidate.
         """
         if self.score is not None and best.score is not None:
             return self.score > best.score

@@ -168,7 +168,7 @@ def _element(call: ast.Call, dim: int, rank: int) -> int | None:
         return dim if len(elements) == rank else None
     if dim < stars[0]:
         return dim
-    at = dim - rank + len(elements)  # counted from the end
+    at = dim - rank + len(elements)  # the starred element is before it, so align from the end
     return at if at > stars[0] else None
 
 

@@ -111,7 +111,7 @@ def _group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,  # noqa: ARG001
 ) -> NormCall | None:
-    # With more groups, the units are whole norm groups; see the handler of the operator.
+    # With more groups, the units are whole norm groups; see `_group_norm` in tracing/ops/normalization.py.
     return _norm("group_norm", input, 1, weight, bias, eps) if num_groups == 1 else None
 
 

@@ -61,7 +61,7 @@ def refuse_meta(model: nn.Module, what: str) -> None:
 
 
 def is_large(model: nn.Module) -> bool:
-    """Return whether the model is so large that no copy should be made."""
+    """Return whether the parameters of a model should not be copied: there are too many, or they are on the meta device."""
     return is_meta(model) or _numbers(model) >= LARGE_NUMBERS
 
 

@@ -22,7 +22,7 @@ Lines = tuple[int, int]
 
 
 def is_branch(frame: FrameType, *, is_test: bool = False) -> bool:
-    """Return whether the running line of a model's code is a branch. A check that can only raise is not.
+    """Return whether the running line of a model's code is a branch. A check that only raises, warns or prints is not.
 
     Args:
         frame: The running frame.

@@ -256,7 +256,7 @@ class Record(DispatchMode):
 
     @functools.cached_property
     def _live(self) -> set[int]:
-        """Numbers of the memory that affects outputs, attributes set by the pass, or tensors read as Python numbers."""
+        """Ids, as in `_Op.reads`, of memory that affects outputs, attributes, written buffers, or tensors read as numbers."""
         live = self._left | self._taken_out
         for op in reversed(self._ops):
             if not live.isdisjoint(op.writes):
@@ -280,7 +280,10 @@ class Record(DispatchMode):
                 yield own, own.numbers, second.numbers
 
     def digest(self, home: str) -> str:
-        """Return a key that is equal for modules with equal passes without values."""
+        """Return a hash of the operators that ran inside the module `home`, for a record of shapes without values.
+
+        Modules have equal hashes if the same operators ran in the same submodules, with equal shapes and plain numbers.
+        """
         inside = [
             (op.frame[0].removeprefix(home), op.frame[1], op.name, op.numbers, op.shapes)
             for op in self._ops

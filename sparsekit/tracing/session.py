@@ -162,7 +162,7 @@ class Session:
                     outputs += (found := find_tensors(returned))
                     numbers = find_numbers(returned)
                     outputs += [torch.tensor(n, dtype=self.precision if type(n) is float else None) for n in numbers]
-                    if gradients:  # as a training step has them, before the next call writes to buffers
+                    if gradients:  # now, as in a training step, before the next call writes to buffers
                         record.gradients |= {
                             (number, name): g for name, g in self._differentiated(model, found, leaves).items()
                         }

@@ -20,8 +20,8 @@ from sparsekit.training.narrow_model import NarrowModel
 from sparsekit.training.start import refuse_export
 from sparsekit.training.vectors import split_units
 
-OWN = "sparsekit."  # prefix of the keys of everything else
 CHILD = "model."  # prefix of the keys of narrow weights
+OWN = "sparsekit."  # prefix of the keys of everything else
 
 
 @dataclass(frozen=True)

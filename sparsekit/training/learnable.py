@@ -159,7 +159,7 @@ class LearnableMask(Restorable):
         return masked
 
     def _begin(self, pruned: PrunePlan, dense: nn.Module) -> None:
-        """Load a pruned model; dropped units keep their dense weights. After `plan`, all weights are those of `dense`."""
+        """Load a pruned model: kept units get its weights, and dropped units, or all for a `PrunePlan`, those of `dense`."""
         self._widths = start.widths_of(self.graph, pruned.mask.counts(), self.ratio)
         scores = start.importance_of(pruned, self.learning)
         self.load(start.dense_state(dense, pruned), importance=scores.to(self.scores))

@@ -31,9 +31,10 @@ class Table(NamedTuple):
 
 
 class Roster(Mapping[int, ClientInfo]):
-    """Client id → `ClientInfo` for one round. Capabilities are drawn when first accessed, since a round needs only a few.
+    """Client id → `ClientInfo`. Capabilities are drawn when first accessed, since a round needs only a few.
 
-    The arrays are made once, so that a method needs no loop over all clients in later rounds.
+    `ids` and `table` are computed once. The server keeps a roster for later rounds unless its clients change, or the
+    configuration redraws capabilities in every round.
     """
 
     def __init__(self, clients: Mapping[int, Client], config: RunConfig, round: int) -> None:

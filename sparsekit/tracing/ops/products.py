@@ -15,7 +15,7 @@ from sparsekit.tracing.ops.pointwise import combine
 def _batch(call: Call, owners: Sequence[TensorLabels], count: int) -> tuple[Labels | None, ...]:
     """Return the labels of the first `count` axes of a product, along which equal positions are multiplied.
 
-    In products of activations, they are attention heads. The product is zero where one factor is.
+    In products of activations, the positions on these axes are attention heads. The product is zero where one factor is.
     """
     shape = call.out.shape[:count]
     factors = []
@@ -99,7 +99,7 @@ def _multiply(call: Call) -> Outputs:
 
 @handles("_grouped_mm grouped_mm_fallback")
 def _grouped(call: Call) -> Outputs:
-    """Follow units through (rows, k) times (groups, k, n), of which each group of rows takes its own matrix."""
+    """Follow units through (rows, k) times (groups, k, n): each group of rows is multiplied by its own matrix."""
     tracer, rows, matrices = call.tracer, call.tensor("self input"), call.tensor("mat2 weight")
     if (rows.dim(), matrices.dim()) != (2, 3):
         call.fix_inputs(f"{call.name!r} of tensors with {rows.dim()} and {matrices.dim()} axes")
