@@ -38,7 +38,7 @@ def test_result_json_has_what_scripts_rely_on(tmp_path):
     assert raw["seed"] == 3
     parts = {"personal", "validation", "global", "global_validation"}
     assert set(raw["final"]) == {*parts, "count", "worst_decile", "primary_metric", "per_client", "state_sha256"}
-    assert set(raw["final"]["per_client"][0]) == {"id", "examples", "ratio", *parts}
+    assert set(raw["final"]["per_client"][0]) == {"id", "examples", "ratio", "own", *parts}
     assert raw["final"]["personal"]["accuracy"] == result.final.metrics["accuracy"]
     assert raw["final"]["state_sha256"] == digest(result.state)
     costs = {"flops", "flops_paper", "uplink_bytes", "downlink_bytes", "simulated_seconds", "wall_seconds"}

@@ -74,5 +74,5 @@ def test_scores_are_those_on_the_librarys_own_groups(name: str, model: nn.Module
 def test_classes_that_watch_other_passes_are_refused(model: nn.Module) -> None:
     graph = sk.trace_units(model, torch.randn(2, 3, 3, 3))
     for make in (tp.importance.GroupHessianImportance, tp.importance.ActivationImportance):
-        with pytest.raises(InvalidValueError, match="take Fisher or Wanda"):
+        with pytest.raises(InvalidValueError, match="use Fisher or Wanda"):
             TorchPruning(make(), batches=DATA, loss=F.cross_entropy).scores(graph, ScoringContext(model=model))

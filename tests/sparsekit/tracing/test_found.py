@@ -17,6 +17,7 @@ from zoo_base import Lambda
 import sparsekit as sk
 from sparsekit.errors import CompactFileError, NoUnitsError
 from sparsekit.graph.edit import compact_graph
+from sparsekit.tracing.passes import Snapshot
 from sparsekit.tracing.session import Session
 
 Move = Callable[[Tensor], Tensor]
@@ -292,10 +293,10 @@ def test_what_the_first_pass_makes_is_no_obstacle(name: str) -> None:
 def test_a_pass_leaves_no_hook_on_the_copy_that_it_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     run, left = Session.run, list[object]()
 
-    def noted(session: Session, model: nn.Module, **options: Any) -> Any:
+    def noted(session: Session, copied: Snapshot, **options: Any) -> Any:
         session.by_module = True  # passes are recorded by hooks
-        record = run(session, model, **options)
-        left.extend(hook for module in model.modules() for hook in (*module._forward_hooks, *module._forward_pre_hooks))
+        record = run(session, copied, **options)
+        left.extend(hook for module in copied.modules for hook in (*module._forward_hooks, *module._forward_pre_hooks))
         return record
 
     monkeypatch.setattr(Session, "run", noted)
