@@ -1,6 +1,7 @@
 """Costs: exact numbers, agreement with the counter of torch, and times before and after a cut."""
 
 import json
+import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -258,10 +259,24 @@ def test_a_call_in_turns_takes_as_long_as_one_that_is_repeated(milliseconds: flo
 def test_one_thread_of_a_cpu_is_timed_by_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
     wall, own = iter([5.0, 9.0]), iter([1.0, 1.5])
     monkeypatch.setattr("time.perf_counter", lambda: next(wall))
-    monkeypatch.setattr("time.process_time", lambda: next(own))
+    monkeypatch.setattr("time.thread_time", lambda: next(own))
     for threads, seconds in ((1, 0.5), (3, 4.0)):
         monkeypatch.setattr(torch, "get_num_threads", lambda number=threads: number)
         assert stopwatch(torch.device("cpu"))(lambda: None) == seconds
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no limits of processor time")
+def test_calls_are_timed_as_finely_under_a_limit_of_processor_time() -> None:
+    import signal
+
+    x = torch.randn(64, 64)
+    torch.set_num_threads(1)
+    signal.setitimer(signal.ITIMER_PROF, 3600)
+    try:
+        pair = time_turns(lambda: x @ x, lambda: x @ x, stopwatch(torch.device("cpu")), seconds=0.1)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    assert 0.5 < pair.faster < 2.0 and pair.low not in (0.0, 1.0)
 
 
 def test_a_report_with_times_survives_json_and_says_them() -> None:
