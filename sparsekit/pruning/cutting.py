@@ -36,7 +36,7 @@ from sparsekit.tracing.modes import evaluated
 T = TypeVar("T")
 
 _TRIES = 8
-_CLOSE, _NEAR = 0.95, 1.2
+_CLOSE, _NEAR = 0.97, 1.2
 _INSIDE = 0.1
 """Share of the search bracket at each end that is not tried."""
 _STARVED = 0.15
