@@ -43,8 +43,7 @@ class PreferredMultiple:
 
 
 Multiples = int | Mapping[str, int] | PreferredMultiple
-"""One number for the width of every layer, or kind of unit ("channel", "feature", "cell", "head", "expert") or group name →
-units; or a preference."""
+"""One number for the width of every layer, or kind of unit, such as "head", or group name → units; or a preference."""
 
 
 def check_limits(limits: Limits) -> None:

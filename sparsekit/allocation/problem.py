@@ -88,6 +88,8 @@ class Problem:
         """Return why some tied groups cannot keep fewer units than `least`."""
         found = [self.graph.groups[name] for name in groups]
         size, own = found[0].size, max(group.rounded(1) for group in found)
+        if least > own and found[0].kind == "rank":
+            return f"at least {least} of {size} ranks of an adapter, which stay unless limits={{'rank': (0, 1)}}"
         if least > own:
             return f"at least {least} of {size}, by limits or multiples: lower these"
         if any(group.multiple > 1 for group in found):

@@ -1,6 +1,7 @@
 """UnitSlice, UnitGroup: positions of units in tensors; Constant, SizeAttribute, NormSite, Unprunable: other trace results."""
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import ClassVar, Literal, TypeAlias
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from sparsekit.graph.held import Path, shown
 
-Kind = Literal["channel", "feature", "cell", "head", "expert", "block"]
+Kind = Literal["channel", "feature", "cell", "head", "expert", "rank", "block"]
 Refusal = Literal["output", "expected", "average", "outside", "number", "inexact", "choice", "operator"]
 
 
@@ -45,6 +46,21 @@ class UnitSlice:
     def __repr__(self) -> str:
         gated = "" if self.gated else ", not gated"
         return f"UnitSlice({self.name} axis {self.dim}, {self.side}, {len(self.index)} units of {self.span}{gated})"
+
+
+_DOWN = re.compile(r"(.*?\blora_(?:embedding_)?)(A|down)(?=\.|$)")
+
+
+def are_ranks(pieces: Sequence[UnitSlice]) -> bool:
+    """Return whether units are the ranks of a low-rank adapter: one matrix makes them, and another one alone reads them.
+
+    The names of the matrices differ in `lora_A` and `lora_B`, as in PEFT and loralib, or in `lora_down` and `lora_up`.
+    """
+    down, up = ([piece for piece in pieces if piece.side == side] for side in ("out", "in"))
+    if (len(down), len(up)) != (1, 1) or (down[0].dim, up[0].dim, down[0].span, up[0].span) != (0, 1, 1, 1):
+        return False
+    other = _DOWN.sub(lambda found: found[1] + {"A": "B", "down": "up"}[found[2]], down[0].name, count=1)
+    return other == up[0].name != down[0].name
 
 
 @dataclass(frozen=True, eq=False)

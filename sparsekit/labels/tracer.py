@@ -335,8 +335,9 @@ class Tracer:
         left, right = a.axes[a_dim], b.axes[b_dim]
         for mine, others, owner in ((left, right, a), (right, left, b)):
             if mine is not None and not mine.is_uniform and others is None:
+                cause = self.cause("multiplied with values that belong to no unit")
                 quiet = owner.entry is not None or owner.from_state
-                self.fix(mine, "multiplied with values that belong to no unit", quiet=quiet)
+                self.fix(mine, replace(cause, kind="expected") if quiet else cause)
         if left is None or right is None:
             return
         if left.is_uniform or right.is_uniform:

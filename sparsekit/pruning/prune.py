@@ -138,7 +138,8 @@ def prune(
             of them to compare. None takes "by_cost", or the allocations of the default candidates.
         exclude: Layers that keep all their units, by name, regular expression, type or module; or kinds of unit, such as
             "channel".
-        limits: Layers, named in the same way → (smallest, largest) share of their units that stays, each in [0, 1].
+        limits: Layers, named in the same way → (smallest, largest) share of their units that stays, each in [0, 1]. Ranks of
+            LoRA adapters stay unless `limits` or `ratio` names them, as in `{"rank": (0, 1)}`.
         multiple_of: The width of each pruned layer is a multiple of this number; or kind of unit → number. None prefers
             multiples of 16, for which runtimes have fast kernels, in layers of 16 channels or more. If more than 2 % of the
             budget would be left unused, all layers take multiples of 8 or 4, or any width. Pass 1 to allow any width.
@@ -290,7 +291,7 @@ def _read(
             raise InvalidValueError(
                 f"depth={depth!r} removes {numbers[0]} blocks, and {len(blocks)} can be removed; `sparsekit units` lists them"
             )
-        shares = read_limits(model, graph, exclude, limits or {})
+        shares = read_limits(model, graph, exclude, limits or {}, ratio)
         if ratio is not None:
             allocation = partial(by_ratio, ratios=read_ratios(model, graph, ratio))
         costs = cost_model(model, call, graph)

@@ -41,8 +41,8 @@ def makers(graph: UnitGraph) -> dict[str, tuple[str, ...]]:
 def select_groups(model: nn.Module, graph: UnitGraph, selector: Selector) -> tuple[str, ...]:
     """Return the names of the groups whose units the selected modules produce, in the order of the graph.
 
-    A name selects a group, or a module with everything inside it. If no module has such a name, "channel", "feature", "cell"
-    and "head" select all units of the kind. Any other text is a regular expression that must match the whole name of a group
+    A name selects a group, or a module with everything inside it. If no module has such a name, a kind of unit, such as
+    "head", selects all units of the kind. Any other text is a regular expression that must match the whole name of a group
     or of a module that produces its units. The result is empty if the selected units cannot be pruned.
     """
     modules, made = dict(model.named_modules()), makers(graph)
@@ -126,9 +126,13 @@ def select_blocks(model: nn.Module, graph: UnitGraph, selector: Selector) -> tup
 
 
 def read_limits(
-    model: nn.Module, graph: UnitGraph, exclude: Iterable[Selector], limits: Mapping[Selector, tuple[float, float]]
-) -> Limits:
-    """Return limits by group. Several limits of a group all apply. `exclude` overrides them, also for tied groups."""
+    model: nn.Module, graph: UnitGraph, exclude: Iterable[Selector], limits: Mapping[Selector, tuple[float, float]],
+    ratio: Ratios | None = None,
+) -> Limits:  # fmt: skip
+    """Return limits by group. Several limits of a group all apply. `exclude` overrides them, also for tied groups.
+
+    Ranks of adapters stay unless a selector of `limits` or `ratio` selects ranks alone.
+    """
     if isinstance(exclude, str | type | nn.Module):
         raise InvalidValueError(f"exclude must be a list of selections, got {exclude!r}; pass [{exclude!r}]")
     found: dict[str, tuple[float, float]] = {}
@@ -144,6 +148,10 @@ def read_limits(
                 raise InvalidValueError(
                     f"the limits of group {name!r} contradict each other, with {selector!r} last; exclude overrides limits"
                 )
+    ranks = {name for name, group in graph.groups.items() if group.kind == "rank"}
+    named = [*limits, *(ratio if isinstance(ratio, Mapping) else ())] if ranks else []
+    asked = (set(select_groups(model, graph, selector)) for selector in named)
+    found |= dict.fromkeys(ranks.difference(*(names for names in asked if names <= ranks)), (1.0, 1.0))
     kept = {name for selector in exclude for name in select_groups(model, graph, selector)}
     for groups in graph.tied_sets:
         if kept & set(groups):

@@ -4,7 +4,6 @@ The ranks of a LoRA adapter are units of the model, one group for each pair of m
 classifier, is left whole, and averaged by examples.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,9 +18,6 @@ from sparsekit_fl.methods.base import ClientContext, Result, ServerContext, Setu
 from sparsekit_fl.methods.client import Leaves
 from sparsekit_fl.methods.submodels import Submodels
 from sparsekit_fl.packing import Kept
-
-_PAIR = re.compile(r"(?P<owner>.*?)(?P<kind>lora_(?:embedding_)?)(?P<side>A|down)(?P<rest>(?:\..*)?)")
-_OTHER = {"A": "B", "down": "up"}
 
 
 @dataclass(frozen=True)
@@ -44,8 +40,8 @@ class Adapter:
 def adapters(graph: UnitGraph) -> tuple[Adapter, ...]:
     """Find the low-rank adapters of a model, so that a method can treat A and B as a pair.
 
-    A pair is a group of units, the ranks, that consists of one matrix that makes them and one that reads them. Their names
-    differ in the parts `lora_A` and `lora_B`, as in PEFT and loralib, or `lora_down` and `lora_up`.
+    A pair is a group of the kind "rank": one matrix makes the ranks, and another one reads them. Their names differ in the
+    parts `lora_A` and `lora_B`, as in PEFT and loralib, or `lora_down` and `lora_up`.
 
     Args:
         graph: The units of the model, from `sk.trace_units` or of a method's context.
@@ -55,16 +51,11 @@ def adapters(graph: UnitGraph) -> tuple[Adapter, ...]:
     """
     found = []
     for group in graph.groups.values():
-        sides = {piece.side: piece for piece in group.slices}
-        if len(group.slices) != 2 or len(sides) != 2 or group.constants:
+        if group.kind != "rank":
             continue
-        down, up = sides["out"], sides["in"]
-        named = _PAIR.fullmatch(down.name)
-        if named is None or (down.dim, up.dim, down.span, up.span) != (0, 1, 1, 1):
-            continue
-        owner, kind, side, rest = named.groups()
-        points = graph.shapes[up.name][2:].numel()
-        if up.name == f"{owner}{kind}{_OTHER[side]}{rest}" and points == 1:
+        down, up = sorted(group.slices, key=lambda piece: piece.dim)
+        if graph.shapes[up.name][2:].numel() == 1:  # another kernel is no factor of a product
+            owner = down.name.rpartition("lora_embedding_" if "lora_embedding_" in down.name else "lora_")[0]
             bases = (f"{owner}base_layer.weight", f"{owner}weight")
             base = next((name for name in bases if name in graph.shapes), None)
             found.append(Adapter(group.name, down.name, up.name, base))

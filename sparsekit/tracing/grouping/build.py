@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import NormSite, Refusal, UnitGroup, UnitSlice, Unprunable
+from sparsekit.graph.groups import NormSite, Refusal, UnitGroup, UnitSlice, Unprunable, are_ranks
 from sparsekit.labels.facts import Average, Borrow, Cause, Count, Fact, Heads, Keep, Least, Make, Merge, Multiple, Read, Tie, of
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import NOT_ZERO, Entry, IntArray
@@ -282,6 +282,7 @@ def build(tracer: Tracer, shapes: Mapping[str, torch.Size], facts: Iterable[Fact
             kind = nodes.makes[int(nodes.made_at[group].min())].kind or ("channel" if len(entry.shape) > 2 else "feature")
             kind = "head" if heads[roots[0]] else kind
             slices, constants = _slices(nodes, group, gates.get(int(roots[0])))
+            kind = "rank" if are_ranks(slices) and not constants else kind
             least = [fact.number for fact in of(Least, facts) if np.isin(roots, root[fact.nodes]).any()]
             step = _multiple(of(Multiple, facts), root, roots)
             groups[name] = UnitGroup(name, len(group), kind, tuple(slices), max([1, *least]), tuple(constants), step)

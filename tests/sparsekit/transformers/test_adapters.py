@@ -1,6 +1,7 @@
 """Adapters of PEFT on a pruned model: added, merged, unmerged, saved and loaded."""
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,55 @@ def test_a_pruned_model_with_adapters_is_saved_in_two_folders_and_loads_again(ki
     torch.testing.assert_close(_logits(loaded), expected, rtol=1e-4, atol=1e-5)
     sk.save_pretrained(small.merge_and_unload(), tmp_path / "merged")
     torch.testing.assert_close(_logits(sk.load_pretrained(tmp_path / "merged")), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def traced() -> tuple[nn.Module, sk.UnitGraph]:
+    model = _adapted(_llama())
+    return model, sk.trace_units(model, EXAMPLE)
+
+
+RANKS: dict[str, tuple[dict[str, Any], bool]] = {
+    "budget": ({"budget": "flops=60%"}, False),
+    "ratio": ({"ratio": 0.5}, False),
+    "the layers around them": ({"budget": "flops=60%", "limits": {"base_model.model.model.layers": (0.1, 0.9)}}, False),
+    "all kinds of a ratio": ({"ratio": {".*": 0.5}}, False),
+    "limits": ({"budget": "flops=60%", "limits": {"rank": (0, 0.5)}}, True),
+    "ratio of ranks": ({"ratio": {"rank": 0.5, "head": 0.5}}, True),
+    "expression": ({"ratio": {r".*lora_A\..*": 0.5}}, True),
+}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_ranks_stay_unless_they_are_asked_for(name: str, traced: tuple[nn.Module, sk.UnitGraph]) -> None:
+    given, asked = RANKS[name]
+    model, graph = traced
+    plan = sk.plan(model, EXAMPLE, graph=graph, **given)
+    kept = {group: plan.mask[group].double().mean() for group in plan.graph.groups}
+    ranks = {group for group in kept if plan.graph.groups[group].kind == "rank"}
+    assert len(ranks) == 2 * len(LAYERS)
+    assert {float(kept[group]) for group in ranks} == {0.5 if asked else 1.0}
+    if name != "expression":
+        assert min(kept[group] for group in kept.keys() - ranks) < 1
+
+
+def test_a_budget_that_needs_the_ranks_says_how_to_ask_for_them(traced: tuple[nn.Module, sk.UnitGraph]) -> None:
+    model, graph = traced
+    kept = sk.plan(model, EXAMPLE, budget="params=90%", graph=graph).report.minimum["params"]
+    with pytest.raises(sk.BudgetError, match=r"8 of 8 ranks of an adapter, which stay unless limits=\{'rank': \(0, 1\)\}"):
+        sk.plan(model, EXAMPLE, budget={"params": 0.99 * kept}, graph=graph)
+    sk.plan(model, EXAMPLE, budget={"params": 0.99 * kept}, limits={"rank": (0, 1)}, graph=graph)
+
+
+def test_the_norm_of_dora_is_named_by_its_line_and_merging_ends_it() -> None:
+    model = _adapted(_llama(), use_dora=True)
+    graph = sk.trace_units(model, EXAMPLE)
+    assert {group.kind for group in graph.groups.values()} == {"rank"}
+    reasons = [item.reason for item in graph.unprunable if item.module.endswith(("q_proj.base_layer", "gate_proj.base_layer"))]
+    assert len(reasons) == 4
+    assert all(re.search(r" at dora\.py:\d+ \(.*lora_A", reason) for reason in reasons)
+    merged = sk.trace_units(model.merge_and_unload(), EXAMPLE)
+    assert {group.kind for group in merged.groups.values()} == {"head", "feature"}
 
 
 def test_a_mask_over_adapters_trains_them_alone_and_follows() -> None:
