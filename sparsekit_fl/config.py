@@ -382,7 +382,8 @@ class RunConfig(Checked):
 
     def training_in(self, round: int) -> TrainingConfig:
         """Return the training options of a round, with its decayed learning rate. Round 0 has the options of round 1."""
-        return replace(self.training, lr=self.training.lr * self.lr_decay ** max(round - 1, 0))
+        factor = self.lr_decay ** max(round - 1, 0)
+        return self.training if factor == 1.0 else replace(self.training, lr=self.training.lr * factor)
 
     def needed_replies(self, cohort: int) -> int:
         """Return the number of valid updates that a round of `cohort` clients needs to count."""

@@ -356,13 +356,10 @@ def check(
         dtype = upload_dtype(state[name].dtype, upload)
         if delta.dtype != dtype or tuple(delta.shape) != kept.shape(name):
             raise UpdateError(f"{who} has {name!r} as {delta.dtype} {tuple(delta.shape)}, expected {dtype} {kept.shape(name)}")
-    for name, tensor in (*changes.items(), *sorted(update.extra.items())):
-        if (tensor.is_floating_point() or tensor.is_complex()) and not is_finite(tensor):
-            raise UpdateError(
-                f"{who} has values in {name!r} that are not finite; a lower learning rate, clipping or finite inputs may help"
-            )
     for name, delta in changes.items():
         _check_change(who, name, delta, kept.gather(name, state[name]))
+    for name, tensor in sorted(update.extra.items()):
+        _check_finite(who, name, tensor)
     for name, value in update.metrics.items():
         if not abs(value) < _MAX_METRIC:
             raise UpdateError(f"{who} reports {name} = {value!r}, which no float32 holds; a lower learning rate may help")
@@ -384,12 +381,22 @@ def check(
         raise UpdateError(f"{who} must return the tensors that its task names; missing, unknown or of another kind: {strange}")
 
 
+def _check_finite(who: str, name: str, tensor: Tensor) -> None:
+    if (tensor.is_floating_point() or tensor.is_complex()) and not is_finite(tensor):
+        raise UpdateError(
+            f"{who} has values in {name!r} that are not finite; a lower learning rate, clipping or finite inputs may help"
+        )
+
+
 def _check_change(who: str, name: str, delta: Tensor, before: Tensor) -> None:
-    """Raise UpdateError if the changed values leave the range of their dtype."""
+    """Raise UpdateError if changes are not finite, or if the changed values leave the range of their dtype."""
     if delta.is_floating_point():
         if not is_finite(before + delta.to(before.dtype)):
+            _check_finite(who, name, delta)
             raise UpdateError(f"{who} takes {name!r} beyond the largest {before.dtype}")
-    elif not delta.is_complex() and delta.numel():
+    elif delta.is_complex():
+        _check_finite(who, name, delta)
+    elif delta.numel():
         least, most = int(delta.min()), int(delta.max())
         if max(-least, most) > _MAX_COUNTED:
             raise UpdateError(f"{who} changes the integers in {name!r} by more than {_MAX_COUNTED}")

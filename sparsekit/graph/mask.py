@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ class _Mask(Mapping[str, Tensor]):
         if type(other) is not type(self):
             return NotImplemented
         assert isinstance(other, _Mask)
-        return self.keys() == other.keys() and all(torch.equal(self[name], other[name]) for name in self)
+        return other is self or (self.keys() == other.keys() and all(torch.equal(self[name], other[name]) for name in self))
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -49,6 +50,10 @@ class _Mask(Mapping[str, Tensor]):
 
     def counts(self) -> dict[str, int]:
         """Return name → number of kept units or entries."""
+        return dict(self._counts)
+
+    @cached_property
+    def _counts(self) -> dict[str, int]:
         return {name: int(keep.sum()) for name, keep in self.items()}
 
 

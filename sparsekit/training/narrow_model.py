@@ -125,13 +125,11 @@ class NarrowModel:
     def load(self, state: StateDict, mask: UnitMask | None) -> None:
         """Load a dense state, which is never written to, under a mask; None keeps all units. Reset optimizers afterwards.
 
-        Raises:
-            ForeignMaskError: the state or the mask belongs to another model.
+        State and mask must belong to the model; `check_load` checks them.
         """
-        self.graph.check_state(state)
         mask = UnitMask.full(self.graph) if mask is None else mask
-        mask.check(self.graph)
-        self.mask, self._axes = mask, self.graph.kept_indices(mask)
+        if mask is not self.mask or not self._axes:
+            self.mask, self._axes = mask, self.graph.kept_indices(mask)
         self._dense, self._rest = {}, None
         self._owned = set()
         self.version += 1

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from sparsekit.allocation import ratio_counts
@@ -127,7 +128,7 @@ class ClientContext:
             state: Dense; read-only.
             mask: Units outside a unit mask are removed; with a weight mask or None, the model stays whole.
         """
-        self.masked.load(state, mask=mask if isinstance(mask, UnitMask) else UnitMask.full(self.graph))
+        self.masked.load(state, mask=mask if isinstance(mask, UnitMask) else _full(self.graph))
 
     def examples(self, split: Split) -> Examples:
         """Return one split of the client's data, prepared once per round.
@@ -142,7 +143,7 @@ class ClientContext:
                 device=self.device,
                 name=f"client {self.client.id}",
                 split=split,
-                rng=self.rngs["reading"],
+                rng=lambda: self.rngs["reading"],
             )
         return self._read[split]
 
@@ -166,8 +167,9 @@ class ClientContext:
         The paper's FLOPs count every batch as full, and only once.
         """
         work = self.work_on(max(log.examples, log.passes), mask, padded_examples=log.padded_examples)
-        forward = self.costs.forward_flops(mask if isinstance(mask, UnitMask) else None)
-        return replace(work, flops=work.flops + log.forward_only * forward)
+        if not log.forward_only:
+            return work
+        return replace(work, flops=work.flops + log.forward_only * forward_flops(self.costs, mask))
 
     def work_on(self, examples: int, mask: UnitMask | WeightMask | None = None, *, padded_examples: int | None = None) -> Cost:
         """Return the cost of training on some examples. The backward pass counts as two forward passes.
@@ -179,9 +181,8 @@ class ClientContext:
             mask: The part that trains; None for the whole model.
             padded_examples: The same if every batch counts as full, for the paper's FLOPs; None: `examples`.
         """
-        units = mask if isinstance(mask, UnitMask) else None
         # No FLOPs are spent on gradients of frozen weights.
-        step = 3 * self.costs.forward_flops(units) - frozen_flops(self.costs, units, self.frozen)
+        step = 3 * forward_flops(self.costs, mask) - frozen_flops(self.costs, mask, self.frozen)
         padded = examples if padded_examples is None else padded_examples
         return Cost(flops=step * examples, flops_paper=3 * rowmask_flops(self.costs, mask) * padded)
 
@@ -196,9 +197,11 @@ class ClientContext:
             return {}
         examples = self.examples(split)
         count = len(examples) if positions is None else len(positions)
-        self.scored.append(count * self.costs.forward_flops(self.masked.unit_mask()))
+        self.scored.append(count * forward_flops(self.costs, self.masked.unit_mask()))
         return evaluate(self.masked.model, self.problem, examples, positions=positions)
 
+
+_full = functools.lru_cache(maxsize=8)(UnitMask.full)
 
 _METRICS: Mapping[CapabilityOf, str] = {"flops": "flops", "memory": "params"}
 """What a capability is a share of → its name in the costs of a run, whose parameters are those that train."""
@@ -228,7 +231,7 @@ def share_of(costs: CostModel, mask: Mask | None, of: CapabilityOf) -> float:
     A weight mask saves no FLOPs, so its share is that of its kept entries.
     """
     if isinstance(mask, UnitMask) and of in _METRICS:
-        return costs.costs(mask.counts())[_METRICS[of]] / costs.dense_costs()[_METRICS[of]]
+        return _at(costs, _counts(costs, mask)).costs[_METRICS[of]] / _at(costs, _counts(costs, None)).costs[_METRICS[of]]
     if mask is None or not len(mask):
         return 1.0
     return sum(int(keep.sum()) for keep in mask.values()) / sum(keep.numel() for keep in mask.values())
@@ -245,7 +248,38 @@ def timed(cost: Cost, capability: Capability) -> Cost:
     return replace(cost, simulated_seconds=seconds + scoring, simulated_seconds_scoring=scoring)
 
 
-def rowmask_flops(costs: CostModel, mask: UnitMask | WeightMask | None = None) -> int:
+class _Costs(NamedTuple):
+    """FLOPs of one example: of a forward pass, by the row-mask convention, and by state-dict key; and the costs of a step."""
+
+    forward: int
+    rowmask: int
+    entries: dict[str, float]
+    costs: dict[str, float]
+
+
+@functools.lru_cache(maxsize=4096)
+def _at(costs: CostModel, counts: tuple[int, ...]) -> _Costs:
+    """Return the costs of a submodel whose groups keep `counts` units. Clients and rounds share most submodels."""
+    named = dict(zip(costs.graph.groups, counts, strict=True))
+    mask = UnitMask({name: torch.arange(costs.graph.groups[name].size) < count for name, count in named.items()})
+    rows = _flops(costs, costs.sizes(mask, sides=("out",)), bias=True, others=costs.other_flops)
+    entries = {name: cost["flops"] for name, cost in costs.entry_costs(named).items()}
+    return _Costs(costs.forward_flops(mask), rows, entries, costs.costs(named))
+
+
+def _counts(costs: CostModel, mask: Mask | None) -> tuple[int, ...]:
+    if isinstance(mask, UnitMask):
+        found = mask.counts()
+        return tuple(found[name] for name in costs.graph.groups)
+    return tuple(group.size for group in costs.graph.groups.values())
+
+
+def forward_flops(costs: CostModel, mask: Mask | None = None) -> int:
+    """Return the FLOPs of a forward pass of one example. A weight mask saves none."""
+    return _at(costs, _counts(costs, mask)).forward
+
+
+def rowmask_flops(costs: CostModel, mask: Mask | None = None) -> int:
     """Return the forward FLOPs of one example by the paper's row-mask convention.
 
     They are (2 · nonzero weights + bias entries) per output position, and all products between activations. A UnitMask zeroes
@@ -253,17 +287,15 @@ def rowmask_flops(costs: CostModel, mask: UnitMask | WeightMask | None = None) -
     """
     if isinstance(mask, WeightMask):
         sizes = {name: int(mask[name].sum()) if name in mask else math.prod(s) for name, s in costs.graph.shapes.items()}
-    else:
-        sizes = costs.sizes(mask, sides=("out",))
-    return _flops(costs, sizes, bias=True, others=costs.other_flops)
+        return _flops(costs, sizes, bias=True, others=costs.other_flops)
+    return _at(costs, _counts(costs, mask)).rowmask
 
 
-def frozen_flops(costs: CostModel, mask: UnitMask | None, frozen: frozenset[str]) -> int:
+def frozen_flops(costs: CostModel, mask: Mask | None, frozen: frozenset[str]) -> int:
     """Return the FLOPs of a forward pass of one example that are spent on frozen weights."""
-    if not frozen:
-        return 0
-    counts = {name: group.size for name, group in costs.graph.groups.items()} if mask is None else mask.counts()
-    return int(sum(cost["flops"] for name, cost in costs.entry_costs(counts).items() if name in frozen))
+    return (
+        int(sum(flops for name, flops in _at(costs, _counts(costs, mask)).entries.items() if name in frozen)) if frozen else 0
+    )
 
 
 def part_flops(costs: CostModel, weights: Collection[str], *, bias: bool = False) -> int:

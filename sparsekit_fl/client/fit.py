@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -40,8 +41,8 @@ Step = Callable[[Batch], tuple[Any, Tensor]]
 class Examples:
     """One split of a client's data. TensorData are transformed and moved once; other data sets are read batch by batch.
 
-    `name` and `split` are used in errors, and `rng` seeds the random transforms of a data set. Inputs with NaN or infinity
-    raise a DataError: at once, or when the batch is read.
+    `name` and `split` are used in errors, and `rng` returns the generator that seeds random transforms of a data set. Inputs
+    with NaN or infinity raise a DataError: at once, or when the batch is read.
     """
 
     def __init__(
@@ -52,11 +53,11 @@ class Examples:
         device: str,
         name: str = "the data",
         split: str = "the split",
-        rng: np.random.Generator | None = None,
+        rng: Callable[[], np.random.Generator] | None = None,
     ) -> None:
         self._name, self._split = name, split
         self._data, self._device = data, device
-        self._rng = np.random.default_rng(0) if rng is None else rng
+        self._rng = rng or partial(np.random.default_rng, 0)
         self._arrange = arranged if problem.channels_last else lambda tensor: tensor
         self._lazy = not isinstance(data, TensorData)
         if not self._lazy:
@@ -96,7 +97,7 @@ class Examples:
     def _read(self, order: Tensor | None, bounds: Sequence[tuple[int, int]]) -> Iterator[Batch]:
         positions = list(range(len(self._data))) if order is None else order.tolist()
         for start, stop in bounds:
-            with torch_scope(self._rng):  # a data set may draw random numbers
+            with torch_scope(self._rng()):  # a data set may draw random numbers
                 inputs, targets = read(self._data, positions[start:stop])
             moved, targets = tuple(self._arrange(item.to(self._device)) for item in inputs), targets.to(self._device)
             self._check(moved, positions[start:stop])

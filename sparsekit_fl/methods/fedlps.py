@@ -13,7 +13,7 @@ from torch import Tensor
 from sparsekit.allocation import mask_from_scores, ratio_counts
 from sparsekit.criteria import Magnitude, Ordered, ScoringContext
 from sparsekit.graph import StateDict, UnitMask
-from sparsekit_fl.client.context import ClientContext, rowmask_flops
+from sparsekit_fl.client.context import ClientContext, forward_flops, rowmask_flops
 from sparsekit_fl.client.fit import Batch
 from sparsekit_fl.client.messages import Cost
 from sparsekit_fl.config import option
@@ -102,8 +102,10 @@ class FedLPS(Method):
     def train(self, client: ClientContext, task: Task) -> Result:
         head = head_entries(client.layers) if len(client.layers) > 1 else ()
         start = {**task.state, **self._head(client, task.extra)}
-        labels, batches, runs = task.extra.get("labels"), client.batches(), self._narrower(client, task, start)
-        drawn = iter(client.rng.integers(len(runs), size=batches.steps).tolist() if runs else ())
+        labels, batches, levels = task.extra.get("labels"), client.batches(), self._narrower(client, task)
+        numbers = client.rng.integers(len(levels), size=batches.steps).tolist() if levels else ()
+        runs = {number: self._run(client, task, start, levels[number]) for number in sorted(set(numbers))}
+        drawn = iter(numbers)
         module, loss_of, counts, spent = client.masked.model, client.problem.loss, labels, [0, 0]
 
         def forward(batch: Batch) -> tuple[Any, Tensor]:
@@ -128,14 +130,16 @@ class FedLPS(Method):
         work += Cost(flops=spent[0], flops_paper=spent[1])
         return replace(result, extra=extra, work=work)
 
-    def _narrower(self, client: ClientContext, task: Task, start: StateDict) -> list[tuple[int, int, Callable[[Batch], Any]]]:
-        """Return the narrower levels: FLOPs of training on an example, FLOPs by the paper's count, and a forward function."""
-        levels = sorted({level for level in client.levels if level < task.ratio}) if self.nested else []
-        masks, costs = [_first(client, task.extra["order"], level) for level in levels], client.costs
-        return [
-            (3 * costs.forward_flops(mask), 3 * rowmask_flops(costs, mask), narrower(client, start, _units(task.mask), mask))
-            for mask in masks
-        ]
+    def _narrower(self, client: ClientContext, task: Task) -> list[float]:
+        return sorted({level for level in client.levels if level < task.ratio}) if self.nested else []
+
+    def _run(
+        self, client: ClientContext, task: Task, start: StateDict, level: float
+    ) -> tuple[int, int, Callable[[Batch], Any]]:
+        """Return a narrower level: FLOPs of training on an example, FLOPs by the paper's count, and a forward function."""
+        mask = _first(client, task.extra["order"], level)
+        run = narrower(client, start, _units(task.mask), mask)
+        return 3 * forward_flops(client.costs, mask), 3 * rowmask_flops(client.costs, mask), run
 
     def _head(self, client: ClientContext, extra: Mapping[str, Tensor]) -> StateDict:
         own: StateDict = client.memory.get("head", {}) if "own head" in extra and bool(extra["own head"]) else {}

@@ -17,7 +17,7 @@ from sparsekit.allocation import mask_from_scores, ratio_counts
 from sparsekit.bandit import Interval
 from sparsekit.criteria import Criterion, Magnitude, Ordered, Random
 from sparsekit.graph import StateDict, UnitMask
-from sparsekit_fl.client.context import ClientContext, rowmask_flops
+from sparsekit_fl.client.context import ClientContext, forward_flops, rowmask_flops
 from sparsekit_fl.client.fit import Batch
 from sparsekit_fl.client.messages import Cost, Update
 from sparsekit_fl.config import Fraction, Positive, option
@@ -184,7 +184,7 @@ class FjORD(Submodels):
         # With one width, nothing is drawn, so that the run is bit-identical to FedAvg's.
         drawn = iter(client.rng.integers(len(widths), size=batches.steps).tolist() if runs else [0] * batches.steps)
         runs.append(lambda batch: client.masked.model(*batch.inputs))
-        flops, paper = [3 * costs.forward_flops(mask) for mask in masks], [3 * rowmask_flops(costs, mask) for mask in masks]
+        flops, paper = [3 * forward_flops(costs, mask) for mask in masks], [3 * rowmask_flops(costs, mask) for mask in masks]
         spent = [0, 0]
 
         def forward(batch: Batch) -> tuple[Any, Tensor]:
