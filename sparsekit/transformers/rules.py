@@ -169,19 +169,32 @@ class ExpertsRule(LayerRule):
 
 
 class Mamba2Rule(LayerRule):
-    """Rule for Mamba-2. A unit is a head of the state space, with its inputs, gates, step sizes and decay.
+    """Rule for Mamba-2 and its copies. Units are heads, with their inputs, gates, step sizes and decay, and state features.
 
     The gated norm averages over all heads, so heads are prunable only with `prune_hidden_size=True`. If B and C are shared by
-    groups of heads, the same head of every group is removed. The rows of `in_proj` are gates, inputs, B, C and step sizes, in
-    this order.
+    groups of heads, the same head and the same state feature of every group are removed. The rows of `in_proj` are gates,
+    inputs, B, C and step sizes, in this order.
     """
 
-    type_names: ClassVar[tuple[str, ...]] = ("transformers.models.mamba2.modeling_mamba2.Mamba2Mixer",)
+    type_names: ClassVar[tuple[str, ...]] = tuple(
+        f"transformers.models.{module}.modeling_{module}.{name}"
+        for module, name in {
+            "mamba2": "Mamba2Mixer",
+            "bamba": "BambaMixer",
+            "granitemoehybrid": "GraniteMoeHybridMambaLayer",
+            "nemotron_h": "NemotronHMamba2Mixer",
+            "zamba2": "Zamba2MambaMixer",
+        }.items()
+    )
 
     def resize(self, module: nn.Module) -> None:
         mixer: Any = module
         mixer.num_heads = mixer.A_log.shape[0]
+        mixer.ssm_state_size = (len(mixer.in_proj.weight) - 2 * mixer.num_heads * mixer.head_dim - mixer.num_heads) // (
+            2 * mixer.n_groups
+        )
         mixer.intermediate_size, mixer.conv_dim = mixer.num_heads * mixer.head_dim, mixer.conv1d.weight.shape[0]
+        _set_sizes(mixer.norm, group_size=mixer.intermediate_size // mixer.n_groups)
 
     def trace(self, tracer: Tracer, module: nn.Module, run: Run, args: Args, kwargs: Kwargs) -> Any:
         """Unite the positions of each head in all tensors, and record the norm over all heads."""
@@ -195,7 +208,26 @@ class Mamba2Rule(LayerRule):
         tracer.set(out, TensorLabels((*[None] * (out.dim() - 1), rows)))
         if mixer.num_heads > 1:
             self._unite(tracer, mixer, inputs, outputs)
+        self._unite_states(tracer, mixer)
         return out
+
+    def _unite_states(self, tracer: Tracer, mixer: Any) -> None:
+        """Unite the rows of B and C of each state feature, which are zero where the rows of the convolution are."""
+        size = 2 * mixer.n_groups * mixer.ssm_state_size
+        tensors = {mixer.in_proj: slice(2 * mixer.intermediate_size, 2 * mixer.intermediate_size + size)}
+        tensors[mixer.conv1d] = slice(mixer.intermediate_size, None)
+        axes = [
+            (layer, Labels(axis.nodes[part], axis.sources[part]))
+            for layer, part in tensors.items()
+            for tensor in (layer.weight, layer.bias)
+            if tensor is not None and (axis := tracer.labels(tensor).axes[0]) is not None
+        ]
+        tracer.unite_rows(axes[0][1].nodes.reshape(-1, mixer.ssm_state_size))
+        for _, axis in axes:
+            tracer.unite(axes[0][1].nodes, axis.nodes)
+            tracer.make_nodes(axis.nodes, "feature")
+        zero = [axis.sources for layer, axis in axes if layer is mixer.conv1d]
+        tracer.read(Labels(axes[0][1].nodes, zero[0] if len(zero) == 1 else tracer.both(*zero)), None)
 
     def _unite(self, tracer: Tracer, mixer: Any, inputs: TensorLabels, outputs: TensorLabels) -> None:
         wide, count = mixer.intermediate_size, mixer.num_heads
@@ -226,7 +258,8 @@ class Mamba2Rule(LayerRule):
             tracer.fix(heads, "normalized over all heads by the gated norm of Mamba-2", averaged=True)
             return
         cause = tracer.cause("averaged over by one call that sees other heads from time to time")
-        tracer.facts.append(Average(f"{tracer.module}.norm", 0, "mean", of_values, -1, cause))
+        averaged = of_values[: getattr(mixer.norm, "group_size", wide)]  # all groups keep the same heads
+        tracer.facts.append(Average(f"{tracer.module}.norm", 0, "mean", averaged, -1, cause))
 
 
 def _is_transposed(module: nn.Module) -> bool:

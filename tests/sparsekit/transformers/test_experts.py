@@ -1,5 +1,6 @@
 """Experts of mixtures and heads of Mamba-2 go whole, with their part of every entry."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -196,11 +197,15 @@ def test_heads_go_with_their_gates_inputs_steps_and_decay(groups: int, tmp_path:
     config = transformers.Mamba2Config(**sizes, num_heads=8, head_dim=4, n_groups=groups, use_bias=groups > 1)
     model = transformers.Mamba2ForCausalLM(config).eval()
     ids = torch.randint(17, (2, 6))
-    with pytest.raises(sk.errors.NoUnitsError, match=r"all heads by the gated norm .* prune_hidden_size=True"):
-        trace(model, ids)
+    graph, _ = trace(model, ids)
+    assert [(group.kind, group.size) for group in graph.groups.values()] == [("feature", 4)] * 2
+    reasons = [(item.reason, item.remedy) for item in graph.unprunable if item.module.endswith("mixer.in_proj")]
+    assert len(reasons) == 2
+    assert all("all heads by the gated norm" in reason and "prune_hidden_size=True" in remedy for reason, remedy in reasons)
     graph, _ = trace(model, ids, prune_hidden_size=True)
-    heads = [group for group in graph.groups.values() if group.kind == "head"]
+    heads, states = ([group for group in graph.groups.values() if group.kind == kind] for kind in ("head", "feature"))
     assert [group.size for group in heads] == [8 // groups] * 2
+    assert {group.size for group in states} >= {4}
     spans = {piece.name.split("mixer.")[1]: piece.span // groups for piece in heads[0].slices if piece.dim == 0}
     spans.pop("in_proj.bias", None)
     assert spans == {
@@ -216,7 +221,52 @@ def test_heads_go_with_their_gates_inputs_steps_and_decay(groups: int, tmp_path:
     check_nothing_is_lost(model, graph, mask)
     small: Any = sk.compact(model, graph, mask)
     mixer = small.backbone.layers[0].mixer
-    assert (mixer.num_heads, mixer.intermediate_size, mixer.conv_dim) == (4, 16, 16 + 8 * groups)
+    assert (mixer.num_heads, mixer.intermediate_size, mixer.conv_dim) == (4, 16, 16 + 4 * groups)
     sk.save_pretrained(small, tmp_path)
     loaded, options = sk.load_pretrained(tmp_path), {"max_new_tokens": 4, "do_sample": False}
     assert torch.equal(loaded.generate(ids, **options), small.generate(ids, **options))
+
+
+_HYBRID = {**_SIZES, "hidden_size": 32, "num_hidden_layers": 2, "chunk_size": 8}
+COPIES: dict[str, dict[str, Any]] = {
+    "Bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "attn_layer_indices": [1]},
+    "GraniteMoeHybrid": {
+        "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "layer_types": ["mamba", "attention"],
+        "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 12,
+    },
+    "NemotronH": {
+        "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 4, "layers_block_type": ["mamba", "attention"],
+    },
+    "Zamba2": {
+        "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_d_state": 4, "layers_block_type": ["mamba", "hybrid"],
+        "num_mem_blocks": 1, "adapter_rank": 4,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_of_the_mixer_lose_heads_and_state_features(name: str, groups: int) -> None:
+    torch.manual_seed(0)
+    counted = {
+        "Bamba": "mamba_n_groups",
+        "GraniteMoeHybrid": "mamba_n_groups",
+        "NemotronH": "n_groups",
+        "Zamba2": "mamba_ngroups",
+    }
+    sizes = {key: value for key, value in _HYBRID.items() if name != "NemotronH" or key != "num_hidden_layers"}
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **COPIES[name], counted[name]: groups})
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    ids = torch.randint(2, 17, (2, 12))
+    kinds = {}
+    for hidden in (False, True):
+        graph, _ = trace(model, ids, prune_hidden_size=hidden)
+        kinds[hidden] = {
+            (each.kind, each.size) for key, each in graph.groups.items() if re.search(r"(mamba|mixer)\.in_proj", key)
+        }
+    assert kinds == {False: {("feature", 4)}, True: {("head", 8 // groups), ("feature", 4)}}
+    small = check_masked_equals_compact(model, (ids,), {}, graph, random_mask(graph, 0.5, 0), tolerance=1e-5)
+    with torch.no_grad():
+        kept = small.generate(ids, max_new_tokens=4, do_sample=False)
+        again = small.generate(ids, max_new_tokens=4, do_sample=False, use_cache=False)
+    assert torch.equal(kept, again)
