@@ -33,7 +33,7 @@ class Dispatcher(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = list(tensors_of((*args, *kwargs.values())))
+        given = tensors_of((*args, *kwargs.values()))
         for tensor in given:
             self.tracer.meet(tensor)
         moved = self._moved_in_place(func, args, kwargs)

@@ -34,6 +34,8 @@ from sparsekit.tracing.ops.call import tensors_of
 
 _STATISTICS = frozenset({"running_mean", "running_var"})
 """Arguments of batch norms that are written to, though the schemas of the older ones do not say so."""
+# Uninitialized memory differs from pass to pass. Circular padding, for example, allocates its result with new_empty.
+_UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 class Signature(NamedTuple):
@@ -44,12 +46,14 @@ class Signature(NamedTuple):
         written: Those that it writes to.
         computed: Those that it computes with, unlike axes and sizes.
         draws: Whether it draws random numbers. An operator that takes a dropout does not: dropout is off in all passes.
+        makes: Whether it computes its results, which are neither views nor uninitialized memory.
     """
 
     names: tuple[str, ...]
     written: frozenset[str]
     computed: frozenset[str]
     draws: bool
+    makes: bool
 
     def values(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, computed: bool) -> list[Any]:
         """Return the arguments of a call that the operator computes with, or the others."""
@@ -65,7 +69,8 @@ def signature(func: Any) -> Signature:
     written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
     computed = {a.name for a in arguments if any(kind in str(a.type) for kind in ("Tensor", "number", "float"))}
     draws = torch.Tag.nondeterministic_seeded in func.tags and not any(name.startswith("dropout") for name in names)
-    return Signature(names, frozenset(written | _STATISTICS.intersection(names)), frozenset(computed), draws)
+    makes = not func.is_view and func.overloadpacket.__name__ not in _UNINITIALISED
+    return Signature(names, frozenset(written | _STATISTICS.intersection(names)), frozenset(computed), draws, makes)
 
 
 class ReadOnly(DispatchMode):
@@ -98,38 +103,33 @@ class ReadOnly(DispatchMode):
         return tree_map_only(Tensor, lambda t: t.clone() if storage_id(t) in self._storages else t, value)
 
 
-class InFloat64(DispatchMode):
-    """Makes operators compute in float64. Entries are converted in each operator.
+def in_float64(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute an operator in float64, with its arguments converted.
 
     So a pass is as exact as on a copy in float64, which would take up to four times the memory of the model.
     """
+    if func.is_view:
+        return func(*args, **kwargs)
+    names, written, *_ = signature(func)
+    given = dict(zip(names, args, strict=False)) | kwargs
+    # A batch norm writes to statistics of a copy, which are restored anyway.
+    targets = {name: given[name] for name in written - _STATISTICS if name in given} if written else {}
+    wanted = next((t.dtype for t in tensors_of(targets.values()) if t.is_floating_point()), torch.float64)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func.is_view:
-            return func(*args, **kwargs)
-        names, written, *_ = signature(func)
-        given = dict(zip(names, args, strict=False)) | kwargs
-        # A batch norm writes to statistics of a copy, which are restored anyway.
-        targets = {name: given[name] for name in written - _STATISTICS if name in given}
-        wanted = next((t.dtype for t in tensors_of(targets.values()) if t.is_floating_point()), torch.float64)
+    def one(tensor: Tensor) -> Tensor:
+        return tensor.to(wanted) if tensor.is_floating_point() else tensor
 
-        def one(tensor: Tensor) -> Tensor:
-            return tensor.to(wanted) if tensor.is_floating_point() else tensor
+    def convert(name: str, value: Any) -> Any:
+        if name in targets:
+            return value
+        if isinstance(value, Tensor):
+            return one(value)
+        if isinstance(value, torch.dtype):
+            return wanted if value.is_floating_point else value
+        return tree_map_only(Tensor, one, value) if isinstance(value, (list, tuple)) else value
 
-        def convert(name: str, value: Any) -> Any:
-            if name in targets:
-                return value
-            if isinstance(value, torch.dtype) and value.is_floating_point:
-                return wanted
-            if isinstance(value, list | tuple):
-                return tree_map_only(Tensor, one, value)
-            return one(value) if isinstance(value, Tensor) else value
-
-        args = tuple(convert(name, value) for name, value in zip(names, args, strict=False))
-        return func(*args, **{name: convert(name, value) for name, value in kwargs.items()})
+    args = tuple(convert(name, value) for name, value in zip(names, args, strict=False))
+    return func(*args, **{name: convert(name, value) for name, value in kwargs.items()})
 
 
 @contextmanager

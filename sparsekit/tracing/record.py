@@ -26,7 +26,7 @@ from sparsekit.labels.facts import LIBRARIES, user_line
 from sparsekit.rng import seeded
 from sparsekit.tracing.inputs import ModelInputs, find_numbers, find_tensors
 from sparsekit.tracing.ops.call import tensors_of
-from sparsekit.tracing.passes import ReadOnly, signature
+from sparsekit.tracing.passes import ReadOnly, in_float64, signature
 
 _WHOLE = 8_192  # larger values are sampled immediately, so that a record takes little memory
 _SAMPLE = 4_096  # maximum number of elements of a value that are compared
@@ -37,8 +37,7 @@ _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device,
 _NUMBERS = 64  # maximum number of elements of a tensor with values that are recorded in a pass without values
 _NOWHERE = ("<", 0)
 _ITEM = torch.ops.aten._local_scalar_dense.default
-# Uninitialized memory differs from pass to pass. Circular padding, for example, allocates its result with new_empty.
-_UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+_COUNTS = (int, float, complex)
 
 
 def sample(tensor: Tensor) -> Tensor:
@@ -100,6 +99,7 @@ class Record(DispatchMode):
             in the others.
         unordered: Modules that process units one by one: their results are compared, but not the values inside them.
         values: Whether to record values. Otherwise, shapes and the arguments that are not tensors are recorded.
+        precise: Whether to compute in float64.
     """
 
     def __init__(
@@ -109,9 +109,10 @@ class Record(DispatchMode):
         unordered: Iterable[nn.Module] = (),
         *,
         values: bool = True,
+        precise: bool = False,
     ) -> None:
         super().__init__()
-        self._guard, self._values = guard, values
+        self._guard, self._values, self._precise = guard, values, precise
         self._reads = not values and model is not None and any(parameter.is_meta for parameter in model.parameters())
         self.outputs: list[Tensor] = []
         self.returned: tuple[list[torch.Size], list[complex]] = [], []  # shapes and plain numbers, of a pass without values
@@ -210,7 +211,7 @@ class Record(DispatchMode):
             for storage in changed:
                 for value in self._held.pop(storage, ()):
                     value.tensor = sample(value.tensor).clone()
-        result = func(*args, **kwargs)
+        result = in_float64(func, args, kwargs) if self._precise else func(*args, **kwargs)
         reads = tuple(map(self._numbers.__getitem__, entering))
         if func is _ITEM:
             self._taken_out.update(reads)
@@ -220,13 +221,12 @@ class Record(DispatchMode):
             if storage not in entering:
                 self._numbers.pop(storage, None)  # newly allocated, maybe with the id of an earlier one
             writes.append(self._numbers[storage])
-            made = not func.is_view and func.overloadpacket.__name__ not in _UNINITIALISED
-            if made and not self._unseen and _is_compared(tensor):
+            if called.makes and not self._unseen and _is_compared(tensor):
                 values.append(self._value(tensor))
         op = _Op(func.name(), _line(), self._frames[-1], (), reads, tuple(writes), values)
         if not self._unseen and entering:  # without inputs, as in `arange`, numbers are lengths, whose uses are compared
             computed = called.values(args, kwargs, computed=True)
-            op.numbers = tuple(v for v in computed if isinstance(v, int | float | complex))
+            op.numbers = tuple(v for v in computed if isinstance(v, _COUNTS))
         if called.draws:
             self.draws.append(tuple(tensor.shape for tensor in tensors_of((result,))))
             self.draw = self.draw or str(op)
@@ -235,7 +235,7 @@ class Record(DispatchMode):
 
     def _note_shapes(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         computed, others = (signature(func).values(args, kwargs, computed=which) for which in (True, False))
-        numbers = [v for v in computed if isinstance(v, int | float | complex)]
+        numbers = [v for v in computed if isinstance(v, _COUNTS)]
         for tensor in tensors_of(computed) if self._reads else ():  # one with values among others without is a number
             if not tensor.is_meta and tensor.numel() <= _NUMBERS:
                 numbers += tensor.flatten().tolist()

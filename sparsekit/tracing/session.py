@@ -17,7 +17,7 @@ from sparsekit.layers import Rules, find_rule
 from sparsekit.rng import seeded
 from sparsekit.surgery.rebuild import copy_with, find_constants, named_entries, narrow_module
 from sparsekit.tracing.inputs import ModelInputs, find_numbers, find_tensors, held_tensors, plain_copy, with_tokens
-from sparsekit.tracing.passes import InFloat64, ReadOnly, Snapshot, train_without_dropout
+from sparsekit.tracing.passes import ReadOnly, Snapshot, train_without_dropout
 from sparsekit.tracing.perturbed import PerturbedState, is_meta, with_values
 from sparsekit.tracing.record import Record
 
@@ -136,7 +136,13 @@ class Session:
         """Run the dense copy, or a cut one, on all calls, and record what it computes, with gradients if they are wanted."""
         guard, calls, model = self._calls[0].guard, self._calls, copied.model
         unordered = [m for m in copied.modules if (rule := find_rule(m, self.rules)) is not None and rule.in_order_of_units]
-        record = Record(guard if isinstance(guard, ReadOnly) else None, model if self.by_module else None, unordered)
+        # Record itself guards against writes and converts: each dispatch mode takes as much time as the operators.
+        record = Record(
+            guard if isinstance(guard, ReadOnly) else None,
+            model if self.by_module else None,
+            unordered,
+            precise=self.lean or self.wide,
+        )
         if training:
             train_without_dropout(model)
             calls = [calls[number].doubled() if doubled else calls[number] for number, doubled in self.training]
@@ -155,10 +161,8 @@ class Session:
         try:
             with torch.set_grad_enabled(gradients), seeded(0):
                 for number, inputs in enumerate(calls):
-                    # Record itself guards against writes: two dispatch modes would take twice the time.
-                    returned = replace(inputs, guard=InFloat64() if self.lean or self.wide else nullcontext()).call(
-                        model, record, leaf if gradients else plain_copy
-                    )
+                    copied_by = leaf if gradients else plain_copy
+                    returned = replace(inputs, guard=nullcontext()).call(model, record, copied_by)
                     outputs += (found := find_tensors(returned))
                     numbers = find_numbers(returned)
                     outputs += [torch.tensor(n, dtype=self.precision if type(n) is float else None) for n in numbers]

@@ -1,6 +1,6 @@
 """One operator call of a trace, as its handler sees it."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -17,13 +17,15 @@ MOST_POSITIONS = 1 << 24
 Outputs: TypeAlias = TensorLabels | Sequence[TensorLabels | None] | None
 
 
-def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among arguments or results of an operator, which are tensors, lists of them and plain values."""
+def tensors_of(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among arguments or results of an operator, which are tensors, lists of them and plain values."""
+    found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_of(value)
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_of(value)
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +78,7 @@ class Call:
     @cached_property
     def tensors(self) -> list[Tensor]:
         """All tensor arguments, those in lists included."""
-        return list(tensors_of(self.arguments.values()))
+        return tensors_of(self.arguments.values())
 
     def outside(self, what: str, dim: int, rank: int) -> Cause:
         """Return the cause if units along axis `dim` of a result of `rank` axes are combined with values without units."""

@@ -72,7 +72,7 @@ def _numbers(call: Call, shape: Sequence[int]) -> list[IntArray] | None:
     where = tensor.device if key is None else None
     numbers = torch.arange(math.prod(shape), device=where).reshape(shape).expand(tensor.shape)
     try:
-        pieces = list(tensors_of((_run(call, numbers),)))
+        pieces = tensors_of((_run(call, numbers),))
     except RuntimeError:  # a view of too many positions
         return None
     found = []

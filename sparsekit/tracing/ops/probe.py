@@ -91,7 +91,7 @@ class _Runner:
 
         arguments = {name: own(value, name in self._written) for name, value in self._call.arguments.items()}
         with seeded(0):
-            found = list(tensors_of((self._call.func(**arguments),)))
+            found = tensors_of((self._call.func(**arguments),))
         return [found[k] if k < len(found) else out for k, out in enumerate(self._call.outputs)]
 
     def can_lose(
