@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from sparsekit._torch import modules_of
 from sparsekit.graph.groups import Constant, Kind, Refusal
 from sparsekit.graph.held import Path
 from sparsekit.labels.facts import OUTPUT, Borrow, Cause, Compare, Count, Fact, Keep, Make, Merge, Read, user_line
@@ -73,7 +74,7 @@ class Tracer:
         """Keep `modules` up to date while `model`, a private copy, runs."""
         self._model = model
         model.register_forward_pre_hook(lambda _m, args, kwargs: mark_inputs(args, kwargs), with_kwargs=True)
-        for name, module in model.named_modules():
+        for name, module in modules_of(model):
             module.register_forward_pre_hook(lambda _m, _a, _name=name: self.modules.append(_name), prepend=True)
             module.register_forward_hook(lambda _m, _a, _o: self._leave(), always_call=True)
 

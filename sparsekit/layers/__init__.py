@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from torch import nn
 
+from sparsekit._torch import modules_of
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, Labels, TensorLabels
 from sparsekit.registry import Registry
@@ -122,7 +123,7 @@ def _known_rule(kind: type[nn.Module]) -> LayerRule | None:
 
 def resize(model: nn.Module, extra: Rules | None = None) -> None:
     """Set the sizes of every layer in `model` from the shapes of its parameters. `extra` is as in `find_rule`."""
-    for module in model.modules():
+    for _, module in modules_of(model):
         rule = find_rule(module, extra)
         if rule is not None:
             rule.resize(module)

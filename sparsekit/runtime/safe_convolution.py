@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sparsekit._torch import modules_of
+
 LIMIT = 16  # the channels of one AVX-512 block; AVX2 needs 8
 
 
@@ -35,7 +37,7 @@ class Conv2d(nn.Conv2d):
 
 def guard_convolutions(model: nn.Module, *, wide: bool = False) -> None:
     """Guard layers of `model` for which oneDNN may fail, in place. `wide`: also guard those with 16 or more input channels."""
-    for module in model.modules():
+    for _, module in modules_of(model):
         if type(module) is nn.Conv2d and (wide or module.in_channels < LIMIT):
             pointwise = module.kernel_size == (1, 1) and module.groups == 1 and module.padding in ((0, 0), "valid")
             if pointwise and module.stride != (1, 1):

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import ConvNd, parameters_of, persistent_buffers, refresh_flat_weights, set_mode, storage_id
+from sparsekit._torch import ConvNd, modules_of, parameters_of, persistent_buffers, refresh_flat_weights, set_mode, storage_id
 from sparsekit.errors import ForeignMaskError, UnsupportedModelError
 from sparsekit.graph import StateDict, UnitGraph, cut_axes, gather
 from sparsekit.graph.edit import inside
@@ -28,10 +28,11 @@ def named_entries(model: nn.Module) -> dict[str, Tensor]:
     Unlike `state_dict()`, it runs no hooks, which may copy tensors, and it omits values that are not tensors.
     """
     found: dict[str, Tensor] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module in modules_of(model, all_names=True):
         prefix = f"{path}." if path else ""
-        found |= {prefix + name: entry for name, entry in parameters_of(module).items() if entry is not None}
-        found |= {prefix + name: entry for name, entry in persistent_buffers(module).items()}
+        for name, entry in (*parameters_of(module).items(), *persistent_buffers(module).items()):
+            if entry is not None:
+                found[prefix + name] = entry
     return found
 
 
@@ -39,7 +40,7 @@ def find_constants(model: nn.Module) -> dict[str, tuple[Constant, Tensor]]:
     """Return name → description and tensor, of all tensors that modules hold outside the state."""
     state = {id(entry) for entry in named_entries(model).values()}
     found, bare = {}, set[int]()
-    for name, module in model.named_modules():
+    for name, module in modules_of(model):
         for path, tensor in held_tensors(module, bare).items():
             if id(tensor) not in state and tensor.layout is torch.strided and not tensor.is_quantized:
                 constant = Constant(name, path, tensor.shape)
@@ -104,7 +105,8 @@ def copy_with(
     memo: dict[int, object] = dict(outside or {})
     shared: dict[tuple[Any, ...], Tensor] = {}
     bare = set[int]()  # of values that modules share, such as a configuration
-    for module in model.modules():
+    modules = [module for _, module in modules_of(model)]
+    for module in modules:
         if isinstance(module, nn.RNNBase):
             refresh_flat_weights(module)  # the list may be outdated
         for name, held in vars(module).items():
@@ -132,18 +134,22 @@ def copy_with(
     for constant in constants:
         own = held_at(model.get_submodule(constant.module), constant.path)
         memo[id(own)] = tensors[constant.name].detach().requires_grad_(own.requires_grad)
-    twins = [(module, nn.Module.__new__(type(module))) for module in model.modules() if _is_plain(module)]
+    twins = [(module, nn.Module.__new__(type(module))) for module in modules if _is_plain(module)]
     memo |= {id(module): twin for module, twin in twins}
     for module, twin in reversed(twins):  # children first: wrappers such as torch.compile's inspect what they wrap
         state = cast(Mapping[str, Any], module.__getstate__())  # leaves out compiled code
-        owner = type(module).__name__
-        twin.__setstate__({n: v if type(v) in ATOMS else _copied(v, memo, f"{owner}.{n}") for n, v in state.items()})
-    made = cast(nn.Module, _copied(model, memo, type(model).__name__))
+        copied = {}
+        for name, value in state.items():
+            if type(value) not in ATOMS:
+                value = memo[id(value)] if id(value) in memo else _copied(value, memo, module, name)
+            copied[name] = value
+        twin.__setstate__(copied)
+    made = cast(nn.Module, _copied(model, memo, model))
     put_constants(made, tensors, constants)  # those in classes and closures, which deepcopy shares
     return made
 
 
-def _copied(value: object, memo: dict[int, object], what: str) -> object:
+def _copied(value: object, memo: dict[int, object], owner: nn.Module, name: str = "") -> object:
     if is_atomic(value):
         return value
     if id(value) in memo:
@@ -157,6 +163,7 @@ def _copied(value: object, memo: dict[int, object], what: str) -> object:
     except UnsupportedModelError:
         raise
     except Exception as error:
+        what = f"{type(owner).__name__}.{name}" if name else type(owner).__name__
         raise UnsupportedModelError(
             f"{what} cannot be copied ({type(error).__name__}: {error}), and sparsekit runs copies of a model: remove the"
             " attribute before, or give its class a __deepcopy__"
@@ -273,7 +280,7 @@ def reshape_leaf(leaf: Tensor, value: Tensor) -> None:
 
 def begin_afresh(model: nn.Module, graph: UnitGraph) -> None:
     """Clear tensors that passes of the dense model have stored: caches that train mode clears, and `graph.leftovers`."""
-    modes = [(module, module.training) for module in model.modules()]
+    modes = [(module, module.training) for _, module in modules_of(model)]
     set_mode(model, True)
     for module, mode in modes:
         module.training = mode
@@ -297,7 +304,7 @@ def _fit(
 
 def _grouped_convolutions(model: nn.Module, graph: UnitGraph) -> Iterator[ConvNd]:
     """Yield the grouped convolutions in which channels are removed within each group, unlike depthwise ones."""
-    for name, module in model.named_modules():
+    for name, module in modules_of(model):
         if isinstance(module, ConvNd) and module.groups > 1 and not module.transposed:
             own = (graph.slices_of.get(f"{name}.{entry}" if name else entry, ()) for entry in _WEIGHTS)
             if any(piece.dim == 1 for pieces in own for _, piece in pieces):

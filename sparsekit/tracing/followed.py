@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from sparsekit._torch import modules_of
 from sparsekit.graph.groups import FreeLength
 from sparsekit.graph.held import Path, map_numbers
 from sparsekit.labels.facts import LIBRARIES
@@ -50,7 +51,7 @@ def _einops_uncached() -> Iterator[None]:
 
 def hold_numbers(tracer: Tracer, model: nn.Module, rules: Mapping[type[nn.Module], LayerRule] | None) -> None:
     """Replace integers in the modules of a private copy by `Number`, except in opaque layers."""
-    for name, module in model.named_modules():
+    for name, module in modules_of(model):
         rule = find_rule(module, rules)
         if rule is not None and rule.opaque:
             continue

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from sparsekit._torch import buffers_of
+from sparsekit._torch import buffers_of, modules_of
 from sparsekit.errors import InvalidValueError, UnsupportedModelError
 from sparsekit.graph.held import OWN_ATTRIBUTES
 from sparsekit.tracing.passes import WithoutDropout
@@ -106,7 +106,7 @@ def _inside(item: Any) -> list[Any]:
 def held_tensors(model: nn.Module) -> list[Tensor]:
     """Return the tensors in attributes of modules, and in containers there, without parameters."""
     held: list[Any] = []
-    for module in model.modules():
+    for _, module in modules_of(model):
         held += buffers_of(module).values()
         held += [value for name, value in vars(module).items() if name not in OWN_ATTRIBUTES and isinstance(value, _CONTAINERS)]
     found: list[Tensor] = []

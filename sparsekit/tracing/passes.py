@@ -21,6 +21,7 @@ from sparsekit._torch import (
     buffers_of,
     eager,
     foreach_copy_,
+    modules_of,
     operator_schema,
     set_mode,
     storage_id,
@@ -165,7 +166,7 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module, constants: Iterable[Tensor] = (), *, whole: bool = True) -> None:
-        self.model, self.modules = model, list(model.modules())
+        self.model, self.modules = model, [module for _, module in modules_of(model)]
         self._but = frozenset[str]() if whole else OWN_ATTRIBUTES
         self._tables: list[tuple[Any, Any]] = [(vars(module), dict(vars(module))) for module in self.modules]
         for _, own in [*self._tables]:
@@ -222,7 +223,7 @@ def train_without_dropout(model: nn.Module) -> nn.Module:
     An instance norm keeps channels apart in both modes. In train mode, it would write its statistics by additional operators.
     """
     set_mode(model, True)
-    for module in model.modules():
+    for _, module in modules_of(model):
         if isinstance(module, DropoutNd | InstanceNorm):
             module.eval()
         elif isinstance(module, nn.MultiheadAttention | nn.RNNBase):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import set_mode
+from sparsekit._torch import buffers_of, modules_of, set_mode
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.held import held_at
 from sparsekit.labels.facts import user_line
@@ -173,7 +173,12 @@ class Session:
                         leaves.clear()
         finally:
             known = {id(tensor) for tensor in copied.tensors}
-            buffers = {name: buffer for name, buffer in model.named_buffers() if id(buffer) in known}
+            buffers = {
+                f"{path}.{name}" if path else name: buffer
+                for path, module in (modules_of(model) if known else ())
+                for name, buffer in buffers_of(module).items()
+                if buffer is not None and id(buffer) in known
+            }
             same = {id(buffer) for buffer in buffers.values()}
             left = [tensor for tensor in held_tensors(model) if id(tensor) not in same]
             record.finish(outputs, left, buffers, copied.tensors)
@@ -197,9 +202,8 @@ class Session:
         made = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
         return {name: gradient for name, gradient in zip(wanted, made, strict=True) if gradient is not None}
 
-    def _narrowed(self, small: nn.Module) -> Snapshot:
-        shapes = {name: entry.shape for name, entry in self.dense.model.named_parameters()}
-        self._whole = {name for name, entry in small.named_parameters() if entry.shape == shapes.get(name)}
+    def _narrowed(self, small: nn.Module, graph: UnitGraph) -> Snapshot:
+        self._whole = {name for name, entry in named_entries(small).items() if entry.shape == graph.shapes.get(name)}
         return self._snapshot(small)
 
     def cut(
@@ -220,7 +224,8 @@ class Session:
         # The zeroed entries are the removed ones, so the narrow copy can be made from this one.
         narrow = {id(own): twin for own, twin in self.outside}
         if not twice:
-            return self._narrowed(narrow_module(dense, graph, keep, self.rules, graph.rotated_indices(keep, moved), narrow))
+            places = graph.rotated_indices(keep, moved)
+            return self._narrowed(narrow_module(dense, graph, keep, self.rules, places, narrow), graph)
         places = graph.rotated_indices(first, moved)
         between = narrow_module(dense, graph, first, self.rules, places, narrow)
         indices = {
@@ -229,7 +234,7 @@ class Session:
             for name, axes in (graph.kept_indices(keep) | graph.kept_constants(keep)).items()
         }  # fmt: skip
         outside = {id(twin): twin for twin in narrow.values()}
-        return self._narrowed(narrow_module(between, graph, keep, self.rules, indices, outside))
+        return self._narrowed(narrow_module(between, graph, keep, self.rules, indices, outside), graph)
 
 
 def _is_finite(record: Record) -> bool:
