@@ -3,6 +3,7 @@
     python benchmarks/models.py                # every model whose package is installed: the table, and models.json
     python benchmarks/models.py levit gpt-oss  # some of them; the others keep their rows in models.json
     python benchmarks/models.py --page         # write docs/evidence/models.md from models.json
+    python benchmarks/models.py --against ../other  # traces here and in another checkout in turns: seconds, and their ratio
 
 A name selects all models whose names contain it. The packages are the dependency group `models`; install them with --no-deps if
 torch is already installed. Each model runs in a separate process. Seconds are processor time of `trace_units` on one thread.
@@ -12,6 +13,9 @@ Sizes are small if the class allows it.
 import contextlib
 import importlib
 import json
+import statistics
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import in_process, options_of
+from common import in_process, in_turns, options_of, processor_seconds
 from laws import run_gated
 from torch import Tensor, nn
 
@@ -33,6 +37,7 @@ from sparsekit.tracing.inputs import ModelInputs, find_tensors
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "evidence" / "models.md"
 LIMIT = 300  # seconds of processor time for one model
+TURNS = 5  # of a comparison, after a warm one; the smallest time counts, since other work on the machine only adds to it
 
 
 def image(size: int, channels: int = 3, batch: int = 1) -> tuple[Tensor, ...]:
@@ -348,6 +353,38 @@ def _short(reason: str) -> str:
     return text if len(text) <= 110 else f"{text[:107]}…"
 
 
+def serve() -> None:
+    """Trace each model whose name is read from standard input, and print processor seconds."""
+    for name in map(str.rstrip, sys.stdin):
+        torch.manual_seed(0)
+        made, given = MODELS[name][1]()
+        print(processor_seconds(partial(sk.trace_units, randomized(made).eval(), given)), flush=True)
+
+
+def against(tree: Path, names: list[str]) -> None:
+    """Print trace times in another checkout and in this one, in turns, and their ratio."""
+    code = "import sys; sys.path[:0] = sys.argv[1:]; import sparsekit, models; models.serve()"
+    servers = {
+        str(path): subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", code, path, HERE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for path in (tree, HERE.parent)
+    }
+
+    def ask(path: str, name: str) -> float:
+        print(name, file=servers[path].stdin, flush=True)
+        assert servers[path].stdout is not None
+        return float(servers[path].stdout.readline())
+
+    ratios = []
+    for name in names:
+        times = in_turns({path: partial(ask, path, name) for path in servers}, TURNS, warm=1, seconds=lambda call: call())
+        other, own = (min(times[path]) for path in servers)
+        ratios.append(own / other)
+        print(f"{name}: {other:.2f} → {own:.2f} s, ratio {ratios[-1]:.2f}", flush=True)
+    print(f"{len(ratios)} models: median {statistics.median(ratios):.2f}, largest {max(ratios):.2f}")
+
+
 HEAD = """# Supported models
 
 Public implementations with random weights, traced without any option, cut to half of their units at random, and compared with
@@ -380,12 +417,15 @@ def write_page(rows: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    options = options_of(__doc__, "names*", out=Path("models.json"), page=False)
+    options = options_of(__doc__, "names*", out=Path("models.json"), page=False, against=Path)
     rows = json.loads(options.out.read_text()) if options.out.exists() else {}
     if options.page:
         write_page(rows)
         return
     wanted = [name for name in MODELS if not options.names or any(part.lower() in name.lower() for part in options.names)]
+    if options.against:
+        against(options.against.resolve(), wanted)
+        return
     for module in ("transformers.modeling_utils", "diffusers.models.modeling_utils", "timm"):  # once, for all child processes
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
