@@ -34,9 +34,8 @@ from sparsekit.tracing.record import Record
 from sparsekit.tracing.search import Search
 from sparsekit.tracing.session import Session
 from sparsekit.tracing.trials import OUTSIDE, Masks, Trial, width_trials
-from sparsekit.tracing.verify import Verifier
+from sparsekit.tracing.verify import Tied, Verifier
 
-Tied: TypeAlias = tuple[str, ...]
 Places: TypeAlias = Mapping[Tied, str]
 """Tied groups → the module that they are checked in; empty for the whole model."""
 

@@ -106,31 +106,28 @@ class Session:
     def trains_with_gradients(self) -> bool:
         """Whether the dense copy runs in train mode with gradients. Code that keeps an autograd graph between calls fails."""
         self.state.restore()
-        try:
-            self.run(self.dense, training=True, gradients=True)
-        except Exception:  # noqa: BLE001 (whatever the user's code raises)
-            return False
-        return True
+        return self._tried(training=True, gradients=True) is not None
 
     def _first_run(self) -> Record:
         """Run the dense copy with gradients. If that fails, run it without, now and in all later passes."""
         self._gradients = True
-        if self.gradients:
-            try:
-                return self.run(self.dense, gradients=True)
-            except Exception:  # noqa: BLE001 (whatever the user's code raises)
-                self._gradients = False
-        return self.run(self.dense)
+        record = self._tried(gradients=True) if self.gradients else None
+        self._gradients = record is not None
+        return record or self.run(self.dense)
 
     def _runs_wide(self) -> bool:
         """Return whether the model runs with all its casts in float64, so that values after casts are compared exactly."""
         self.wide = True
+        record = self._tried()
+        self.wide = False
+        return record is not None and _is_finite(record)
+
+    def _tried(self, *, training: bool = False, gradients: bool = False) -> Record | None:
+        """Run the dense copy; None if it fails."""
         try:
-            return _is_finite(self.run(self.dense))
+            return self.run(self.dense, training=training, gradients=gradients)
         except Exception:  # noqa: BLE001 (whatever the user's code raises)
-            return False
-        finally:
-            self.wide = False
+            return None
 
     def run(self, copied: Snapshot, *, training: bool = False, gradients: bool = False) -> Record:
         """Run the dense copy, or a cut one, on all calls, and record what it computes, with gradients if they are wanted."""
