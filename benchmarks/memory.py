@@ -2,6 +2,8 @@
 
     python -W ignore benchmarks/memory.py 1.1 > rows.jsonl     0.1, 0.4 or 1.1 billion parameters; "tiny" for a try
     python -W ignore benchmarks/memory.py 1.1 --in-place       prune the dense model in place, without a second model
+    python -W ignore benchmarks/memory.py 3.2 --folder /tmp/large > rows.jsonl     sk.prune_folder, on a random Llama made there
+    python -W ignore benchmarks/memory.py 3.2 --folder /tmp/large --data           with data, block by block
 
 Memory is the peak resident set of a step in GiB, weights included, without the memory of the process before the model is made.
 Linux only: the peak is read from /proc, and reset before each step. On a core without bfloat16 instructions, use
@@ -29,6 +31,42 @@ SIZES = {
     "0.4": {"blocks": 24, "width": 1024, "inner": 3584, "heads": 16, "words": 32_000},
     "1.1": {"blocks": 16, "width": 2048, "inner": 8192, "heads": 16, "words": 32_000},
 }
+
+LLAMAS = {
+    "tiny": (576, 1536, 4, 9, 3, 4_000), "0.1": (576, 1536, 30, 9, 3, 49_152), "1.2": (2048, 8192, 16, 32, 8, 128_256),
+    "3.2": (3072, 8192, 28, 24, 8, 128_256),
+}  # fmt: skip
+"""Width, inner width, blocks, heads, heads for keys and values, and words: of SmolLM2-135M, and of Llama 3.2 of 1B and 3B."""
+
+
+def write_llama(size: str, folder: Path) -> dict[str, Any]:
+    """Write a random Llama in bfloat16, a shard for each block, unless it is there; return numbers and GiB of its parts."""
+    import transformers
+    from safetensors.torch import save_file
+
+    width, inner, blocks, heads, kv_heads, words = LLAMAS[size]
+    config = transformers.LlamaConfig(
+        hidden_size=width, intermediate_size=inner, num_hidden_layers=blocks, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, vocab_size=words, tie_word_embeddings=True, dtype="bfloat16",
+        architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    with torch.device("meta"):
+        entries = dict(transformers.LlamaForCausalLM(config).named_parameters())
+    shards: dict[str, list[str]] = {}
+    for name in entries:
+        shards.setdefault(".".join(name.split(".")[:3]), []).append(name)
+    if not (folder / "config.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        for shard, names in shards.items():
+            values = {name: torch.randn(entries[name].shape) * 0.02 for name in names}
+            values = {name: (value + (value.dim() == 1)).bfloat16() for name, value in values.items()}
+            save_file(values, folder / f"{shard}.safetensors", {"format": "pt"})
+        where = {name: f"{shard}.safetensors" for shard, names in shards.items() for name in names}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}), encoding="utf-8")
+        config.save_pretrained(folder)
+    sizes = {shard: sum(2 * entries[name].numel() for name in names) / 2**30 for shard, names in shards.items()}
+    parts = {"embedding": sizes["model.embed_tokens.weight"], "block": sizes["model.layers.0"]}
+    return {"parameters": sum(each.numel() for each in entries.values()), "weights": sum(sizes.values()), **parts}
 
 
 class Block(nn.Module):
@@ -75,17 +113,12 @@ def resident(what: str) -> int:
 
 
 def main() -> None:
-    options = options_of(__doc__, "size", choices={"size": SIZES}, examples=8, tokens=16, criterion="fisher", in_place=False)
-    sizes = SIZES[options.size]
+    options = options_of(
+        __doc__, "size", choices={"size": SIZES | LLAMAS}, examples=8, tokens=16, criterion="fisher", in_place=False,
+        folder=str, data=False,
+    )  # fmt: skip
     torch.manual_seed(0)
-    tokens = torch.randint(sizes["words"], (options.examples, 1, options.tokens))
-    batches = [(each, each.flatten()) for each in tokens]
-    base = resident("RSS")
-    torch.set_default_dtype(torch.bfloat16)
-    model = Transformer(**sizes).eval()
-    torch.set_default_dtype(torch.float32)
-    about = {"size": options.size, "parameters": sum(entry.numel() for entry in model.parameters())}
-    about["weights"] = sum(entry.nbytes for entry in model.parameters()) / 2**30
+    about: dict[str, Any] = {"size": options.size}
 
     def step(name: str, call: Callable[[], Any]) -> Any:
         gc.collect()
@@ -98,6 +131,26 @@ def main() -> None:
             flush=True,
         )
         return result
+
+    if options.folder is not None:
+        folder = Path(options.folder, options.size)
+        about |= write_llama(options.size, folder) | {"examples": options.examples, "tokens": options.tokens}
+        tokens = torch.randint(1, LLAMAS[options.size][-1], (options.examples, 1, options.tokens))
+        data = {"batches": [{"input_ids": each, "labels": each} for each in tokens]} if options.data else {}
+        prune_folder = sk.prune_folder  # which imports its module before memory is measured
+        base, out = resident("RSS"), Path(options.folder, f"{options.size}-pruned")
+        named = f"folder{' with data' * options.data}"
+        step(named, lambda: prune_folder(folder, out, budget="params=70%", **data) and None)
+        return
+    sizes = SIZES[options.size]
+    tokens = torch.randint(sizes["words"], (options.examples, 1, options.tokens))
+    batches = [(each, each.flatten()) for each in tokens]
+    base = resident("RSS")
+    torch.set_default_dtype(torch.bfloat16)
+    model = Transformer(**sizes).eval()
+    torch.set_default_dtype(torch.float32)
+    about["parameters"] = sum(entry.numel() for entry in model.parameters())
+    about["weights"] = sum(entry.nbytes for entry in model.parameters()) / 2**30
 
     def loss(logits: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(logits.float().flatten(0, 1), target)

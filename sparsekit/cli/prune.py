@@ -151,8 +151,8 @@ def _prune(
     """Prune a model to a budget, and report what was pruned.
 
     A factory is called without arguments and returns the module, or the module and its example inputs. A loader may take
-    data_dir, batch_size and seed. If MODEL is a folder of transformers, its weights are read and written one at a time, without
-    data, so that the model need not fit into memory; --out is then a folder of transformers too.
+    data_dir, batch_size and seed. If MODEL is a folder of transformers, its weights are read and written one at a time, or with
+    --dataset block by block, so that the model need not fit into memory; --out is then a folder of transformers too.
     """
     import numpy as np
     import torch
@@ -166,26 +166,24 @@ def _prune(
     from sparsekit.tracing.trace import UnprunableWarning
 
     if (Path(model) / "config.json").is_file():
-        other = [
-            dataset,
-            init,
-            example_shape,
-            onnx,
-            dry_run,
-            epochs,
-            distill,
-            reconstruct not in (None, "none"),
-            device != "cpu",
-        ]
-        if out is None or any(other) or schedule != "one_shot":
+        other = [init, example_shape, onnx, dry_run, epochs, distill, depth, device != "cpu", schedule != "one_shot"]
+        if out is None or any(other):
             raise InvalidValueError(
-                "a folder is pruned to --out, by --budget, --criterion, --allocation, --exclude, --multiple-of and"
-                " --prune-hidden-size alone; for data, load the model and call sparsekit.prune"
+                "a folder is pruned to --out by --budget, --criterion, --allocation, --exclude, --multiple-of,"
+                " --prune-hidden-size, --reconstruct and the options of data alone; for more, load the model and call"
+                " sparsekit.prune"
             )
+        train, _, _ = load_data(dataset, device, data_dir=data_dir, batch_size=batch_size, seed=seed)
+        data: dict[str, Any] = {
+            "batches": itertools.islice(drawn(train, calibration_batches), calibration_batches),
+            "loss": None if loss == "cross_entropy" else find_loss(loss),  # decoders compute their own from labels
+            "reconstruct": reconstruct in (None, "layers", "both"),
+        }
         _prune_folder(
-            model, out, as_json=as_json, budget=Budget.of(budget), criterion=criterion and _without_data(criterion),
-            allocation=allocation, exclude=exclude or (), multiple_of=multiple_of, prune_hidden_size=prune_hidden_size,
-            progress=not quiet and not as_json and sys.stderr.isatty(),
+            model, out, as_json=as_json, budget=Budget.of(budget), allocation=allocation, exclude=exclude or (),
+            criterion=criterion if criterion is None or dataset is not None else _without_data(criterion),
+            multiple_of=multiple_of, prune_hidden_size=prune_hidden_size,
+            progress=not quiet and not as_json and sys.stderr.isatty(), **(data if dataset is not None else {}),
         )  # fmt: skip
         return
     shape, _, steps = schedule.partition("=")

@@ -49,22 +49,8 @@ class Calibration:
 
     @classmethod
     def read(cls, model: nn.Module, batches: Batches, loss: Loss | None) -> "Calibration":
-        """Read batches once, and hold out the last of their examples: a fifth, and at least 64 or half of them.
-
-        If labels are sorted, or each batch has one class, the examples are first shuffled with a fixed seed.
-        """
-        found: list[Batch] = []
-        held = 0
-        for batch in read_batches(drawn(batches, _BATCHES), model, "Calibration", limit=_BATCHES):
-            found.append(batch)
-            held += sum(tensor.nbytes for tensor in batch.tensors)
-            if held > _BYTES and len(found) > 1:
-                break
-        if order := _order_of_labels(found):
-            warnings.warn(order, stacklevel=level_of_user())
-        if order or _has_batches_of_one_class(found):
-            found = _mixed(found)
-        fit, judge = _held_out(found)
+        """Read batches once, and hold out some of them, as `read_parts` does."""
+        fit, judge = read_parts(model, batches)
         return cls(fit, (), loss, None).of(model, judge)
 
     def of(self, model: nn.Module, judge: Sequence[Batch]) -> "Calibration":
@@ -128,6 +114,25 @@ class Calibration:
                     loss = self.loss
                 found += _of_examples(outputs, target, loss, batch.examples)
         return Losses([value for value, _ in found], [count for _, count in found])
+
+
+def read_parts(model: nn.Module, batches: Batches) -> tuple[list[Batch], list[Batch]]:
+    """Read batches once, and hold out the last of their examples: a fifth, and at least 64 or half of them.
+
+    If labels are sorted, or each batch has one class, the examples are first shuffled with a fixed seed.
+    """
+    found: list[Batch] = []
+    held = 0
+    for batch in read_batches(drawn(batches, _BATCHES), model, "Calibration", limit=_BATCHES):
+        found.append(batch)
+        held += sum(tensor.nbytes for tensor in batch.tensors)
+        if held > _BYTES and len(found) > 1:
+            break
+    if order := _order_of_labels(found):
+        warnings.warn(order, stacklevel=level_of_user())
+    if order or _has_batches_of_one_class(found):
+        found = _mixed(found)
+    return _held_out(found)
 
 
 def _distance(outputs: Tensor, wanted: Tensor, *, variance: Tensor) -> Tensor:

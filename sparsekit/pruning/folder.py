@@ -1,4 +1,4 @@
-"""prune_folder(): prune a transformers model from its folder to another one, without loading all of it into memory."""
+"""prune_folder(): prune a transformers model from its folder to another one, with a part of it in memory at a time."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,31 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from sparsekit._torch import DispatchMode
 from sparsekit.allocation import PreferredMultiple, allocate, mask_from_scores
 from sparsekit.allocation.limits import check_multiples, free_counts, least_counts
-from sparsekit.criteria import Scored, ScoringContext, is_comparable
+from sparsekit.criteria import Scored, ScoringContext, Wanda, is_comparable
 from sparsekit.criteria.base import score_units
-from sparsekit.errors import InvalidValueError, UnsupportedModelError, level_of_user
+from sparsekit.criteria.batches import Batches, DataDriven, Loss
+from sparsekit.errors import InvalidValueError, SparsekitError, level_of_user
 from sparsekit.graph import UnitGraph, cut_axes, gather
-from sparsekit.measure import Budget, cost_model
+from sparsekit.measure import Budget, CostModel, cost_model
 from sparsekit.progress import working
+from sparsekit.pruning.calibration import Calibration, read_parts
 from sparsekit.pruning.report import PruneReport, describe
 from sparsekit.pruning.result import PrunePlan
 from sparsekit.pruning.selection import Selector, read_limits
-from sparsekit.pruning.settings import Allocations, Criteria, UncalibratedWarning, make_candidates, refuse_unreachable
+from sparsekit.pruning.settings import (
+    Allocations,
+    Candidate,
+    Criteria,
+    UncalibratedWarning,
+    make_candidates,
+    refuse_unreachable,
+)
+from sparsekit.pruning.sweep import Sweep
 from sparsekit.surgery.compaction import compact
-from sparsekit.surgery.files import digest
+from sparsekit.surgery.files import digest, hash_state
 from sparsekit.surgery.rebuild import named_entries
 from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.tracing.trace import trace_units
@@ -39,8 +50,9 @@ from sparsekit.transformers.pretrained import class_of, describe_folder
 from sparsekit.transformers.weights import FolderWeights
 from sparsekit.transformers.widths import build_on_meta, find_widths, plain_config, tensors_of
 
-_PLAN = ".plan"
-"""File of an unfinished folder, with the fingerprint of its plan. A shard has its name only when it is complete."""
+_PLAN, _STATES = ".plan", ".states"
+"""Files of an unfinished folder: the fingerprint of its plan, and the hidden states after the last block. A shard has its name
+only when it is complete."""
 _SHARD_BYTES = 2**29
 _TOKENS = 8
 
@@ -50,6 +62,9 @@ def prune_folder(
     out: str | os.PathLike[str],
     *,
     budget: Budget | Mapping[str, str | float] | str,
+    batches: Batches | None = None,
+    loss: Loss | None = None,
+    reconstruct: bool = True,
     criterion: Criteria | None = None,
     allocation: Allocations | None = None,
     exclude: Iterable[Selector] = (),
@@ -59,22 +74,27 @@ def prune_folder(
     example_inputs: Mapping[str, Any] | None = None,
     progress: bool | None = None,
 ) -> PrunePlan:
-    """Prune a dense model of transformers from its folder into another one, shard by shard.
+    """Prune a model of transformers from its folder into another one, without having all of it in memory.
 
-    Units are traced and verified on the meta device, without values. Weights are read one at a time, scored by magnitude, and
-    written as shards of half a GiB. The result equals that of `prune` without data, so a model that is pruned much needs
-    training. If a call was interrupted, the same call continues after the last complete shard.
+    Units are traced and verified on the meta device, without values. Without batches, weights are read one at a time, scored by
+    magnitude, and written as shards of half a GiB. With batches, the blocks of a decoder are in memory one after the other:
+    each is scored by `Wanda` on its inputs in the dense model. Then the widths are decided, and each block is cut and refitted
+    on the inputs that it gets after the cut blocks before it. A file has the hidden states between two blocks. The result
+    equals that of `prune` with the same criterion and allocation. The same call continues after an interruption.
 
     Args:
         source: A folder with `config.json` and safetensors weights, such as `snapshot_download` makes.
         out: The folder to write, created if it does not exist. `load_pretrained` reads it, and so does transformers.
         budget: As for `prune`, without `latency_ms`.
-        criterion: As for `prune`, but one that needs no data.
+        batches: As for `prune`, on the CPU: mappings with `input_ids`, and `labels` to judge by. None prunes without data.
+        loss: As for `prune`. It judges whether the refit helps on the examples that were set aside.
+        reconstruct: Whether blocks are refitted. A refit that raises the loss is undone.
+        criterion: As for `prune`: one that needs no data, or, with batches, "wanda", which is the default then.
         allocation: As for `prune`.
         exclude: As for `prune`.
         limits: As for `prune`.
         multiple_of: As for `prune`.
-        prune_hidden_size: As for `prune`.
+        prune_hidden_size: As for `prune`; without batches only.
         example_inputs: Keyword inputs of one call. None takes eight token ids.
         progress: Whether to draw progress on stderr. None draws if that is a terminal.
 
@@ -82,10 +102,12 @@ def prune_folder(
         The plan, with mask, unit graph, report and scores.
 
     Raises:
-        InvalidValueError: `out` holds a model, or a part of another one, or the budget limits milliseconds.
-        UnsupportedModelError: The model is a mixture of experts.
+        InvalidValueError: `out` holds a model, or a part of another one, or the budget limits milliseconds. Or the criterion
+            needs more than a block.
+        UnsupportedModelError: With batches, the units are not all inside a list of equal blocks that follow one another.
         CompactFileError: `source` names no class of transformers, or its weights are damaged or incomplete.
         BudgetError: As for `prune`.
+        DataError: As for `prune`.
         OSError: Files are missing, or the disk is full. Written shards are complete, and the same call continues.
 
     Warns:
@@ -96,57 +118,75 @@ def prune_folder(
         raise InvalidValueError(f"{target} holds a model already; choose another folder, or remove it")
     if wanted.latency_ms is not None:
         raise InvalidValueError("prune_folder cannot time a model that is not in memory; limit flops, params or bytes")
+    if batches is None and loss is not None:
+        raise InvalidValueError("a loss needs batches; pass batches=, training data such as a loader")
     multiples = PreferredMultiple() if multiple_of is None else multiple_of
     check_multiples(multiples)
+    named = "wanda" if criterion is None and batches is not None else criterion
+    (candidate,) = make_candidates(named, allocation, None, progress=None)
+    if isinstance(candidate.criterion, DataDriven) and (batches is None or not isinstance(candidate.criterion, Wanda)):
+        raise InvalidValueError(
+            f"{candidate.label} needs data and the whole model; name a criterion that needs no data, pass batches= for 'wanda',"
+            " or load the model and call sparsekit.prune"
+        )
+    parts = None if batches is None else Calibration(*read_parts(nn.Linear(1, 1), batches), loss, None)
     kind, config = class_of(source)
     config = plain_config(config)
     twin = build_on_meta(kind, config).eval()
-    if any(re.search("Expert|MoE|Moe", type(module).__name__) for module in twin.modules()):
-        raise UnsupportedModelError(
-            f"{kind.__name__} has experts, and without values a rounded score may choose others, so that exact units look"
-            " inexact; load the model and call sparsekit.prune"
-        )
     target.mkdir(parents=True, exist_ok=True)
     weights = FolderWeights(kind, source, target / ".weights")
     for name, tensor in tensors_of(twin).items():
         tensor.data = tensor.data.to(weights.dtype_of(name))
     call = ModelInputs.of({"input_ids": torch.arange(_TOKENS)[None]} if example_inputs is None else example_inputs)
-    with working("Tracing and verifying units", show=progress):
+    with working("Tracing and verifying units", show=progress), _AnyDtype():
         graph = trace_units(twin, dict(call.kwargs), prune_hidden_size=prune_hidden_size)
-    plan = _plan(
-        twin, weights, call, graph, wanted, read_limits(twin, graph, exclude, limits or {}), multiples, criterion, allocation
-    )
-    told = "a folder is pruned without data; train the result, or compare it with the dense model on data of yours"
-    warnings.warn(told, UncalibratedWarning, stacklevel=level_of_user())
-    fingerprint, before = _fingerprint(source, plan), target / _PLAN
+        costs = cost_model(twin, call, graph)
+    shares, known = read_limits(twin, graph, exclude, limits or {}), _known(source, graph, parts, candidate.label)
+    refuse_unreachable(graph, costs, wanted, shares, multiples)
+    sweep = None
+    with _writing(target):
+        if parts is not None and (reconstruct or isinstance(candidate.criterion, Wanda)):
+            sweep = Sweep(twin, graph, weights, parts, target / _STATES, known, progress=progress)
+        if sweep is not None and isinstance(candidate.criterion, Wanda):
+            found = sweep.scores(candidate.criterion)
+        else:
+            found = score_units(candidate.criterion, graph, ScoringContext(weights=weights))
+    plan = _plan(twin, graph, costs, wanted, shares, multiples, candidate, found)
+    if batches is None:
+        told = "the folder is pruned without data; pass batches=, or train the result and compare it with the dense model"
+        warnings.warn(told, UncalibratedWarning, stacklevel=level_of_user())
+    kept = {name: keep.nonzero().flatten().tolist() for name, keep in plan.mask.items()}
+    fingerprint, before = _hash(known, kept, reconstruct), target / _PLAN
     if any(target.glob("*.safetensors")) and not (before.exists() and before.read_text(encoding="utf-8") == fingerprint):
         raise InvalidValueError(f"{target} holds weights of another call; choose another folder, or remove it")
-    narrow = compact(twin, graph, plan.mask, inplace=True)
+    with _AnyDtype():
+        narrow = compact(twin, graph, plan.mask)
     widths = find_widths(narrow, kind, config)
-    with working("Writing shards", show=progress):
-        _write(narrow, weights, plan, widths["shapes"], target, fingerprint)
-    config.dtype = next(iter(narrow.parameters())).dtype
+    shards = _Shards(target, narrow, widths["shapes"], plan, weights, () if sweep is None or not reconstruct else sweep.chain)
     with _writing(target):
+        before.write_text(fingerprint, encoding="utf-8")
+        if sweep is not None and reconstruct:
+            plan = replace(plan, report=_refitted(sweep, shards, plan, fingerprint))
+        with working("Writing shards", show=progress):
+            shards.write()
+        config.dtype = next(iter(narrow.parameters())).dtype
         if (generation := Path(source, "generation_config.json")).exists():
             shutil.copyfile(generation, target / generation.name)
         shutil.rmtree(target / ".weights", ignore_errors=True)
+        (target / _STATES).unlink(missing_ok=True)
         describe_folder(narrow, kind, config, widths, target)  # last, so that a folder with a configuration is complete
     before.unlink()
     return plan
 
 
 def _plan(
-    twin: nn.Module, weights: FolderWeights, call: ModelInputs, graph: UnitGraph, budget: Budget,
-    limits: Mapping[str, tuple[float, float]], multiples: Any, criterion: Criteria | None, allocation: Allocations | None,
+    twin: nn.Module, graph: UnitGraph, costs: CostModel, budget: Budget, limits: Mapping[str, tuple[float, float]],
+    multiples: Any, candidate: Candidate, found: Mapping[str, Tensor],
 ) -> PrunePlan:  # fmt: skip
-    """Decide which units to keep, as `plan` does without data."""
-    costs = cost_model(twin, call, graph)
-    refuse_unreachable(graph, costs, budget, limits, multiples)
-    (candidate,) = make_candidates(criterion, allocation, None, progress=None)
-    found = score_units(candidate.criterion, graph, ScoringContext(weights=weights))
+    """Decide which units to keep, as `plan` does."""
     scores = Scored(found, candidate.label, is_comparable(candidate.criterion))
-    counts = allocate(candidate.allocation, graph, scores.values, costs, budget=budget, limits=limits, multiple_of=multiples)
-    mask = mask_from_scores(graph, scores.values, counts, source=f"{scores.name} scores")
+    counts = allocate(candidate.allocation, graph, found, costs, budget=budget, limits=limits, multiple_of=multiples)
+    mask = mask_from_scores(graph, found, counts, source=f"{scores.name} scores")
     before, after = costs.dense_costs(), costs.costs(counts)
     absolute = budget.limits(before)
     free = 1 if isinstance(multiples, PreferredMultiple) else multiples
@@ -159,64 +199,114 @@ def _plan(
     return PrunePlan(mask=mask, graph=graph, report=report, scores={candidate.label: scores})
 
 
-def _fingerprint(source: str | os.PathLike[str], plan: PrunePlan) -> str:
-    """Return a hash of the source files and the plan."""
+def _refitted(sweep: Sweep, shards: _Shards, plan: PrunePlan, fingerprint: str) -> PruneReport:
+    """Write the refitted blocks, unless the loss on the held-out examples is lower without the refit."""
+    left = sweep.refit(plan.mask, fingerprint, shards.write_block, shards.has_block)
+    losses, notes = sweep.losses(), [*plan.report.notes]
+    measured = {"reconstruction_error": sum(left.values()) / len(left)} if left else {}
+    if losses:
+        undone = losses["bare"] < losses["refit"] or losses["refit"] != losses["refit"]
+        if undone:
+            notes.append("Left out: the refit of layers, since the loss on held-out examples is lower without.")
+            sweep.undo(shards.remove_blocks)
+        measured |= {"loss_dense": losses["judge"], "loss_pruned": losses["bare" if undone else "refit"]}
+    return replace(plan.report, measured=measured, notes=notes)
+
+
+def _known(source: str | os.PathLike[str], graph: UnitGraph, parts: Calibration | None, label: str) -> str:
+    """Return a hash of the source files, the units, the batches and the criterion."""
     files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in Path(source).glob("*.safetensors"))
-    kept = {name: keep.nonzero().flatten().tolist() for name, keep in plan.mask.items()}
-    return hashlib.sha256(json.dumps([digest(plan.graph), kept, files]).encode()).hexdigest()
+    given = [] if parts is None else [tensor for batch in (*parts.fit, *parts.judge) for tensor in batch.tensors]
+    data = hash_state({str(number): tensor for number, tensor in enumerate(given)})
+    return _hash(files, digest(graph), data, len(parts.judge) if parts is not None else 0, label)
 
 
-def _write(
-    narrow: nn.Module, weights: FolderWeights, plan: PrunePlan, buffers: Iterable[str], folder: Path, fingerprint: str
-) -> None:
-    """Write the kept part of every tensor, shard by shard; complete shards of an earlier call are not written again."""
-    entries = named_entries(narrow)
-    first = {id(entry): name for name, entry in reversed(entries.items())}
-    shapes = {name: entry for name, entry in entries.items() if first[id(entry)] == name}
-    shapes |= {name: tensors_of(narrow)[name] for name in buffers if name not in entries}
-    shards: list[dict[str, int]] = [{}]
-    for name, entry in shapes.items():
-        if shards[-1] and sum(shards[-1].values()) + entry.nbytes > _SHARD_BYTES:
-            shards.append({})
-        shards[-1][name] = entry.nbytes
-    if not any(folder.glob("*.safetensors")):
-        with _writing(folder):
-            (folder / _PLAN).write_text(fingerprint, encoding="utf-8")
-    indices = plan.graph.kept_indices(plan.mask) | plan.graph.kept_constants(plan.mask)
-    numbers = plan.graph.numbers(plan.mask.counts())
-    where: dict[str, str] = {}
-    for number, names in enumerate(shards, 1):
-        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        where |= dict.fromkeys(names, file)
-        if (folder / file).exists():
-            continue
-        tensors: dict[str, Tensor] = {}
-        for name in names:
-            whole = weights[name]
-            piece = gather(whole, cut_axes(whole.shape, indices.get(name, {})))
-            if name in plan.graph.integer_entries:
-                piece = torch.full_like(piece, numbers[plan.graph.integer_entries[name]])
-            tensors[name] = piece.clone() if piece is whole else piece.contiguous()
-        _save(tensors, folder / file)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(sum(names.values()) for names in shards)}, "weight_map": where}
-        with _writing(folder):
-            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+def _hash(*values: Any) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+class _Shards:
+    """The shards of a pruned model: one for each of its `blocks`, if there are some, and others of half a GiB."""
+
+    def __init__(
+        self, folder: Path, narrow: nn.Module, buffers: Iterable[str], plan: PrunePlan, weights: Mapping[str, Tensor],
+        blocks: Sequence[str],
+    ) -> None:  # fmt: skip
+        self._folder, self._plan, self._weights = folder, plan, weights
+        entries = named_entries(narrow)
+        first = {id(entry): name for name, entry in reversed(entries.items())}
+        shapes = {name: entry for name, entry in entries.items() if first[id(entry)] == name}
+        shapes |= {name: tensors_of(narrow)[name] for name in buffers if name not in entries}
+        self._bytes = {name: entry.nbytes for name, entry in shapes.items()}
+        own = {block: [name for name in shapes if name.startswith(f"{block}.")] for block in blocks}
+        inside = {name for names in own.values() for name in names}
+        shards: list[list[str]] = [[]]
+        for name in (name for name in shapes if name not in inside):
+            if shards[-1] and sum(self._bytes[each] for each in (*shards[-1], name)) > _SHARD_BYTES:
+                shards.append([])
+            shards[-1].append(name)
+        shards = [names for names in (*shards, *own.values()) if names]
+        files = [folder / f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+        self._shards = dict(zip(files if len(files) > 1 else [folder / "model.safetensors"], shards))
+        self._of_block = dict(zip(own, [*self._shards][len(shards) - len(own) :]))
+
+    def write(self) -> None:
+        """Write the kept part of every tensor, shard by shard, and an index; complete shards are not written again."""
+        graph, mask = self._plan.graph, self._plan.mask
+        indices, numbers = graph.kept_indices(mask) | graph.kept_constants(mask), graph.numbers(mask.counts())
+        for file, names in self._shards.items():
+            tensors: dict[str, Tensor] = {}
+            for name in names if not file.exists() else ():
+                whole = self._weights[name]
+                piece = gather(whole, cut_axes(whole.shape, indices.get(name, {})))
+                if name in graph.integer_entries:
+                    piece = torch.full_like(piece, numbers[graph.integer_entries[name]])
+                tensors[name] = piece.clone() if piece is whole else piece.contiguous()
+            if tensors:
+                _save(tensors, file)
+        if len(self._shards) > 1:
+            where = {name: file.name for file, names in self._shards.items() for name in names}
+            index = {"metadata": {"total_size": sum(self._bytes.values())}, "weight_map": where}
+            (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+    def write_block(self, name: str, block: nn.Module) -> None:
+        """Write the shard of a block."""
+        file, tensors = self._of_block[name], tensors_of(block)
+        _save({key: tensors[key.removeprefix(f"{name}.")].detach().contiguous() for key in self._shards[file]}, file)
+
+    def has_block(self, name: str) -> bool:
+        return self._of_block[name].exists()
+
+    def remove_blocks(self) -> None:
+        for file in self._of_block.values():
+            file.unlink(missing_ok=True)
 
 
 def _save(tensors: Mapping[str, Tensor], file: Path) -> None:
     temporary = file.with_name(f".{file.name}.tmp")
     try:
-        with _writing(file):
-            save_file(dict(tensors), temporary, {"format": "pt"})
-            temporary.replace(file)
+        save_file(dict(tensors), temporary, {"format": "pt"})
+        temporary.replace(file)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _writing(folder: Path) -> Iterator[None]:
     try:
         yield
+    except SparsekitError:
+        raise
     except (SafetensorError, OSError) as error:
-        raise OSError(f"cannot write {path}: {error}; make room, and the same call continues after the last shard") from error
+        raise OSError(
+            f"cannot write to {folder}: {error}; make room, and the same call continues after the last shard"
+        ) from error
+
+
+class _AnyDtype(DispatchMode):
+    """Gives products of experts a shape on the meta device in any dtype; torch does so in bfloat16 only."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].is_meta:
+            return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **(kwargs or {})).to(args[0].dtype)
+        return func(*args, **(kwargs or {}))

@@ -34,18 +34,18 @@ _IN_MEMORY = 2**26
 """Maximum number of bytes that are kept in memory; more are written to a file."""
 _BLOCK = ""
 """Name of a block itself among the names of its modules."""
-_Others: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+Others: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class _Calls:
+class Calls:
     """The recorded calls of the blocks of a model.
 
     For each batch: the first hidden state, the other arguments of each block, and the shapes of all hidden states.
     """
 
     hidden: list[Tensor]
-    others: list[list[_Others]]
+    others: list[list[Others]]
     shapes: list[list[torch.Size]]
 
 
@@ -85,7 +85,7 @@ class Refit:
     ridge: float = 1e-2
     memory_bytes: int = 2**30
     progress: bool | None = None
-    _generator: torch.Generator = field(default_factory=lambda: torch_generator(np.random.default_rng(0)))
+    generator: torch.Generator = field(default_factory=lambda: torch_generator(np.random.default_rng(0)))
 
     def __post_init__(self) -> None:
         if not self.ridge >= 0:
@@ -94,7 +94,7 @@ class Refit:
     @cached_property
     def lossy(self) -> Sequence[LossyLayer]:
         """The layers whose inputs contain dropped units and that can be refitted."""
-        return _lossy_layers(self.model, self.graph, self.mask)
+        return lossy_layers(self.model, self.graph, self.mask)
 
     @cached_property
     def fitting(self) -> Sequence[LossyLayer]:
@@ -117,7 +117,7 @@ class Refit:
         self.graph.check_state(named_entries(self.model), what=f"the {type(self.model).__name__}")
         chain = self.chain if sequential else []
         if self.in_place:
-            _check_inside(self.graph, self.mask, chain)
+            check_inside(self.graph, self.mask, chain)
         if undo is not None:
             changed = chain if self.in_place else [each.name for each in self.fitting]
             modules = (self.small.get_submodule(name) for name in changed)
@@ -140,7 +140,7 @@ class Refit:
 
     def _apart(self, layers: Sequence[LossyLayer], batches: Batches) -> dict[str, float]:
         """Fit each layer independently, in one pass over the batches."""
-        fits = [Fit(layer, self._generator) for layer in layers]
+        fits = [Fit(layer, self.generator) for layer in layers]
         with ExitStack() as hooks, scoring(self.model), torch.no_grad():
             for fit in fits:
                 hooks.callback(fit.layer.layer.register_forward_pre_hook(fit.note).remove)
@@ -168,43 +168,71 @@ class Refit:
         left: dict[str, float] = {}
         blocks = [model.get_submodule(name) for name in chain]
         with scoring(model), scoring(small), torch.no_grad():
-            dense = cut = _note_calls(model, blocks, batches, self.memory_bytes)
+            dense = cut = note_calls(model, blocks, batches, self.memory_bytes)
             if not self.in_place:
-                cut = _note_calls(small, [small.get_submodule(name) for name in chain], batches, self.memory_bytes)
+                cut = note_calls(small, [small.get_submodule(name) for name in chain], batches, self.memory_bytes)
             if dense is None or cut is None or dense.shapes != cut.shapes:
                 return left
-            wanted_states, states = dense.hidden, cut.hidden
-            firsts = [sum(batch.examples for batch in batches[:place]) for place in range(len(batches))]
+            wanted, states = dense.hidden, cut.hidden
             for place, name in enumerate(track(chain, "Reconstructing blocks", show=self.progress)):
-                inside = {each.name.removeprefix(f"{name}."): each for each in self.fitting if each.name.startswith(f"{name}.")}
-                streams = _streams(blocks[place], inside, wanted_states[0], dense.others[0][place])
-                names = {*streams, *(stream for stream in streams.values() if stream)}
-                wanted, after = [], []
-                for state, others in zip(wanted_states, dense.others):
-                    found = _run(blocks[place], state, others[place], names)
-                    after.append(found[0])
-                    wanted.append({layer: _value(layer, stream, *found) for layer, stream in streams.items()})
                 block = narrow_block(model, self.graph, self.mask, name) if self.in_place else small.get_submodule(name)
-                for layer, stream in streams.items():
-                    mine = Fit(inside[layer], self._generator)
-                    for batch, (state, others) in enumerate(zip(states, cut.others)):
-                        found = _run(block, state, others[place], names)
-                        target = wanted[batch][layer]
-                        if stream is None and (rows := inside[layer].outputs) is not None:
-                            target = target[..., rows.to(target.device)]
-                        mine.add(found[1][layer], target - _value(layer, stream, *found), firsts[batch])
-                    if mine.seen.count:
-                        left[inside[layer].name] = mine.solve(block.get_submodule(layer), self.ridge)
-                states = [_run(block, state, others[place])[0] for state, others in zip(states, cut.others)]
-                wanted_states = after
+                inputs = [(own[place], given[place]) for own, given in zip(dense.others, cut.others)]
+                counts = [batch.examples for batch in batches]
+                wanted, states, errors = self.refit_block(name, blocks[place], block, wanted, states, inputs, counts)
+                left |= errors
                 if self.in_place:
                     entries = named_entries(block)
                     for key, entry in named_entries(blocks[place]).items():
                         reshape_leaf(entry, entries[key].detach())
         return left
 
+    def refit_block(
+        self,
+        name: str,
+        dense: nn.Module,
+        block: nn.Module,
+        wanted: Sequence[Tensor],
+        states: Sequence[Tensor],
+        others: Sequence[tuple[Others, Others]],
+        examples: Sequence[int],
+    ) -> tuple[list[Tensor], list[Tensor], dict[str, float]]:
+        """Refit the linear layers of a narrow block of the chain, in place.
 
-def _check_inside(graph: UnitGraph, mask: UnitMask, chain: Sequence[str]) -> None:
+        Args:
+            name: Name of the block in the model.
+            dense: The block of the dense model.
+            block: The narrow block.
+            wanted: The hidden states that the dense block gets, one for each batch.
+            states: The hidden states that the narrow block gets.
+            others: The other arguments of the dense and of the narrow block.
+            examples: Number of examples of each batch.
+
+        Returns:
+            The hidden states that the two blocks return, and the share of the error that is left for each layer.
+        """
+        inside = {each.name.removeprefix(f"{name}."): each for each in self.fitting if each.name.startswith(f"{name}.")}
+        streams = find_streams(dense, inside, wanted[0], others[0][0])
+        names = {*streams, *(stream for stream in streams.values() if stream)}
+        targets, after, left = [], [], {}
+        for state, (own, _) in zip(wanted, others):
+            found = run_block(dense, state, own, names)
+            after.append(found[0])
+            targets.append({layer: _value(layer, stream, *found) for layer, stream in streams.items()})
+        for layer, stream in streams.items():
+            mine, first = Fit(inside[layer], self.generator), 0
+            for state, (_, own), target, count in zip(states, others, targets, examples):
+                found = run_block(block, state, own, names)
+                aim = target[layer]
+                if stream is None and (rows := inside[layer].outputs) is not None:
+                    aim = aim[..., rows.to(aim.device)]
+                mine.add(found[1][layer], aim - _value(layer, stream, *found), first)
+                first += count
+            if mine.seen.count:
+                left[inside[layer].name] = mine.solve(block.get_submodule(layer), self.ridge)
+        return after, [run_block(block, state, own)[0] for state, (_, own) in zip(states, others)], left
+
+
+def check_inside(graph: UnitGraph, mask: UnitMask, chain: Sequence[str]) -> None:
     cut = (key for key, axes in graph.kept_indices(mask).items() if cut_axes(graph.shapes[key], axes))
     outside = [key for key in cut if not key.startswith(tuple(f"{name}." for name in chain))]
     if outside:
@@ -225,7 +253,7 @@ def _parts(lossy: Sequence[LossyLayer], memory_bytes: int) -> list[list[LossyLay
     return [part for part in parts if part]
 
 
-def _lossy_layers(model: nn.Module, graph: UnitGraph, mask: UnitMask) -> list[LossyLayer]:
+def lossy_layers(model: nn.Module, graph: UnitGraph, mask: UnitMask) -> list[LossyLayer]:
     indices = graph.kept_indices(mask)
     owners = owners_of(model)
     averaged = {name for site in graph.norms for name in site.units}
@@ -260,12 +288,12 @@ def find_chain(model: nn.Module, lossy: Sequence[LossyLayer]) -> list[str]:
     return best
 
 
-def _note_calls(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence[Batch], memory_bytes: int) -> _Calls | None:
+def note_calls(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence[Batch], memory_bytes: int) -> Calls | None:
     """Record the calls of the blocks.
 
     None unless each is called once, on the hidden state that the previous one returns, and the states fit into memory.
     """
-    calls = _Calls([], [], [])
+    calls = Calls([], [], [])
     for batch in batches:
         noted: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]] = []
 
@@ -296,8 +324,8 @@ def _note_calls(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence
     return calls
 
 
-def _run(
-    block: nn.Module, state: Tensor, others: _Others, names: Iterable[str] = (), moved: str | None = None
+def run_block(
+    block: nn.Module, state: Tensor, others: Others, names: Iterable[str] = (), moved: str | None = None
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """Run a block; return its hidden state, name → first input, and name → output of modules inside, in the order of calls.
 
@@ -334,17 +362,17 @@ def _noise(out: Tensor) -> Tensor:
     return torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out) * out.std()
 
 
-def _streams(block: nn.Module, layers: Collection[str], state: Tensor, others: _Others) -> dict[str, str | None]:
+def find_streams(block: nn.Module, layers: Collection[str], state: Tensor, others: Others) -> dict[str, str | None]:
     """Return layer → the module whose input is the residual stream to which the layer's output was added, in order of calls.
 
     The name is "" if that stream is the output of the block, and None if there is no such stream. To find it, noise is added to
     the output of the layer: the stream changes by exactly this noise.
     """
     names = [name for name, _ in block.named_modules() if name]
-    out, inputs, outputs = _run(block, state, others, names)
+    out, inputs, outputs = run_block(block, state, others, names)
     found: dict[str, str | None] = {}
     for layer in (name for name in inputs if name in layers):
-        changed, moved, _ = _run(block, state, others, names, layer)
+        changed, moved, _ = run_block(block, state, others, names, layer)
         value, noise = outputs[layer], _noise(outputs[layer])
 
         def is_stream(before: Tensor, after: Tensor, value: Tensor = value, noise: Tensor = noise) -> bool:

@@ -51,11 +51,21 @@ def refuse_meta(model: nn.Module, what: str) -> None:
     Raises:
         UnsupportedModelError: a parameter or buffer is on the meta device.
     """
+    refuse_offloaded(model)
     bare = [name for name, tensor in named_entries(model).items() if tensor.is_meta]
     if bare:
         raise UnsupportedModelError(
             f"{what} needs the values of {type(model).__name__}, and {bare[0]!r} is on the meta device, without any; give it"
             " values first: model.to_empty(device='cpu'), then model.load_state_dict(...)"
+        )
+
+
+def refuse_offloaded(model: nn.Module) -> None:
+    """Raise an error for a model whose weights accelerate loads in each pass, from memory or from a disk."""
+    if is_meta(model) and any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise UnsupportedModelError(
+            f"accelerate has offloaded weights of this {type(model).__name__}: they are on the meta device between two calls."
+            " Load the model without device_map=, or prune its folder with sparsekit.prune_folder(source, out, budget=...)"
         )
 
 
@@ -293,7 +303,10 @@ class BlockVerifier:
         doubled = any(twice for _, twice in self.training)
         training = [(number, doubled) for number in range(len(calls))] if self.training else []
         try:
-            session = Session(block, calls, self.rules, training, outside=self._outside(home), skipped=self.skipped)
+            # Where a model may be larger than the memory, a float64 copy of one of its blocks may be, too.
+            lean = self._meta and _numbers(block) >= LEAN_NUMBERS
+            outside = self._outside(home)
+            session = Session(block, calls, self.rules, training, lean=lean, outside=outside, skipped=self.skipped)
             return Verifier(session).failures(inside(only(graph, names), home))
         except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
             return dict.fromkeys(names, f"{home!r} cannot run by itself: {type(error).__name__}: {error}")

@@ -21,7 +21,7 @@ from sparsekit.labels.tracer import Tracer
 from sparsekit.layers import LayerRule, Rules, find_rule
 from sparsekit.layers.parametrized import fix_hooked
 from sparsekit.surgery.rebuild import find_constants, named_entries, untied
-from sparsekit.tracing.blocks import BlockVerifier, is_large, make_verifier
+from sparsekit.tracing.blocks import BlockVerifier, is_large, make_verifier, refuse_offloaded
 from sparsekit.tracing.dispatch import Dispatcher
 from sparsekit.tracing.followed import FollowNumbers, hold_numbers
 from sparsekit.tracing.grouping.build import Built, build
@@ -79,8 +79,9 @@ def trace_units(
 
     For the given calls, in eval and train mode, a pruned model equals the model under a mask: in its outputs, in gradients of
     inputs and kept weights, and in buffers and attributes after a call, for one call and for a second one after it. Gradients
-    are compared in models of less than 10 million numbers, and inside the blocks of models of 50 million and more, unless code
-    casts values to a lower precision. Methods other than `forward` are not traced.
+    are compared in models of less than 10 million numbers, and inside the blocks of models of 50 million and more (on the meta
+    device, inside blocks of less than 10 million), unless code casts values to a lower precision. Methods other than `forward`
+    are not traced.
 
     Args:
         model: Any module.
@@ -234,6 +235,7 @@ def _check(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
     refuse_inference(model)
+    refuse_offloaded(model)
     lazy = [name for name, entry in model.named_parameters() if isinstance(entry, nn.parameter.UninitializedParameter)]
     if lazy:
         raise UnsupportedModelError(

@@ -1,6 +1,8 @@
 """prune_folder: equal to prune in memory, whatever happens to it on the way, and nothing half-written."""
 
+import contextlib
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,9 @@ import pytest
 import torch
 
 import sparsekit as sk
-from sparsekit.errors import CompactFileError, InvalidValueError, UnsupportedModelError
+from sparsekit.errors import CompactFileError, DataError, InvalidValueError, UnsupportedModelError
 from sparsekit.pruning import folder as pruning
+from sparsekit.pruning.sweep import Sweep
 
 transformers: Any = None  # importing it takes seconds, also where these tests are not run
 
@@ -28,15 +31,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"tie_word_embeddings": True},
     "Qwen3": {"head_dim": 8},
     "GPTNeoX": {},  # whose files have other names
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},  # whose experts are separate in files
 }
 IDS = {"input_ids": torch.arange(8)[None]}
 WAYS: list[dict[str, Any]] = [{"budget": "params=70%"}, {"budget": "params=80%", "multiple_of": 1, "exclude": ["head"]}]
 
 
-def _folder(family: str, path: Path, dtype: torch.dtype = torch.float32) -> Any:
+def _folder(family: str, path: Path, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**_SIZES | FAMILIES[family]))
-    model = model.to(dtype).eval()
+    sizes = _SIZES | FAMILIES.get(family, {}) | more
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**sizes)).to(dtype).eval()
+    for entry in model.parameters():
+        entry.data += 0.05 * torch.randn(entry.shape)
     model.save_pretrained(path, max_shard_size="20KB")
     return model
 
@@ -45,6 +51,11 @@ def _logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model(**IDS).logits
     return found
+
+
+def _batches(*, labels: bool = True, seed: int = 1) -> list[dict[str, torch.Tensor]]:
+    tokens = torch.randint(1, 97, (6, 2, 16), generator=torch.Generator().manual_seed(seed))
+    return [{"input_ids": each} | ({"labels": each} if labels else {}) for each in tokens]
 
 
 def _digests(folder: Path) -> dict[str, str]:
@@ -134,12 +145,115 @@ def test_a_disk_that_is_full_at_the_last_file_leaves_no_configuration(tmp_path: 
     assert {"config.json", "tokenizer.json"} <= _digests(tmp_path / "out").keys()
 
 
-@pytest.mark.parametrize(("family", "more"), [("Mixtral", {"num_local_experts": 4}), ("Qwen3Moe", {"num_experts": 4})])
-def test_a_mixture_of_experts_is_refused_before_anything_is_written(family: str, more: dict[str, Any], tmp_path: Path) -> None:
-    getattr(transformers, f"{family}Config")(**_SIZES | more, architectures=[f"{family}ForCausalLM"]).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"has experts.*sparsekit\.prune"):
-        sk.prune_folder(tmp_path, tmp_path / "out", budget="params=70%")
-    assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [(family, torch.float32) for family in ("Llama", "Qwen3", "Mixtral", "Falcon")] + [("Llama", torch.bfloat16)],
+)
+@pytest.mark.parametrize("labels", [True, False])
+def test_with_data_a_folder_is_pruned_block_by_block_as_its_model_in_memory(
+    family: str, dtype: torch.dtype, labels: bool, tmp_path: Path
+) -> None:
+    if not labels and family != "Llama":
+        pytest.skip("as with labels")
+    model = _folder(family, tmp_path / "dense", dtype)
+    given = {"budget": "params=70%", "batches": _batches(labels=labels)}
+    plan = sk.prune_folder(tmp_path / "dense", tmp_path / "out", **given)
+    expected = sk.prune(model, IDS, criterion="wanda", allocation="by_cost", **given)
+    assert plan.widths == expected.widths
+    assert all(torch.equal(plan.mask[name], expected.mask[name]) for name in plan.mask)
+    small, own = sk.load_pretrained(tmp_path / "out"), dict(expected.model.named_parameters())
+    near = 1e-5 if dtype is torch.float32 else 2e-2  # rounding depends on alignment
+    for name, entry in small.named_parameters():
+        torch.testing.assert_close(entry, own[name], rtol=near, atol=near)
+    measured, error = plan.report.measured, expected.report.measured.get("reconstruction_error")
+    assert measured.get("reconstruction_error") == (error if error is None else pytest.approx(error, rel=near))
+    assert plan.report.notes == expected.report.notes
+    assert (measured["loss_dense"] == 0.0) == (not labels)
+    assert not any(path.name.startswith(".") for path in (tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("way", [{"criterion": "magnitude"}, {"reconstruct": False}])
+def test_magnitudes_are_refitted_too_and_a_refit_can_be_left_out(way: dict[str, Any], tmp_path: Path) -> None:
+    model = _folder("Llama", tmp_path / "dense")
+    given: dict[str, Any] = {"budget": "params=70%", "batches": _batches(), **way}
+    sk.prune_folder(tmp_path / "dense", tmp_path / "out", **given)
+    expected = sk.prune(model, IDS, **{"criterion": "wanda", "allocation": "by_cost"} | given).model
+    own = dict(expected.named_parameters())
+    assert all(torch.equal(each, own[name]) for name, each in sk.load_pretrained(tmp_path / "out").named_parameters())
+
+
+@pytest.mark.parametrize("harm", [False, True])
+def test_a_sweep_that_is_killed_after_any_step_continues_and_writes_the_same_bytes(
+    harm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sweep, "losses", lambda _: {"judge": 0.0, "bare": 1.0, "refit": 1.0 + harm})
+    _folder("Llama", tmp_path / "dense")
+    given: dict[str, Any] = {"budget": "params=70%", "batches": _batches()}
+    graphs: list[Any] = []
+    trace = pruning.trace_units
+    monkeypatch.setattr(pruning, "trace_units", lambda *args, **more: (graphs or [trace(*args, **more)])[0])
+    plan = sk.prune_folder(tmp_path / "dense", tmp_path / "whole", **given)
+    graphs.append(plan.graph)
+    whole, out = _digests(tmp_path / "whole"), tmp_path / "parts"
+    left, stops = 0, 0
+    is_full = False
+
+    def stopping(function: Any, error: type[Exception]) -> Any:
+        def run(*args: Any, **more: Any) -> None:
+            nonlocal left
+            if not left:
+                raise error("no space left") if is_full else KeyboardInterrupt
+            left -= 1
+            function(*args, **more)
+
+        return run
+
+    monkeypatch.setattr(torch, "save", stopping(torch.save, RuntimeError))
+    monkeypatch.setattr(pruning, "save_file", stopping(pruning.save_file, OSError))
+    while not (out / "config.json").exists():
+        left, stops = 3, stops + 1  # a call writes three files, and is killed at the next one
+        with contextlib.suppress(KeyboardInterrupt):
+            sk.prune_folder(tmp_path / "dense", out, **given)
+        if stops == 2:
+            is_full = True
+            with pytest.raises(OSError, match=r"cannot write to .*no space left; make room, and the same call continues"):
+                sk.prune_folder(tmp_path / "dense", out, **given)
+            is_full = False
+            min(out.glob("model-*.safetensors")).unlink()  # a lost block is made again, and all after it
+        assert not [*out.glob("*.tmp"), *out.glob(".*.tmp")]
+    assert stops == 4 + harm
+    assert _digests(out) == whole
+    assert any("refit of layers" in note for note in plan.report.notes) == harm
+
+
+def test_another_calibration_does_not_continue_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _folder("Llama", tmp_path / "dense")
+    given: dict[str, Any] = {"budget": "params=70%"}
+    monkeypatch.setattr(pruning, "describe_folder", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        sk.prune_folder(tmp_path / "dense", tmp_path / "out", batches=_batches(), **given)
+    with pytest.raises(InvalidValueError, match="holds weights of another call"):
+        sk.prune_folder(tmp_path / "dense", tmp_path / "out", batches=_batches(seed=2), **given)
+
+
+def test_what_cannot_be_pruned_block_by_block_is_refused_in_words(tmp_path: Path) -> None:
+    _folder("Llama", tmp_path / "Llama")
+    config = transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "GPT2")  # whose layers are not linear
+    given: dict[str, Any] = {"budget": "params=70%", "batches": _batches()}
+    for family, more in (("GPT2", {}), ("Llama", {"prune_hidden_size": True})):
+        with pytest.raises(UnsupportedModelError, match=r"block by block.*leave out batches=, or load the model"):
+            sk.prune_folder(tmp_path / family, tmp_path / "out", **given, **more)
+    for wrong in ({"criterion": "fisher"}, {"criterion": "wanda", "batches": None}):
+        with pytest.raises(
+            InvalidValueError, match=r"needs data and the whole model.*load the model and call sparsekit\.prune"
+        ):
+            sk.prune_folder(tmp_path / "Llama", tmp_path / "out", **given | wrong)
+    with pytest.raises(InvalidValueError, match="a loss needs batches"):
+        sk.prune_folder(tmp_path / "Llama", tmp_path / "out", budget="params=70%", loss=torch.nn.functional.cross_entropy)
+    with pytest.raises(DataError, match="got no batch"):
+        sk.prune_folder(tmp_path / "Llama", tmp_path / "out", budget="params=70%", batches=[])
+    assert not list((tmp_path / "out").glob("[!.]*"))
 
 
 def test_shards_of_another_plan_are_refused(tmp_path: Path) -> None:
@@ -179,6 +293,14 @@ def test_a_damaged_source_is_refused_and_nothing_is_written(what: str, tmp_path:
         sk.prune_folder(tmp_path / "dense", tmp_path / "out", budget="latency_ms=1")
 
 
+def test_a_model_that_accelerate_has_offloaded_is_recognized(tmp_path: Path) -> None:
+    _folder("Llama", tmp_path)
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, device_map={"": "disk"}, offload_folder=tmp_path / "off")
+    for call in (sk.trace_units, lambda *given: sk.prune(*given, budget="params=70%"), sk.LearnableMask):
+        with pytest.raises(UnsupportedModelError, match=r"accelerate has offloaded.*without device_map=.*prune_folder"):
+            call(model, IDS)
+
+
 def test_the_command_prunes_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from sparsekit.cli import main as cli
 
@@ -188,6 +310,12 @@ def test_the_command_prunes_a_folder(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"model: {tmp_path / 'out'}" in capsys.readouterr().out
     sk.prune_folder(tmp_path / "dense", tmp_path / "same", budget="params=70%")
     assert _digests(tmp_path / "out") == _digests(tmp_path / "same")
+    tokens = "torch.arange(192).reshape(6, 2, 16) % 97"
+    loader = f"def load():\n    return [{{'input_ids': each, 'labels': each}} for each in {tokens}]\n"
+    (tmp_path / "texts.py").write_text(f"import torch\n\n\n{loader}")
+    data = ["--dataset", f"{tmp_path / 'texts.py'}:load", "--calibration-batches", "4", "--json"]
+    assert cli.execute([*command, "--out", str(tmp_path / "data"), *data]) == 0
+    assert json.loads(capsys.readouterr().out)["measured"].keys() == {"reconstruction_error", "loss_dense", "loss_pruned"}
     for more in ([], ["--out", str(tmp_path / "new"), "--epochs", "1"]):
         assert cli.execute([*command, *more]) == 2
         assert "a folder is pruned to --out" in capsys.readouterr().err
