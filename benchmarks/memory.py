@@ -62,7 +62,9 @@ def write_llama(size: str, folder: Path) -> dict[str, Any]:
             values = {name: (value + (value.dim() == 1)).bfloat16() for name, value in values.items()}
             save_file(values, folder / f"{shard}.safetensors", {"format": "pt"})
         where = {name: f"{shard}.safetensors" for shard, names in shards.items() for name in names}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}), encoding="utf-8")
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": where}), encoding="utf-8"
+        )
         config.save_pretrained(folder)
     sizes = {shard: sum(2 * entries[name].numel() for name in names) / 2**30 for shard, names in shards.items()}
     parts = {"embedding": sizes["model.embed_tokens.weight"], "block": sizes["model.layers.0"]}

@@ -8,14 +8,13 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sparsekit._torch import DispatchMode
@@ -25,7 +24,7 @@ from sparsekit.criteria import Scored, ScoringContext, Wanda, is_comparable
 from sparsekit.criteria.base import score_units
 from sparsekit.criteria.batches import Batches, DataDriven, Loss
 from sparsekit.errors import InvalidValueError, SparsekitError, level_of_user
-from sparsekit.graph import UnitGraph, cut_axes, gather
+from sparsekit.graph import UnitGraph
 from sparsekit.measure import Budget, CostModel, cost_model
 from sparsekit.progress import working
 from sparsekit.pruning.calibration import Calibration, read_parts
@@ -40,10 +39,10 @@ from sparsekit.pruning.settings import (
     make_candidates,
     refuse_unreachable,
 )
+from sparsekit.pruning.shards import Shards
 from sparsekit.pruning.sweep import Sweep
 from sparsekit.surgery.compaction import compact
 from sparsekit.surgery.files import digest, hash_state
-from sparsekit.surgery.rebuild import named_entries
 from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.tracing.trace import trace_units
 from sparsekit.transformers.pretrained import class_of, describe_folder
@@ -53,7 +52,6 @@ from sparsekit.transformers.widths import build_on_meta, find_widths, plain_conf
 _PLAN, _STATES = ".plan", ".states"
 """Files of an unfinished folder: the fingerprint of its plan, and the hidden states after the last block. A shard has its name
 only when it is complete."""
-_SHARD_BYTES = 2**29
 _TOKENS = 8
 
 
@@ -162,7 +160,7 @@ def prune_folder(
     with _AnyDtype():
         narrow = compact(twin, graph, plan.mask)
     widths = find_widths(narrow, kind, config)
-    shards = _Shards(target, narrow, widths["shapes"], plan, weights, () if sweep is None or not reconstruct else sweep.chain)
+    shards = Shards(target, narrow, widths["shapes"], plan, weights, () if sweep is None or not reconstruct else sweep.chain)
     with _writing(target):
         before.write_text(fingerprint, encoding="utf-8")
         if sweep is not None and reconstruct:
@@ -199,7 +197,7 @@ def _plan(
     return PrunePlan(mask=mask, graph=graph, report=report, scores={candidate.label: scores})
 
 
-def _refitted(sweep: Sweep, shards: _Shards, plan: PrunePlan, fingerprint: str) -> PruneReport:
+def _refitted(sweep: Sweep, shards: Shards, plan: PrunePlan, fingerprint: str) -> PruneReport:
     """Write the refitted blocks, unless the loss on the held-out examples is lower without the refit."""
     left = sweep.refit(plan.mask, fingerprint, shards.write_block, shards.has_block)
     losses, notes = sweep.losses(), [*plan.report.notes]
@@ -223,72 +221,6 @@ def _known(source: str | os.PathLike[str], graph: UnitGraph, parts: Calibration 
 
 def _hash(*values: Any) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
-
-
-class _Shards:
-    """The shards of a pruned model: one for each of its `blocks`, if there are some, and others of half a GiB."""
-
-    def __init__(
-        self, folder: Path, narrow: nn.Module, buffers: Iterable[str], plan: PrunePlan, weights: Mapping[str, Tensor],
-        blocks: Sequence[str],
-    ) -> None:  # fmt: skip
-        self._folder, self._plan, self._weights = folder, plan, weights
-        entries = named_entries(narrow)
-        first = {id(entry): name for name, entry in reversed(entries.items())}
-        shapes = {name: entry for name, entry in entries.items() if first[id(entry)] == name}
-        shapes |= {name: tensors_of(narrow)[name] for name in buffers if name not in entries}
-        self._bytes = {name: entry.nbytes for name, entry in shapes.items()}
-        own = {block: [name for name in shapes if name.startswith(f"{block}.")] for block in blocks}
-        inside = {name for names in own.values() for name in names}
-        shards: list[list[str]] = [[]]
-        for name in (name for name in shapes if name not in inside):
-            if shards[-1] and sum(self._bytes[each] for each in (*shards[-1], name)) > _SHARD_BYTES:
-                shards.append([])
-            shards[-1].append(name)
-        shards = [names for names in (*shards, *own.values()) if names]
-        files = [folder / f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-        self._shards = dict(zip(files if len(files) > 1 else [folder / "model.safetensors"], shards))
-        self._of_block = dict(zip(own, [*self._shards][len(shards) - len(own) :]))
-
-    def write(self) -> None:
-        """Write the kept part of every tensor, shard by shard, and an index; complete shards are not written again."""
-        graph, mask = self._plan.graph, self._plan.mask
-        indices, numbers = graph.kept_indices(mask) | graph.kept_constants(mask), graph.numbers(mask.counts())
-        for file, names in self._shards.items():
-            tensors: dict[str, Tensor] = {}
-            for name in names if not file.exists() else ():
-                whole = self._weights[name]
-                piece = gather(whole, cut_axes(whole.shape, indices.get(name, {})))
-                if name in graph.integer_entries:
-                    piece = torch.full_like(piece, numbers[graph.integer_entries[name]])
-                tensors[name] = piece.clone() if piece is whole else piece.contiguous()
-            if tensors:
-                _save(tensors, file)
-        if len(self._shards) > 1:
-            where = {name: file.name for file, names in self._shards.items() for name in names}
-            index = {"metadata": {"total_size": sum(self._bytes.values())}, "weight_map": where}
-            (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
-
-    def write_block(self, name: str, block: nn.Module) -> None:
-        """Write the shard of a block."""
-        file, tensors = self._of_block[name], tensors_of(block)
-        _save({key: tensors[key.removeprefix(f"{name}.")].detach().contiguous() for key in self._shards[file]}, file)
-
-    def has_block(self, name: str) -> bool:
-        return self._of_block[name].exists()
-
-    def remove_blocks(self) -> None:
-        for file in self._of_block.values():
-            file.unlink(missing_ok=True)
-
-
-def _save(tensors: Mapping[str, Tensor], file: Path) -> None:
-    temporary = file.with_name(f".{file.name}.tmp")
-    try:
-        save_file(dict(tensors), temporary, {"format": "pt"})
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

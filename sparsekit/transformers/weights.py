@@ -25,7 +25,7 @@ class FolderWeights(Mapping[str, Tensor]):
             model, found = kind.from_pretrained(
                 folder, device_map={"": "disk"}, offload_folder=scratch, output_loading_info=True
             )
-        except (SafetensorError, RuntimeError) as error:
+        except (SafetensorError, RuntimeError, LookupError) as error:
             raise _damaged(folder, error) from error
         if lacking := sorted(found["missing_keys"]):
             raise CompactFileError(f"the weights in {folder} lack {lacking[0]!r} and {len(lacking) - 1} more; copy them again")

@@ -12,6 +12,7 @@ import torch
 import sparsekit as sk
 from sparsekit.errors import CompactFileError, DataError, InvalidValueError, UnsupportedModelError
 from sparsekit.pruning import folder as pruning
+from sparsekit.pruning import shards
 from sparsekit.pruning.sweep import Sweep
 
 transformers: Any = None  # importing it takes seconds, also where these tests are not run
@@ -64,7 +65,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_folder_is_pruned_as_its_model_in_memory(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pruning, "_SHARD_BYTES", 15_000)
+    monkeypatch.setattr(shards, "_SHARD_BYTES", 15_000)
     model = _folder(family, tmp_path / "dense", torch.bfloat16)
     for number, way in enumerate(WAYS[: 2 if family == "Llama" else 1]):
         plan = sk.prune_folder(tmp_path / "dense", tmp_path / f"{number}", **way)
@@ -82,11 +83,11 @@ def test_a_folder_is_pruned_as_its_model_in_memory(family: str, tmp_path: Path, 
 
 
 def test_a_call_that_was_stopped_continues_and_writes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pruning, "_SHARD_BYTES", 8_000)
+    monkeypatch.setattr(shards, "_SHARD_BYTES", 8_000)
     _folder("Llama", tmp_path / "dense")
     sk.prune_folder(tmp_path / "dense", tmp_path / "whole", budget="params=70%")
-    whole, save = _digests(tmp_path / "whole"), pruning.save_file
-    shards = sum(name.startswith("model-") for name in whole)
+    whole, save = _digests(tmp_path / "whole"), shards.save_file
+    count = sum(name.startswith("model-") for name in whole)
     written: list[str] = []
 
     def killed(tensors: Any, path: Path, metadata: Any) -> None:
@@ -94,7 +95,7 @@ def test_a_call_that_was_stopped_continues_and_writes_the_same_bytes(tmp_path: P
         save(tensors, path, metadata)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pruning, "save_file", killed)
+    monkeypatch.setattr(shards, "save_file", killed)
     out = tmp_path / "parts"
     for _ in range(2):  # killed before a shard gets its name: nothing is left of it
         with pytest.raises(KeyboardInterrupt):
@@ -107,7 +108,7 @@ def test_a_call_that_was_stopped_continues_and_writes_the_same_bytes(tmp_path: P
         written.append(path.name)
         save(tensors, path, metadata)
 
-    monkeypatch.setattr(pruning, "save_file", counted)
+    monkeypatch.setattr(shards, "save_file", counted)
     written.clear()
     stop = 2
     with pytest.raises(OSError, match=r"cannot write .*No space left on device; make room"):
@@ -120,7 +121,7 @@ def test_a_call_that_was_stopped_continues_and_writes_the_same_bytes(tmp_path: P
         sk.load_pretrained(out)
     stop = -1
     sk.prune_folder(tmp_path / "dense", out, budget="params=70%")
-    assert len(written) == shards  # none was written twice
+    assert len(written) == count  # none was written twice
     assert _digests(out) == whole
     with pytest.raises(InvalidValueError, match="holds a model already"):
         sk.prune_folder(tmp_path / "dense", out, budget="params=70%")
@@ -209,7 +210,7 @@ def test_a_sweep_that_is_killed_after_any_step_continues_and_writes_the_same_byt
         return run
 
     monkeypatch.setattr(torch, "save", stopping(torch.save, RuntimeError))
-    monkeypatch.setattr(pruning, "save_file", stopping(pruning.save_file, OSError))
+    monkeypatch.setattr(shards, "save_file", stopping(shards.save_file, OSError))
     while not (out / "config.json").exists():
         left, stops = 3, stops + 1  # a call writes three files, and is killed at the next one
         with contextlib.suppress(KeyboardInterrupt):
