@@ -239,8 +239,8 @@ def _uses(pattern):
 
 def test_one_place_seeds_torch_and_no_pickled_object_is_loaded_or_saved():
     assert set(_uses(r"torch\.(random\.)?(manual_seed|seed|set_rng_state)|torch\.cuda\.manual_seed\w*")) <= {"sparsekit.rng"}
-    # Weights of other programs, and state dicts of any optimizer, are in torch's format; they are read as tensors alone.
-    files = {"sparsekit.cli.model_source", "sparsekit.pruning.resume", "sparsekit_fl.models"}
+    # Weights of other programs, and states to resume from, are in torch's format; they are read as tensors alone.
+    files = {"sparsekit.cli.model_source", "sparsekit.pruning.resume", "sparsekit.pruning.sweep", "sparsekit_fl.models"}
     assert set(_uses(r"torch\.(save|load)|pickle\.(load|dump)")) == files
     for path in FILES:
         text = path.read_text(encoding="utf-8")
