@@ -72,7 +72,10 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def modules_of(model: nn.Module, *, all_names: bool = False) -> list[tuple[str, nn.Module]]:
-    """Return what `named_modules` yields, in a third of the time. `all_names`: each shared module with all of its names."""
+    """Return what `named_modules` yields, without its nested generators, which are slow in deep models.
+
+    `all_names`: each shared module with all of its names.
+    """
     found: list[tuple[str, nn.Module]] = []
     seen, left = set[nn.Module](), [("", model)]
     while left:
@@ -81,7 +84,7 @@ def modules_of(model: nn.Module, *, all_names: bool = False) -> list[tuple[str, 
             seen.add(module)
             found.append((name, module))
             prefix = f"{name}." if name else ""
-            left += [(prefix + key, child) for key, child in reversed(module._modules.items()) if child is not None]
+            left += [(prefix + key, child) for key, child in reversed([*module._modules.items()]) if child is not None]
     return found
 
 

@@ -109,7 +109,9 @@ def in_float64(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     So a pass is as exact as on a copy in float64, which would take up to four times the memory of the model.
     """
-    if func.is_view:
+    values = (*args, *kwargs.values())
+    is_exact = all(t.dtype == torch.float64 or not t.is_floating_point() for t in tensors_of(values))
+    if func.is_view or (is_exact and not any(isinstance(value, torch.dtype) for value in values)):
         return func(*args, **kwargs)
     names, written, *_ = signature(func)
     given = dict(zip(names, args, strict=False)) | kwargs

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import buffers_of, modules_of, set_mode
+from sparsekit._torch import set_mode
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.held import held_at
 from sparsekit.labels.facts import user_line
@@ -170,12 +170,7 @@ class Session:
                         leaves.clear()
         finally:
             known = {id(tensor) for tensor in copied.tensors}
-            buffers = {
-                f"{path}.{name}" if path else name: buffer
-                for path, module in (modules_of(model) if known else ())
-                for name, buffer in buffers_of(module).items()
-                if buffer is not None and id(buffer) in known
-            }
+            buffers = {name: buffer for name, buffer in (model.named_buffers() if known else ()) if id(buffer) in known}
             same = {id(buffer) for buffer in buffers.values()}
             left = [tensor for tensor in held_tensors(model) if id(tensor) not in same]
             record.finish(outputs, left, buffers, copied.tensors)
@@ -199,10 +194,6 @@ class Session:
         made = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
         return {name: gradient for name, gradient in zip(wanted, made, strict=True) if gradient is not None}
 
-    def _narrowed(self, small: nn.Module, graph: UnitGraph) -> Snapshot:
-        self._whole = {name for name, entry in named_entries(small).items() if entry.shape == graph.shapes.get(name)}
-        return self._snapshot(small)
-
     def cut(
         self, graph: UnitGraph, first: Mapping[str, Tensor], keep: Mapping[str, Tensor], *, mixed: bool, twice: bool
     ) -> Snapshot:
@@ -216,22 +207,22 @@ class Session:
             twice: Cut in two pruning steps.
         """
         self.state.zero_dropped(graph, keep)
-        dense = self.dense.model
-        moved = [name for name, stays in keep.items() if mixed and not bool(stays.all())]
+        moved = [name for name, kept in keep.items() if mixed and not bool(kept.all())]
         # The zeroed entries are the removed ones, so the narrow copy can be made from this one.
         narrow = {id(own): twin for own, twin in self.outside}
-        if not twice:
-            places = graph.rotated_indices(keep, moved)
-            return self._narrowed(narrow_module(dense, graph, keep, self.rules, places, narrow), graph)
-        places = graph.rotated_indices(first, moved)
-        between = narrow_module(dense, graph, first, self.rules, places, narrow)
-        indices = {
-            name: {dim: torch.argsort(places[name][dim])[torch.searchsorted(places[name][dim].sort()[0], index)]
-                   for dim, index in axes.items()}
-            for name, axes in (graph.kept_indices(keep) | graph.kept_constants(keep)).items()
-        }  # fmt: skip
-        outside = {id(twin): twin for twin in narrow.values()}
-        return self._narrowed(narrow_module(between, graph, keep, self.rules, indices, outside), graph)
+        stays = first if twice else keep
+        places = graph.rotated_indices(stays, moved)
+        small = narrow_module(self.dense.model, graph, stays, self.rules, places, narrow)
+        if twice:
+            indices = {
+                name: {dim: torch.argsort(places[name][dim])[torch.searchsorted(places[name][dim].sort()[0], index)]
+                       for dim, index in axes.items()}
+                for name, axes in (graph.kept_indices(keep) | graph.kept_constants(keep)).items()
+            }  # fmt: skip
+            outside = {id(twin): twin for twin in narrow.values()}
+            small = narrow_module(small, graph, keep, self.rules, indices, outside)
+        self._whole = {name for name, entry in named_entries(small).items() if entry.shape == graph.shapes.get(name)}
+        return self._snapshot(small)
 
 
 def _is_finite(record: Record) -> bool:
