@@ -10,7 +10,7 @@ from dataclasses import astuple
 from itertools import accumulate, pairwise
 from typing import Annotated, Any
 
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from pydantic import Field, TypeAdapter
 
@@ -20,7 +20,6 @@ from sparsekit_fl.checkpoint import Memories, write_atomically
 from sparsekit_fl.client.messages import MAX_TEXT, Reply, Request, decode_reply, encode_request, request_bytes
 from sparsekit_fl.engines import one_thread
 from sparsekit_fl.errors import WorkerDiedError
-from sparsekit_fl.flower.client import raw
 from sparsekit_fl.packing import pack
 from sparsekit_fl.problem.data import Capability, Client, ClientData
 from sparsekit_fl.spec import RunSpec
@@ -237,7 +236,9 @@ def content(*parts: bytes, run: str = "") -> RecordDict:
     number, and Flower's arrays do not support bfloat16. Nothing is ever unpickled.
     """
     about = ConfigRecord({"run": run, "sizes": [len(part) for part in parts]})
-    return RecordDict({"about": about, "body": raw(b"".join(parts))})
+    body = b"".join(parts)
+    array = Array(dtype="uint8", shape=(len(body),), stype="sparsekit.raw", data=body)
+    return RecordDict({"about": about, "body": ArrayRecord({"body": array})})
 
 
 def read(message: Message | str) -> tuple[str, list[bytes]]:
