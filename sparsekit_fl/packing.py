@@ -48,8 +48,7 @@ def is_finite(tensor: Tensor) -> bool:
 def digest(state: StateDict) -> str:
     """Return the SHA-256 of names, dtypes, shapes and raw bytes, in the order of sorted names."""
     sha = hashlib.sha256()
-    for name in sorted(state):
-        tensor = state[name]
+    for name, tensor in sorted(state.items()):
         sha.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:".encode())
         sha.update(plain_bytes(tensor))
     return sha.hexdigest()
@@ -201,15 +200,6 @@ def unpack_mask(
         raise DataError(f"the message holds a malformed mask: {error}") from error
 
 
-def remember_mask(memory: dict[str, Any], mask: Mask | None) -> None:
-    bits, description = pack_mask(mask)
-    memory.update(bits=bits, description=description)
-
-
-def recall_mask(memory: Mapping[str, Any]) -> Mask | None:
-    return unpack_mask(memory.get("bits", {}), memory.get("description"))
-
-
 def _whole(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
@@ -243,11 +233,9 @@ def unpack(payload: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Undo `pack`, in at most three times the size of the payload; raise DataError if `pack` did not write it."""
     try:
         header = json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])
-        meta = json.loads(header.pop("__metadata__")["meta"])
+        meta = dict(json.loads(header["__metadata__"]["meta"]))
         # Copies have torch's memory alignment, on which the last bits of products depend.
         tensors = {name: tensor.clone() for name, tensor in load(payload).items()}
-        if not isinstance(meta, dict):
-            raise ValueError("metadata that `pack` does not write")
     except Exception as error:
         # The bytes are untrusted, and the exceptions of two parsers and torch cannot be listed completely.
         raise DataError(f"these {len(payload)} bytes are not a packed message: {error}") from error
@@ -255,7 +243,7 @@ def unpack(payload: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def dumps(value: Any) -> bytes:
-    """Serialize tensors, numbers, strings, None, and lists, tuples and dicts of these: a SHA-256, then a safetensors file."""
+    """Serialize tensors, masks, numbers, strings, None, and lists, tuples and dicts of these: a SHA-256, then safetensors."""
     tensors: dict[str, Tensor] = {}
     try:
         payload = pack(tensors, {"value": _written(value, tensors)})
@@ -281,6 +269,9 @@ def _written(value: Any, tensors: dict[str, Tensor]) -> Any:
         name = str(len(tensors))
         tensors[name] = value.detach()
         return {"tensor": name}
+    if isinstance(value, UnitMask | WeightMask):
+        bits, description = pack_mask(value)
+        return {"mask": [_written(bits, tensors), description]}
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, list | tuple):
@@ -289,8 +280,8 @@ def _written(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Mapping) and {type(key) for key in value} <= {str, int}:
         return {"dict": [[key, _written(item, tensors)] for key, item in value.items()]}
     raise InvalidValueError(
-        f"a memory holds {value!r:.200}; allowed are tensors, numbers, strings, None, and lists, tuples and dicts of these,"
-        " whose keys are strings or integers; convert it, for example with float() or torch.from_numpy()"
+        f"a memory holds {value!r:.200}; allowed are tensors, masks, numbers, strings, None, and lists, tuples and dicts of"
+        " these, whose keys are strings or integers; convert it, for example with float() or torch.from_numpy()"
     )
 
 
@@ -302,6 +293,8 @@ def _read_back(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     ((kind, held),) = value.items()
     if kind == "tensor":
         return tensors[held]
+    if kind == "mask":
+        return unpack_mask(_read_back(held[0], tensors), held[1])
     if kind == "tuple":
         return tuple(_read_back(item, tensors) for item in held)
     return {key: _read_back(item, tensors) for key, item in held}

@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import Any, get_origin
 
 from sparsekit_fl.config import Checked, options_of
-from sparsekit_fl.methods.base import Method
 
 _WIDTH = 96
 TASKS: dict[str, str] = {
@@ -126,8 +125,8 @@ def _options(found: Any) -> list[str]:
 
 
 def _is_described(found: Any) -> bool:
-    """Return whether an object has documentation of its own: a class, a function, or a variant of a method."""
-    return inspect.isclass(found) or inspect.isroutine(found) or isinstance(found, Method)
+    """Return whether an object has documentation of its own: a class or a function."""
+    return inspect.isclass(found) or inspect.isroutine(found)
 
 
 def _cell(text: str) -> str:

@@ -27,7 +27,7 @@ from sparsekit_fl.problem.problem import Problem
 Split = Literal["train", "val", "test"]
 
 Memory = dict[str, Any]
-"""State that is kept from round to round: tensors, numbers, strings, None, and lists and string-keyed dicts of these."""
+"""State that is kept from round to round: tensors, masks, numbers, strings, None, and lists and dicts of these."""
 
 
 Use = Literal["model", "data", "server", "client", "capability", "noise", "evaluation"]

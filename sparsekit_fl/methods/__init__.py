@@ -15,8 +15,10 @@ from sparsekit_fl.methods.adapters import FlexLoRA as flexlora, HetLoRA as hetlo
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.methods.depthfl import DepthFL as depthfl
 from sparsekit_fl.methods.fedlps import FedLPS as fedlps
-from sparsekit_fl.methods.fedlps_paper import FedLPSPaper as fedlps_paper, fedlps_magnitude, fedlps_ordered, fedlps_random
-from sparsekit_fl.methods.fedlps_paper import flst, p_ucbv_dyn, p_ucbv_fix, rcr_dyn, rcr_fix
+from sparsekit_fl.methods.fedlps_paper import FedLPSMagnitude as fedlps_magnitude, FedLPSOrdered as fedlps_ordered
+from sparsekit_fl.methods.fedlps_paper import FedLPSPaper as fedlps_paper, FedLPSRandom as fedlps_random, FLST as flst
+from sparsekit_fl.methods.fedlps_paper import PUCBVDyn as p_ucbv_dyn, PUCBVFix as p_ucbv_fix
+from sparsekit_fl.methods.fedlps_paper import RCRDyn as rcr_dyn, RCRFix as rcr_fix
 from sparsekit_fl.methods.personal_masks import FedSpa as fedspa, Hermes as hermes, LotteryFL as lotteryfl
 from sparsekit_fl.methods.sampling import REFL as refl, Oort as oort
 from sparsekit_fl.methods.submodels import EFD as efd, FedMP as fedmp, FedRolex as fedrolex
@@ -29,13 +31,13 @@ from sparsekit_fl.config import read_keywords, read_settings
 _MADE = {
     name: made
     for name, made in dict(globals()).items()
-    if made is not Method and (isinstance(made, Method) or (isinstance(made, type) and issubclass(made, Method)))
+    if made is not Method and isinstance(made, type) and issubclass(made, Method)
 }
 __all__ = [*_MADE, "registry"]
 
 registry = Registry(
     "method",
-    {name.replace("_", "-"): f"{made.__module__}:{getattr(made, '__name__', name)}" for name, made in sorted(_MADE.items())},
+    {name.replace("_", "-"): f"{made.__module__}:{made.__name__}" for name, made in sorted(_MADE.items())},
     group="sparsekit_fl.methods",
 )
 
@@ -46,12 +48,10 @@ def make_method(text: str, *, settings: Mapping[str, Any] | None = None) -> Meth
     `settings` are further options, name → value. Text is converted as the annotation of the field says.
     """
     name, *own = text.split() or [text]
-    found = registry.find(name)
-    kind = found if isinstance(found, type) else type(found)
-    if not issubclass(kind, Method):
-        called = getattr(found, "__name__", kind.__name__)
-        raise InvalidValueError(f"{name!r} must be a subclass of sparsekit_fl.Method, or a method, got {called}")
+    kind = registry.find(name)
+    if not (isinstance(kind, type) and issubclass(kind, Method)):
+        called = getattr(kind, "__name__", type(kind).__name__)
+        raise InvalidValueError(f"{name!r} must be a subclass of sparsekit_fl.Method, got {called}")
     advice = f"; `sparsekit describe {name}` shows its options, `sparsekit list options` those of a run"
     given = {**read_settings(own), **(settings or {})}
-    made: Method = found(**read_keywords(kind, given, name=f"method {name!r}", advice=advice))
-    return made
+    return kind(**read_keywords(kind, given, name=f"method {name!r}", advice=advice))

@@ -9,7 +9,7 @@ Before the first round, a run calls `check`. In a round:
 
 To score a client, the server calls `offer`, and the client `deploy`.
 
-Methods are immutable. State that must survive a round goes into `server.memory` or `client.memory`: tensors, numbers, strings,
+Methods are immutable. State that must survive a round goes into `server.memory` or `client.memory`: tensors, masks, numbers,
 and lists and dicts of these. The server's state about one client goes into `server.client[id]`, which is read and written only
 for the clients of the round. Random numbers come from `server.rngs` and `client.rngs`. This makes a run bit-identical on every
 engine and after every resumption.
@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -132,16 +132,6 @@ class ServerContext:
         return ratio if self.capability_of == "units" else width_of(self.costs, ratio, self.capability_of)
 
 
-@dataclass(frozen=True)
-class Variant:
-    """Describes a named method, which is a class with other defaults (option → value). `about` is its docstring."""
-
-    name: str
-    about: str
-    note: str
-    defaults: tuple[tuple[str, Any], ...]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Method(Checked):
     """A federated method: FedAvg, unless a subclass overrides a hook.
@@ -149,8 +139,6 @@ class Method(Checked):
     A subclass is a frozen, keyword-only dataclass. The attributes `called`, `source` and `note` are set without an annotation.
     Annotated fields are its options: an annotation such as `NonNegative` or `Literal["a", "b"]` states the allowed values, and
     `option(default, "…")` the meaning. The command line then takes `--set FIELD=VALUE`.
-
-    Calling a method with options returns a copy with these options.
 
     Raises:
         InvalidValueError: the value of an option is not allowed.
@@ -168,35 +156,17 @@ class Method(Checked):
     uses_capability: ClassVar[bool] = False
     """Whether work or cohort depend on the capabilities of devices."""
 
-    _variant: Variant | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self._variant is not None:
-            object.__setattr__(self, "note", self._variant.note)
-            object.__setattr__(self, "__doc__", self._variant.about)
-
-    @classmethod
-    def variant(cls, name: str, about: str, *, note: str = "", **defaults: Any) -> Self:
-        """Return a named method: this class with other defaults. `about` becomes its docstring."""
-        return cls(**defaults, _variant=Variant(name, about, note, tuple(defaults.items())))
-
-    def __call__(self, **options: Any) -> Self:
-        return dataclasses.replace(self, **options)
-
     @property
     def name(self) -> str:
         """The name, with the options that differ from their defaults: `fedprox`, or `fedprox mu=0.1`. Commands take it too."""
         own = vars(type(self)).get("called") or type(self).__name__.lower()
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        if self._variant is not None:
-            own, defaults = self._variant.name, {**defaults, **dict(self._variant.defaults)}
         changed = [f"{name}={_text(value)}" for name, value in self.options().items() if value != defaults[name]]
         return " ".join([own, *changed])
 
     def options(self) -> dict[str, Any]:
         """Return field → value, in the order of the fields."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "_variant"}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def describe(self) -> dict[str, str]:
         """Return name, source and every option as text: equal for equal methods, in any process."""

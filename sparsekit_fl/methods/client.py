@@ -14,7 +14,7 @@ from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.fit import Adjust, Batch, Batches, LocalStep, Step, TrainingLog, make_step
 from sparsekit_fl.client.messages import Cost
 from sparsekit_fl.config import TrainingConfig
-from sparsekit_fl.packing import Kept, Mask, mask_state, recall_mask, remember_mask
+from sparsekit_fl.packing import Kept, Mask, mask_state
 
 Leaves = Mapping[str, Tensor]
 """State-dict key → leaf tensor of the narrow model, in the order of the state."""
@@ -244,8 +244,7 @@ def keep_model(client: ClientContext, result: Result) -> None:
     own = {
         name: tensor.cpu() for name, tensor in result.state.items() if name not in client.frozen or name in client.request.state
     }
-    client.memory["kept"] = memory = {"round": client.round, "state": own, "ratio": result.ratio}
-    remember_mask(memory, result.mask)
+    client.memory["kept"] = {"round": client.round, "state": own, "ratio": result.ratio, "mask": result.mask}
 
 
 def kept_model(client: ClientContext) -> Model | None:
@@ -253,7 +252,7 @@ def kept_model(client: ClientContext) -> Model | None:
     memory = client.memory.get("kept")
     if memory is None:
         return None
-    mask, initial = recall_mask(memory), client.initial_state()
+    mask, initial = memory["mask"], client.initial_state()
     # Dropped entries are never used, so they may hold any values of the right shape.
     own = Kept(client.graph, mask if isinstance(mask, UnitMask) else None).scatter_all(memory["state"], initial)
     return Model(state={**initial, **own}, mask=mask, ratio=memory["ratio"])

@@ -25,6 +25,11 @@ from sparsekit_fl.methods.base import Method, ServerContext, Setup, Update, affo
 from sparsekit_fl.methods.client import Model, Result, Task, descend, keep_model, kept_model, sgd, trained_leaves
 
 _CRITERIA: Mapping[str, Criterion] = {"ordered": Ordered(), "magnitude": Magnitude(), "random": Random()}
+Ratios = Literal["bandit", "capability", "random"] | Ratio
+Pattern = Literal["learned", "ordered", "magnitude", "random"]
+
+_ONCE = "Capabilities are drawn once, regardless of the run's options."
+_AGAIN = "Capabilities are drawn in every round, regardless of the run's options."
 _EXPLORATION = 0.5  # ρ of P-UCBV, in the released code
 _IMPORTANCE_LR, _REFRESH_EVERY = 0.02, 4  # our choice, for literal=False
 _NOISE = 0.01  # upper end of the noise on the first importance, which breaks ties of targets that round to 1; our choice
@@ -59,12 +64,12 @@ class FedLPSPaper(Method):
 
     uses_capability = True
 
-    ratios: Literal["bandit", "capability", "random"] | Ratio = option(
+    ratios: Ratios = option(
         "bandit",
         'How the ratio of a client is chosen, a share of the FLOPs: by a "bandit", as its "capability", "random" (uniform up '
         "to the capability), or a number, the same for all clients.",
     )
-    pattern: Literal["learned", "ordered", "magnitude", "random"] = option(
+    pattern: Pattern = option(
         "learned",
         'Which units a client trains: those "learned" while it trains, the first ones ("ordered"), those of largest '
         '"magnitude" in the received model, or "random" ones.',
@@ -207,27 +212,83 @@ class FedLPSPaper(Method):
         return kept_model(client) or affordable(client, state)
 
 
-_MEANS: dict[str, Any] = {"literal": False}
-_ONCE: dict[str, Any] = {"redraw": False, "note": "Capabilities are drawn once, regardless of the run's options."}
-_AGAIN: dict[str, Any] = {"redraw": True, "note": "Capabilities are drawn in every round, regardless of the run's options."}
+@dataclass(frozen=True, kw_only=True)
+class _Means(FedLPSPaper):
+    """FedLPS as in the paper, with means for regularizers, as the ablations of Table II have it."""
 
-flst = FedLPSPaper.variant(
-    "flst",
-    "FLST: one ratio for all clients, 0.5 as in Table II.",
-    note="All clients have one ratio, whatever they can do.",
-    **_MEANS,
-    ratios=0.5,
-)
-p_ucbv_fix = FedLPSPaper.variant("p-ucbv-fix", "P-UCBV-Fix: the paper's bandit, capabilities drawn once.", **_MEANS, **_ONCE)
-p_ucbv_dyn = FedLPSPaper.variant("p-ucbv-dyn", "P-UCBV-Dyn: the same, drawn again in every round.", **_MEANS, **_AGAIN)
-_RCR = {**_MEANS, "ratios": "capability"}
-rcr_fix = FedLPSPaper.variant("rcr-fix", "RCR-Fix: ratios are the clients' capabilities, drawn once.", **_RCR, **_ONCE)
-rcr_dyn = FedLPSPaper.variant("rcr-dyn", "RCR-Dyn: ratios are capabilities, drawn again in every round.", **_RCR, **_AGAIN)
-fedlps_random, fedlps_ordered, fedlps_magnitude = (
-    FedLPSPaper.variant(f"fedlps-{pattern}", f"FedLPS as in the paper, with {what}.", **_MEANS, pattern=pattern)
-    for pattern, what in (
-        ("random", "random units, drawn for each client and round"),
-        ("ordered", "the first units of every layer"),
-        ("magnitude", "the units of largest absolute weights in the received model"),
-    )
-)
+    literal: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FLST(_Means):
+    """FLST: one ratio for all clients, 0.5 as in Table II."""
+
+    called = "flst"
+    note = "All clients have one ratio, whatever they can do."
+
+    ratios: Ratios = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class PUCBVFix(_Means):
+    """P-UCBV-Fix: the paper's bandit, capabilities drawn once."""
+
+    called = "p-ucbv-fix"
+    note = _ONCE
+
+    redraw: bool | None = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PUCBVDyn(_Means):
+    """P-UCBV-Dyn: the same, drawn again in every round."""
+
+    called = "p-ucbv-dyn"
+    note = _AGAIN
+
+    redraw: bool | None = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class RCRFix(PUCBVFix):
+    """RCR-Fix: ratios are the clients' capabilities, drawn once."""
+
+    called = "rcr-fix"
+
+    ratios: Ratios = "capability"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RCRDyn(PUCBVDyn):
+    """RCR-Dyn: ratios are capabilities, drawn again in every round."""
+
+    called = "rcr-dyn"
+
+    ratios: Ratios = "capability"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedLPSRandom(_Means):
+    """FedLPS as in the paper, with random units, drawn for each client and round."""
+
+    called = "fedlps-random"
+
+    pattern: Pattern = "random"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedLPSOrdered(_Means):
+    """FedLPS as in the paper, with the first units of every layer."""
+
+    called = "fedlps-ordered"
+
+    pattern: Pattern = "ordered"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedLPSMagnitude(_Means):
+    """FedLPS as in the paper, with the units of largest absolute weights in the received model."""
+
+    called = "fedlps-magnitude"
+
+    pattern: Pattern = "magnitude"

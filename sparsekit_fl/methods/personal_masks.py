@@ -19,7 +19,7 @@ from sparsekit_fl.layers import Layer, layer_weights
 from sparsekit_fl.methods.base import ClientContext, Method, Over, ServerContext, Setup, Update, mean, units
 from sparsekit_fl.methods.client import Leaves, Model, Result, Task, sgd
 from sparsekit_fl.methods.weight_masks import SparseWeights, keep_largest, largest_weights, weight_count
-from sparsekit_fl.packing import Mask, recall_mask, remember_mask
+from sparsekit_fl.packing import Mask, unpack_mask
 
 _STEP = 0.1  # share of the kept weights or units that one pruning step removes, in the reference codes of both methods
 _NEXT = "next_mask"
@@ -36,16 +36,16 @@ class OwnMasks(Method):
 
     def remember(self, memory: Memory, layers: Sequence[Layer], trained: Result | Update) -> None:
         """Store the mask for the client's next participation, on the server and on the client; by default, the trained mask."""
-        remember_mask(memory, trained.mask)
+        memory["mask"] = trained.mask
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
-        mask = recall_mask(server.client[client_id])
+        mask = server.client[client_id].get("mask")
         return Task(mask=mask, ratio=self.offer(server, client_id).ratio, own_mask=True)
 
     def offer(self, server: ServerContext, client_id: int) -> Task:
         """Return a task with the ratio of the client's last unit mask, which selects its statistics; 1 for weight masks."""
         memory = server.client[client_id]
-        return Task(ratio=memory["ratio"] if isinstance(recall_mask(memory), UnitMask) else 1.0)
+        return Task(ratio=memory["ratio"] if isinstance(memory.get("mask"), UnitMask) else 1.0)
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         for update in updates:
@@ -54,7 +54,7 @@ class OwnMasks(Method):
         return mean(server, updates, weights="uniform", over=self.over)
 
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
-        return Model(state=state, mask=recall_mask(client.memory), ratio=client.memory.get("ratio", 1.0))
+        return Model(state=state, mask=client.memory.get("mask"), ratio=client.memory.get("ratio", 1.0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,18 +212,18 @@ class FedSpa(OwnMasks, SparseWeights):
         memory, shapes = server.memory.setdefault("initial", {}), layer_weights(server.layers)
         if not memory:
             shares = layer_densities(shapes, self.ratio)
-            remember_mask(memory, random_weights(shapes, shares, generator=torch_generator(server.rngs["mask"])))
+            memory["mask"] = random_weights(shapes, shares, generator=torch_generator(server.rngs["mask"]))
         # One bit per entry, each layer padded to whole bytes.
         size = sum(-(-shape.numel() // 8) for shape in shapes.values())
         returns = {_NEXT: torch.empty(size, dtype=torch.uint8)} if self.anneal else {}
-        mask = super().assign(server, client_id).mask or recall_mask(memory)
+        mask = super().assign(server, client_id).mask or memory["mask"]
         return Task(mask=mask, ratio=self.ratio, returns=returns)
 
     def remember(self, memory: Memory, layers: Sequence[Layer], trained: Result | Update) -> None:
         super().remember(memory, layers, trained)
         if _NEXT in trained.extra:
             shapes = [[name, list(shape)] for name, shape in layer_weights(layers).items()]
-            memory.update(bits={"mask": trained.extra[_NEXT]}, description={"kind": "weight", "shapes": shapes})
+            memory["mask"] = unpack_mask({"mask": trained.extra[_NEXT]}, {"kind": "weight", "shapes": shapes})
 
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train, then choose the next mask. The cost includes the gradient of one batch of the dense model."""

@@ -21,7 +21,7 @@ from sparsekit_fl.config import Count, NonNegativeCount, Positive, Ratio, option
 from sparsekit_fl.layers import Layer, layer_weights
 from sparsekit_fl.methods.base import ClientContext, Method, ServerContext, Setup, Update, mean, mean_change, moved
 from sparsekit_fl.methods.client import Leaves, Result, Task, sgd
-from sparsekit_fl.packing import mask_state, recall_mask, remember_mask
+from sparsekit_fl.packing import mask_state
 from sparsekit_fl.problem.data import Capability
 
 _PROCESSED = "processed_examples"
@@ -164,7 +164,7 @@ class PruneFL(SparseWeights):
         due = self.due(server.round)
         returns = {name: server.state[name] for name in layer_weights(server.layers)} if due else {}
         metrics = (_PROCESSED,) if due else ()
-        mask = recall_mask(server.memory)
+        mask = server.memory.get("mask")
         task = Task(mask=mask, ratio=_density(mask), metrics=metrics, returns=returns)
         return replace(task, own_mask=True, work=2.0 * self.initial) if self.alone(server.round) else task
 
@@ -188,8 +188,8 @@ class PruneFL(SparseWeights):
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         """Return the mean, with zeros for dropped weights, from which they restart if they are kept again. Update the mask."""
         if self.alone(server.round):
-            remember_mask(server.memory, updates[0].mask)
-        mask = recall_mask(server.memory)
+            server.memory["mask"] = updates[0].mask
+        mask = server.memory.get("mask")
         state = mask_state(server.graph, mask, mean(server, updates))
         if self.due(server.round):
             mask = _all_weights(server.layers, mask)
@@ -197,7 +197,7 @@ class PruneFL(SparseWeights):
             examples = max(1.0, sum(update.metrics[_PROCESSED] for update in updates) / len(updates))
             share = _SHARE * 0.5 ** (server.round / server.rounds)
             mask = search_weights(state, mask, squares, weight_seconds(server.costs, mask, examples), share=share)
-            remember_mask(server.memory, mask)
+            server.memory["mask"] = mask
         return state
 
 

@@ -10,6 +10,7 @@ from personal import chain, tiny_clients, tiny_run
 
 import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
+from sparsekit.graph import UnitMask, WeightMask
 from sparsekit_fl import checkpoint
 from sparsekit_fl.checkpoint import RunFolder, State
 from sparsekit_fl.errors import ResumeError
@@ -17,6 +18,8 @@ from sparsekit_fl.packing import dumps, loads
 
 MEMORY = {
     "personal": {"state": {"w.x": torch.ones(2, 3), "n": torch.tensor(4)}, "ratio": 0.1 + 0.2, "none": None, "yes": True},
+    "mask": UnitMask({"a": torch.tensor([True, False])}),
+    "masks": [WeightMask({"w": torch.eye(3) > 0})],
     "local": {"z": [1, 2.5, "a", [torch.zeros(1)]], "a": 2**120, "low": -math.inf, "pair": (1, 2), 7: torch.ones(2).bfloat16()},
 }
 

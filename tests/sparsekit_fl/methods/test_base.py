@@ -62,7 +62,7 @@ HOOKS = {"check", "sample", "assign", "train", "aggregate", "offer", "deploy"}
 def test_a_run_calls_the_hooks_in_the_order_that_is_written_down():
     written = [name for name in re.findall(r"`(\w+)`", base.__doc__) if name in HOOKS]
     functions = {name for name, made in vars(fl.Method).items() if name[0] != "_" and inspect.isfunction(made)}
-    assert set(written) == HOOKS == functions - {"describe", "least", "options", "variant"}
+    assert set(written) == HOOKS == functions - {"describe", "least", "options"}
     Recorded.calls.clear()
     tiny_run(Recorded(), rounds=1, cohort=1)
     assert list(dict.fromkeys(Recorded.calls)) == written
