@@ -116,6 +116,8 @@ def prune_folder(
         raise InvalidValueError(f"{target} holds a model already; choose another folder, or remove it")
     if wanted.latency_ms is not None:
         raise InvalidValueError("prune_folder cannot time a model that is not in memory; limit flops, params or bytes")
+    if reconstruct not in (True, False):
+        raise InvalidValueError(f"reconstruct must be True or False, as decoders have no batch norms, got {reconstruct!r}")
     if batches is None and loss is not None:
         raise InvalidValueError("a loss needs batches; pass batches=, training data such as a loader")
     multiples = PreferredMultiple() if multiple_of is None else multiple_of

@@ -250,6 +250,8 @@ def test_what_cannot_be_pruned_block_by_block_is_refused_in_words(tmp_path: Path
             InvalidValueError, match=r"needs data and the whole model.*load the model and call sparsekit\.prune"
         ):
             sk.prune_folder(tmp_path / "Llama", tmp_path / "out", **given | wrong)
+    with pytest.raises(InvalidValueError, match="reconstruct must be True or False"):
+        sk.prune_folder(tmp_path / "Llama", tmp_path / "out", **given, reconstruct="batchnorm")  # type: ignore[arg-type]
     with pytest.raises(InvalidValueError, match="a loss needs batches"):
         sk.prune_folder(tmp_path / "Llama", tmp_path / "out", budget="params=70%", loss=torch.nn.functional.cross_entropy)
     with pytest.raises(DataError, match="got no batch"):
