@@ -67,3 +67,10 @@ def block_times() -> Lines:
         told = f"{runtime}, {row['batch']} image{'s' if row['batch'] > 1 else ''}, {row['pixels']} pixels"
         columns = ("dense again", "0 blocks", "3 blocks", "7 blocks")
         yield [told, *("{1:.2f} ({0:.2f} to {2:.2f})".format(*row[name]) for name in columns)]
+
+
+@table(REAL, "SmolLM2-135M, perplexity (dense 24.4)", "removed branches", "as pruned", "after 50 steps")
+def decoder_blocks() -> Lines:
+    for row in rows(BLOCKS, what="blocks", network="smollm2"):
+        after = f"{row['trained perplexity']:.1f}" if "trained perplexity" in row else ""
+        yield [f"{row['share']:.0%} of the FLOPs".replace("%", " %"), str(row["blocks"]), f"{row['perplexity']:.1f}", after]
