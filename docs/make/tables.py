@@ -9,7 +9,9 @@ A page has the head of a table, and this file has a function with the same head.
 import itertools
 import statistics
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -113,6 +115,34 @@ def language_model() -> Lines:
             f"{row.get('seconds', '')}",
             f"{row['gibibytes']} GiB",
         ]
+
+
+GGUF = "docs/howto/llama-cpp.md"
+
+
+def of_layers(row: Mapping[str, Any]) -> str:
+    share = "dense" if row["share"] == 1 else f"{100 * row['share']:.0f} %"
+    return share if row["multiple"] != 16 else f"{share}, widths in multiples of 16"
+
+
+@table(
+    GGUF, "SmolLM2-135M, FLOPs of its layers", "type", "megabytes", "perplexity", "tokens/s read", "tokens/s written"
+)  # fmt: skip
+def gguf_speeds() -> Lines:
+    for row in rows("llamacpp.jsonl"):
+        if row["type"] != "float32":
+            refitted = row["multiple"] != 16
+            perplexity = row["perplexity"] or row["in PyTorch"]
+            speeds = [f"{row[name]:.0f} ({row[f'{name} ÷ dense'][1]:.2f} ×)" for name in ("read", "written")]
+            size = f"{row['bytes'] / 1e6:.0f}"
+            yield [of_layers(row), row["type"], size, f"{perplexity:.1f}" if refitted else "", *speeds]
+
+
+@table(GGUF, "SmolLM2-135M in float32", "largest difference of a logit", "largest logit", "16 greedy tokens")
+def gguf_logits() -> Lines:
+    for row in rows("llamacpp.jsonl", type="float32"):
+        alike = "equal" if row["greedy tokens alike"] else "differ"
+        yield [of_layers(row), f"{row['largest difference']:.1e}", f"{row['largest logit']:.1f}", alike]
 
 
 ROBUST = "docs/evidence/robustness.md"
