@@ -1,4 +1,4 @@
-"""A method whose clients do as files tell them, for runs in processes of Flower's that must fail.
+"""Methods whose clients do as files tell them, for runs in processes of Flower's that must fail.
 
 Files in the folder that SPARSEKIT_FAULTS names, for client 3 in round 2: `raise-3-2` makes it raise, `hold-3-2` makes it
 wait until that file is gone. It writes `began-3-2`, and `done-3-2` with the number of rounds that its memory knows of.
@@ -13,15 +13,13 @@ from typing import Literal
 from own_models import OwnModels
 
 from sparsekit_fl.cli.flower_app import QUIET
+from sparsekit_fl.methods import fedlps
 
 _HERE = Path(__file__).resolve().parent
 
 
-@dataclass(frozen=True, kw_only=True)
-class Planted(OwnModels):
-    """FedAvg whose clients keep models of their own, count their rounds in their memories, and do as the files tell them."""
-
-    keep: Literal["last", "best", "loss"] = "best"
+class Faults:
+    """Clients that count their rounds in their memories, and do as the files tell them."""
 
     def train(self, client, task):
         """Raise, wait, or train."""
@@ -35,6 +33,18 @@ class Planted(OwnModels):
         result = super().train(client, task)
         (events / f"done-{spot}").write_text(str(client.memory["count"]))
         return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planted(Faults, OwnModels):
+    """FedAvg whose clients keep models of their own."""
+
+    keep: Literal["last", "best", "loss"] = "best"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlantedLPS(Faults, fedlps):
+    """FedLPS, whose clients have heads of their own if the option says so."""
 
 
 def environment(events):
