@@ -105,8 +105,8 @@ class HetLoRA(Adapters):
     Norms are Frobenius norms, and each pair A, B of the model has ranks of its own. On every client, the product is scaled by
     alpha / r of the whole adapter. If a run measures capabilities in FLOPs, this method reads them as shares of the ranks.
 
-    We could not read the values of gamma and lam in the paper's experiments. The rule, the tail and 0.99 for gamma agree with an
-    independent implementation, a fork of FederatedScope, which has 0.01 for lam.
+    We could not read the values of gamma and lam in the paper's experiments. The rule, the tail and 0.99 for gamma agree with
+    an independent implementation, a fork of FederatedScope, which has 0.01 for lam.
     """
 
     source = (
