@@ -133,7 +133,7 @@ class Session:
         """Run the dense copy, or a cut one, on all calls, and record what it computes, with gradients if they are wanted."""
         guard, calls, model = self._calls[0].guard, self._calls, copied.model
         unordered = [m for m in copied.modules if (rule := find_rule(m, self.rules)) is not None and rule.in_order_of_units]
-        # Record itself guards against writes and converts: each dispatch mode takes as much time as the operators.
+        # Record itself guards against writes and converts, since each dispatch mode takes time for every operator.
         record = Record(
             guard if isinstance(guard, ReadOnly) else None,
             model if self.by_module else None,
