@@ -1,6 +1,5 @@
 """Session: holds the dense copy of a model for a verification, gates and cuts it, and records passes."""
 
-import functools
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -52,7 +51,8 @@ class Session:
     skipped: dict[str, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.by_module, self.wide, self._gradients = False, False, True
+        self.by_module, self.wide = False, False
+        self._differentiates: dict[bool, bool] = {}  # train mode → whether passes with gradients run
         self._whole: set[str] | None = None  # parameters with one shape in both models, whose gradients are compared
         self.generator = torch.Generator().manual_seed(20130)
         self.calls = [inputs.valued() for inputs in self.calls]
@@ -93,7 +93,7 @@ class Session:
         try:
             disturbed = [inputs.prepared(dtype, self.generator) for inputs in calls]
             for self._calls in (disturbed, [inputs.prepared(dtype, None) for inputs in calls]):
-                record = self._first_run()
+                record = self.run(self.dense)
                 if _is_finite(record):
                     self.wide = not self.lean and dtype == torch.float64 and record.is_cast and self._runs_wide()
                     return None
@@ -102,18 +102,12 @@ class Session:
             return f"the model fails: {described(error)}"
         return None
 
-    @functools.cached_property
-    def trains_with_gradients(self) -> bool:
-        """Whether the dense copy runs in train mode with gradients. Code that keeps an autograd graph between calls fails."""
-        self.state.restore()
-        return self._tried(training=True, gradients=True) is not None
-
-    def _first_run(self) -> Record:
-        """Run the dense copy with gradients. If that fails, run it without, now and in all later passes."""
-        self._gradients = True
-        record = self._tried(gradients=True) if self.gradients else None
-        self._gradients = record is not None
-        return record or self.run(self.dense)
+    def differentiates(self, training: bool) -> bool:
+        """Return whether the dense copy runs with gradients. Code that keeps an autograd graph between calls fails."""
+        if training not in self._differentiates:
+            self.state.restore()
+            self._differentiates[training] = self._tried(training=training, gradients=True) is not None
+        return self._differentiates[training]
 
     def _runs_wide(self) -> bool:
         """Return whether the model runs with all its casts in float64, so that values after casts are compared exactly."""
@@ -180,7 +174,7 @@ class Session:
     @property
     def gradients(self) -> bool:
         """Whether gradients are compared; rounding of lesser dtypes would hide errors in them."""
-        return self._gradients and not self.lean and not self.wide and self.precision == torch.float64
+        return not self.lean and not self.wide and self.precision == torch.float64
 
     def _differentiated(self, model: nn.Module, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the gradients of a function of all outputs, with respect to floating inputs and parameters."""

@@ -142,7 +142,7 @@ class Verifier:
             training=trial.training and bool(session.training), gradients=trial.gradients and session.gradients
         )
         judged = self._judged(graph, trial, names)
-        if isinstance(judged, Failure) and trial.gradients and trial.training and not session.trains_with_gradients:
+        if isinstance(judged, Failure) and trial.gradients and not session.differentiates(trial.training):
             judged = self._judged(graph, trial._replace(gradients=False), names)
         failure: Failure | None = None
         if isinstance(judged, Failure):
