@@ -1,5 +1,6 @@
-"""Tables of docs/evidence/fedlps.md, from rows of results/federated.jsonl."""
+"""Tables of federated runs, from rows of results/federated.jsonl and results/adapters.jsonl."""
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -168,3 +169,32 @@ def decision() -> Lines:
     before = [mean_of(row, "newest", "new") for _, row in sorted(of("shift", "local").items())]
     gains = [ours - its for ours, its in zip(joined, before, strict=True)]
     yield ["devices that join later (over the whole network as it comes)", "`fedlps`", signed(gains), "shift, new devices"]
+
+
+ADAPTERS = "adapters.jsonl"
+ADAPTED = {
+    "rank 2": "rank 2 on all five, `fedavg`", "rank 8": "rank 8 on all five, `fedavg`: too much for two of them",
+    "rank 16": "rank 16 on the one that can, `fedavg`", "hetlora": "2, 4, 8, 12 and 16, `hetlora`",
+    "flexlora": "2, 4, 8, 12 and 16, `flexlora`", "alone": "2, 4, 8, 12 and 16, each alone",
+}  # fmt: skip
+
+
+@table("docs/tutorials/adapters.md", "ranks", "perplexity, deployed", "the global model", "MB sent", "rounds", "steps")
+def adapters() -> Lines:
+    def perplexities(found: list[Row], part: str) -> list[float]:
+        return [math.exp(statistics.mean(row[part])) for row in found if row[part]]
+
+    (whole,) = rows(ADAPTERS, arm="whole")
+    before = f"{perplexities([whole], 'test')[0]:.2f}"
+    yield ["no adapter", before, before, "0", "0", "0"]
+    for arm, label in ADAPTED.items():
+        (second,) = rows(ADAPTERS, arm=arm, seed=1)  # at the better one of the rates of seed 0
+        found = rows(ADAPTERS, arm=arm, rate=second["rate"])
+        scores = [spread(perplexities(found, part), 2) for part in ("test", "global")]
+        yield [
+            label,
+            *scores,
+            f"{statistics.mean(row['MB'] for row in found):.2f}",
+            str(found[0]["rounds"]),
+            str(found[0]["steps"]),
+        ]
