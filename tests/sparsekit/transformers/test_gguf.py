@@ -66,10 +66,9 @@ def _pruned(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_llama_cpp_computes_what_the_pruned_model_does(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llama_cpp_computes_what_the_pruned_model_does(name: str, tmp_path: Path) -> None:
     if importlib.util.find_spec("llama") is None:
         pytest.skip("pip install --no-deps llama-cpp-cffi cffi pycparser")
-    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
     small, ids = _pruned(name), IDS[0].tolist()
     sk.export_gguf(small, tmp_path / "small.gguf", dtype="float32")
     try:
