@@ -18,7 +18,7 @@ def cells_of(network: str, share: float) -> list[dict[int, Row]]:
 
 
 @table(
-    REAL, "EfficientNet-Lite0, accuracy in % (dense 44.6)", "widths alone", "3 blocks, then widths", "4 or 5", "6 or 7",
+    REAL, "EfficientNet-Lite0, accuracy in % (dense 44.6)", "widths alone", "2 or 3 blocks, then widths", "4 or 5", "6 to 9",
     "lowest held-out loss", "`prune` removes",
 )  # fmt: skip
 def blocks() -> Lines:

@@ -303,10 +303,7 @@ class BlockVerifier:
         doubled = any(twice for _, twice in self.training)
         training = [(number, doubled) for number in range(len(calls))] if self.training else []
         try:
-            # Where a model may be larger than the memory, a float64 copy of one of its blocks may be, too.
-            lean = self._meta and _numbers(block) >= LEAN_NUMBERS
-            outside = self._outside(home)
-            session = Session(block, calls, self.rules, training, lean=lean, outside=outside, skipped=self.skipped)
+            session = Session(block, calls, self.rules, training, outside=self._outside(home), skipped=self.skipped)
             return Verifier(session).failures(inside(only(graph, names), home))
         except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
             return dict.fromkeys(names, f"{home!r} cannot run by itself: {type(error).__name__}: {error}")

@@ -79,9 +79,8 @@ def trace_units(
 
     For the given calls, in eval and train mode, a pruned model equals the model under a mask: in its outputs, in gradients of
     inputs and kept weights, and in buffers and attributes after a call, for one call and for a second one after it. Gradients
-    are compared in models of less than 10 million numbers, and inside the blocks of models of 50 million and more (on the meta
-    device, inside blocks of less than 10 million), unless code casts values to a lower precision. Methods other than `forward`
-    are not traced.
+    are compared in models of less than 10 million numbers, and inside the blocks of models of 50 million and more, unless code
+    casts values to a lower precision. Methods other than `forward` are not traced.
 
     Args:
         model: Any module.
