@@ -95,7 +95,7 @@ class FedLPSPaper(Method):
         return described if self.redraw is None else {**described, "redraw_capability": str(self.redraw).lower()}
 
     def check(self, setup: Setup) -> Setup:
-        setup.require_units("FedLPSPaper")
+        setup.require_units(type(self).__name__)
         if self.ratios == "bandit":
             setup.problem.require_accuracy("FedLPSPaper learns from training accuracy")
         return setup if self.redraw is None else replace(setup, config=replace(setup.config, redraw_capability=self.redraw))

@@ -94,7 +94,7 @@ def test_one_step_by_hand():
     """v ← v − η (∇F(v) + λ (v − ω)), on one batch."""
     spec, client, ctx = client_context(ditto(lam=0.5), deep_problem(), ONE_STEP)
     own = {name: tensor + 0.1 for name, tensor in spec.initial.items()}
-    ctx.memory["kept"] = {"state": own, "ratio": 1.0}
+    ctx.memory["kept"] = {"state": own, "ratio": 1.0, "mask": None}
     spec.method.train(ctx, Task(state=spec.initial))
     slope = gradient(own, client.data.train)
     for name, value in own.items():
