@@ -9,14 +9,13 @@ A page has the head of a table, and this file has a function with the same head.
 import itertools
 import statistics
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import block_tables  # noqa: F401 - their tables are drawn too
 import federated_tables  # noqa: F401
+import language_tables  # noqa: F401
 from cells import ROOT, SENTENCES, Lines, drawn, one, placed, rows, sentence, table, values
 from common import spread
 from stored_tables import read_results
@@ -103,52 +102,6 @@ def resnet() -> Lines:
 def int8() -> Lines:
     for row in rows("examples.jsonl", example="int8"):
         yield [row["row"], f"{row['accuracy']} %", f"{row['ms']:.2f}", f"{row['megabytes']}"]
-
-
-@table("docs/tutorials/language-model.md", "step", "perplexity", "parameters", "seconds", "peak memory")
-def language_model() -> Lines:
-    for row in rows("examples.jsonl", example="language model"):
-        yield [
-            row["row"],
-            f"{row['perplexity']}",
-            f"{row['parameters']} M",
-            f"{row.get('seconds', '')}",
-            f"{row['gibibytes']} GiB",
-        ]
-
-
-GGUF = "docs/howto/llama-cpp.md"
-
-
-def of_layers(row: Mapping[str, Any]) -> str:
-    share = "dense" if row["share"] == 1 else f"{100 * row['share']:.0f} %"
-    return share if row["multiple"] != 16 else f"{share}, widths in multiples of 16"
-
-
-@table(
-    GGUF, "SmolLM2-135M, FLOPs of its layers", "type", "megabytes", "perplexity", "tokens/s read", "tokens/s written"
-)  # fmt: skip
-def gguf_speeds() -> Lines:
-    for row in rows("llamacpp.jsonl"):
-        if row["type"] != "float32":
-            refitted = row["multiple"] != 16
-            perplexity = row["perplexity"] or row["in PyTorch"]
-            speeds = [f"{row[name]:.0f} ({row[f'{name} ÷ dense'][1]:.2f} ×)" for name in ("read", "written")]
-            size = f"{row['bytes'] / 1e6:.0f}"
-            yield [of_layers(row), row["type"], size, f"{perplexity:.1f}" if refitted else "", *speeds]
-
-
-@table(GGUF, "SmolLM2-135M in float32", "largest difference of a logit", "largest logit", "16 greedy tokens")
-def gguf_logits() -> Lines:
-    for row in rows("llamacpp.jsonl", type="float32"):
-        alike = "equal" if row["greedy tokens alike"] else "differ"
-        yield [of_layers(row), f"{row['largest difference']:.1e}", f"{row['largest logit']:.1f}", alike]
-
-
-@table("docs/howto/compatibility.md", "SmolLM2-135M with LoRA, perplexity", "plays", "all text")
-def merged() -> Lines:
-    for way in dict.fromkeys(row["way"] for row in rows("merged.jsonl")):
-        yield [way, *(spread(values("merged.jsonl", column, way=way)) for column in ("plays", "all"))]
 
 
 ROBUST = "docs/evidence/robustness.md"
@@ -436,34 +389,18 @@ def failing() -> Lines:
         yield cells
 
 
-@table("docs/howto/memory.md", "parameters", "weights", "trace", "`prune`, dense model kept", "score", "reconstruct in place")
-def memory() -> Lines:
-    for size in dict.fromkeys(row["size"] for row in rows("memory.jsonl")):
-        found = {row["step"]: row for row in rows("memory.jsonl", size=size)}
-        made = [found[step] for step in ("trace", "prune", "score", "reconstruct in place")]
-        yield [f"{size} billion", f"{made[0]['weights']:.1f}", *(f"{row['peak']:.1f} ({row['seconds']:.0f} s)" for row in made)]
-
-
-@table("docs/howto/larger-than-memory.md", "parameters", "weights", "embedding + 3 blocks", "data", "peak", "time")
-def folders() -> Lines:
-    for row in rows("folder.jsonl"):
-        fixed = f"{row['embedding'] + 3 * row['block']:.2f}"
-        data = f"{row['examples']} × {row['tokens']} tokens" if row["step"].endswith("data") else "none"
-        yield [f"{row['size']} billion", f"{row['weights']:.2f}", fixed, data, f"{row['peak']:.2f}", f"{row['seconds']:.0f} s"]
-
-
 @table(
     "docs/evidence/speed.md", "network, runtime", "asked, ms", "reported", "in another process", "at the search's pace",
     "FLOPs kept", "seconds of search",
 )  # fmt: skip
 def budgets() -> Lines:
+    names = {"mobilenetv2": "MobileNetV2", "resnet50": "ResNet-50", "convnext-tiny": "ConvNeXt-tiny"}
     for row in rows("budgets.jsonl"):
-        name = {"mobilenetv2": "MobileNetV2", "resnet50": "ResNet-50", "vgg16": "VGG-16"}[row["model"]]
-        runtime = "ONNX Runtime" if row["runtime"] == "onnx" else "eager"
+        label = f"{names[row['model']]}, {'ONNX Runtime' if row['runtime'] == 'onnx' else 'eager'}, {100 * row['share']:.0f} %"
         got = [row["got"], row["dense"] / row["faster"]]
         cells = [f"{each:.3g} ({each / row['asked']:.0%})".replace("%", " %") for each in got]
-        share = f"{row['flops']:.0%}".replace("%", " %")
-        yield [f"{name}, {runtime}", f"{row['asked']:.3g}", f"{row['told']:.3g}", *cells, share, f"{row['seconds']:.0f}"]
+        share = f"{row['flops']:.1%}" if row["flops"] < 0.01 else f"{row['flops']:.0%}"
+        yield [label, f"{row['asked']:.3g}", f"{row['told']:.3g}", *cells, share.replace("%", " %"), f"{row['seconds']:.0f}"]
 
 
 def main() -> None:
