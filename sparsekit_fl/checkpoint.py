@@ -24,7 +24,7 @@ from torch import Tensor
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.version import __version__
 from sparsekit_fl.errors import ResumeError
-from sparsekit_fl.packing import dumps, loads
+from sparsekit_fl.packing import pack, unpack
 
 _CHECKPOINT, _RECORDS = "checkpoint.state", "rounds.jsonl"
 _FOLDERS_OPEN = os.name != "nt"  # Windows cannot fsync directories
@@ -68,6 +68,19 @@ def write_atomically(path: Path, payload: bytes, *, durable: bool = True, sync: 
         sync_folder(path.parent)
 
 
+def seal(value: Any) -> bytes:
+    """Return a packed value after its SHA-256."""
+    payload = pack(value)
+    return hashlib.sha256(payload).digest() + payload
+
+
+def unseal(payload: bytes) -> Any:
+    """Undo `seal`; raise DataError if the bytes are damaged or have another format."""
+    if hashlib.sha256(payload[32:]).digest() != payload[:32]:
+        raise DataError("it is damaged: its checksum does not match its content")
+    return unpack(payload[32:])
+
+
 class Memories:
     """Stores memories of clients in files, one per client and round. The process that trains a client writes its memory.
 
@@ -88,12 +101,12 @@ class Memories:
             return {}
         path = self.path(client_id, round)
         try:
-            return dict(loads(path.read_bytes()))
+            return dict(unseal(path.read_bytes()))
         except (OSError, DataError) as error:
             raise DataError(f"the memory of client {client_id} of round {round} cannot be read from {path}: {error}") from error
 
     def write(self, client_id: int, round: int, memory: dict[str, Any]) -> None:
-        write_atomically(self.path(client_id, round), dumps(memory), durable=self.durable and not _ONE_SYNC, sync=False)
+        write_atomically(self.path(client_id, round), seal(memory), durable=self.durable and not _ONE_SYNC, sync=False)
 
     def sync(self) -> None:
         """Wait until the files and their names are on the disk. Call this before a checkpoint lists them."""
@@ -223,7 +236,7 @@ class RunFolder:
 
     def _read(self, described: Mapping[str, Any]) -> tuple[State, list[dict[str, Any]]]:
         try:
-            saved = loads(self._checkpoint.read_bytes())
+            saved = unseal(self._checkpoint.read_bytes())
             state, was, now = State(**saved["state"]), saved["run"], dict(described)
             if was.get("clients", {}).get("ids") != now.get("clients", {}).get("ids"):
                 now.pop("clients", None)  # a resumed run may have other clients
@@ -274,7 +287,7 @@ class RunFolder:
     def _save_state(self, state: State) -> None:
         if self.durable:
             saved = {"run": self._run, "records_bytes": self._size, "records_sha256": self._written.hexdigest()}
-            write_atomically(self._checkpoint, dumps({**saved, "state": {**vars(state)}}))
+            write_atomically(self._checkpoint, seal({**saved, "state": {**vars(state)}}))
 
     def clean(self) -> None:
         """Delete memories that the checkpoint does not list, such as those of an interrupted round."""

@@ -7,11 +7,10 @@ import cmath
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -19,8 +18,6 @@ from torch import Tensor
 
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph, UnitMask, WeightMask, cut_axes, gather, narrow_shape, scatter_
-
-_HASH_BYTES = 32
 
 
 def clone(state: StateDict) -> dict[str, Tensor]:
@@ -134,70 +131,25 @@ def mask_state(graph: UnitGraph, mask: Mask | None, state: StateDict) -> dict[st
     return result
 
 
-def pack_mask(mask: Mask | None) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """Return a mask as bytes: the 1-D uint8 tensor to send, and its description.
-
-    A key takes one bit per position, padded to whole bytes, or four bytes per kept position if that is shorter.
-    """
-    if mask is None:
-        return {}, None
-    pieces: list[npt.NDArray[np.uint8]] = [np.zeros(0, dtype=np.uint8)]
-    shapes: list[list[Any]] = []
-    for name, entry in mask.items():
-        keep = entry.cpu().reshape(-1).numpy()
-        count = int(np.count_nonzero(keep))
-        few = 4 * count < (keep.size + 7) // 8
-        pieces.append(np.flatnonzero(keep).astype("<u4").view(np.uint8) if few else np.packbits(keep))
-        shapes.append([name, list(entry.shape), *([count] if few else [])])
-    kind = "unit" if isinstance(mask, UnitMask) else "weight"
-    return {"mask": torch.from_numpy(np.concatenate(pieces))}, {"kind": kind, "shapes": shapes}
+def bits_of(entries: Mapping[str, Tensor]) -> Tensor:
+    """Return boolean tensors as a 1-D uint8 tensor: one bit per position, each entry padded to whole bytes."""
+    pieces = [np.packbits(entry.cpu().reshape(-1).numpy()) for entry in entries.values()]
+    return torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.uint8), *pieces]))
 
 
-def _unpack_entry(size: int, few: int | None, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-    """Decode `data` to a mask of `size` positions: one bit each if `few` is None, else the indices of the `few` kept ones."""
-    if few is None:
-        return np.unpackbits(data, count=size).astype(bool)
-    positions = data.view("<u4").astype(np.int64)
-    if len(positions) and (positions[-1] >= size or bool((np.diff(positions) <= 0).any())):
-        raise ValueError("positions out of order")
-    keep = np.zeros(size, dtype=bool)
-    keep[positions] = True
-    return keep
-
-
-def unpack_mask(
-    tensors: Mapping[str, Tensor], description: Mapping[str, Any] | None, graph: UnitGraph | None = None
-) -> Mask | None:
-    """Undo `pack_mask`; raise DataError if bits and description disagree, or do not fit the graph.
-
-    Without a graph, the description is trusted. A few bytes can describe an entry of any size, so pass the graph for messages
-    from clients: sizes are then checked before memory is allocated.
-    """
-    if description is None:
-        return None
-    try:
-        kinds: dict[str, type[UnitMask] | type[WeightMask]] = {"unit": UnitMask, "weight": WeightMask}
-        made = kinds[description["kind"]]
-        known: Mapping[str, Any] | None = None if graph is None else graph.shapes
-        if graph is not None and made is UnitMask:
-            known = {name: (group.size,) for name, group in graph.groups.items()}
-        data, entries = tensors["mask"].numpy(), {}
-        if data.dtype != np.uint8 or data.ndim != 1:
-            raise ValueError(f"bits of dtype {data.dtype} in {data.ndim} dimensions")
-        for name, shape, *more in description["shapes"]:
-            if known is not None and tuple(known.get(name, (None,))) != tuple(shape):
-                raise ValueError(f"{name!r} has the shape {known.get(name)}, got {tuple(shape)}")
-            size, few = math.prod(shape), more[0] if more else None
-            length = (size + 7) // 8 if few is None else 4 * few
-            if not 0 <= length <= len(data):
-                raise ValueError(f"{name!r} takes {length} bytes, there are {len(data)}")
-            entries[name] = torch.from_numpy(_unpack_entry(size, few, data[:length].copy())).reshape(shape)
-            data = data[length:]
-        if data.size:
-            raise ValueError("bits left over")
-        return made(entries)
-    except Exception as error:
-        raise DataError(f"the message holds a malformed mask: {error}") from error
+def entries_of(bits: Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+    """Undo `bits_of`, given the shapes of the entries; raise DataError if they do not fit."""
+    data, entries = bits.numpy(), dict[str, Tensor]()
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        length = (size + 7) // 8
+        if data.dtype != np.uint8 or not 0 <= length <= len(data):
+            raise DataError(f"{name!r} takes {length} bytes, there are {len(data)} of {data.dtype}")
+        entries[name] = torch.from_numpy(np.unpackbits(data[:length], count=size).astype(bool)).reshape(tuple(shape))
+        data = data[length:]
+    if data.size:
+        raise DataError(f"{data.size} bytes are left over")
+    return entries
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -211,12 +163,14 @@ def plain_bytes(tensor: Tensor) -> memoryview:
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
-def pack(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> bytes:
-    """Return tensors and plain JSON values as one safetensors file. Equal inputs give equal bytes.
+def pack(value: Any) -> bytes:
+    """Return a value as one safetensors file. Equal values give equal bytes.
 
-    Raises DataError if a tensor cannot be stored.
+    Allowed are tensors, masks, numbers, strings, None, and lists, tuples and dicts of these. Raises InvalidValueError for
+    anything else, and for a tensor that cannot be stored.
     """
-    found, seen = dict[str, Tensor](), set[int]()
+    tensors, found, seen = dict[str, Tensor](), dict[str, Tensor](), set[int]()
+    text = json.dumps(_written(value, tensors), separators=(",", ":"))
     for name, tensor in tensors.items():
         whole = _whole(tensor)
         storage = whole.untyped_storage()
@@ -224,77 +178,78 @@ def pack(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> bytes:
         found[name] = whole.clone() if storage.nbytes() > whole.nbytes or storage.data_ptr() in seen else whole
         seen.add(storage.data_ptr())
     try:
-        return save(found, {"meta": json.dumps(meta, sort_keys=True, separators=(",", ":"))})
+        return save(found, {"value": text})
     except (SafetensorError, KeyError, ValueError) as error:
-        raise DataError(f"a tensor cannot be sent: {error!r}; convert it, as with .float()") from error
+        raise InvalidValueError(f"a tensor cannot be saved or sent: {error!r}; convert it, as with .float()") from error
 
 
-def unpack(payload: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Undo `pack`, in at most three times the size of the payload; raise DataError if `pack` did not write it."""
+def unpack(payload: bytes, graph: UnitGraph | None = None) -> Any:
+    """Undo `pack`; raise DataError if `pack` did not write it.
+
+    A few bytes can describe a mask of any size. Pass the graph for messages from clients, so that shapes are checked before
+    memory is allocated. Then, unpacking takes at most nine times the size of the payload and the masks of one model.
+    """
     try:
         header = json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])
-        meta = dict(json.loads(header["__metadata__"]["meta"]))
         # Copies have torch's memory alignment, on which the last bits of products depend.
         tensors = {name: tensor.clone() for name, tensor in load(payload).items()}
+        return _read_back(json.loads(header["__metadata__"]["value"]), tensors, graph)
     except Exception as error:
         # The bytes are untrusted, and the exceptions of two parsers and torch cannot be listed completely.
-        raise DataError(f"these {len(payload)} bytes are not a packed message: {error}") from error
-    return tensors, meta
+        raise DataError(f"these {len(payload)} bytes are not a packed value: {error!r:.1000}") from error
 
 
-def dumps(value: Any) -> bytes:
-    """Serialize tensors, masks, numbers, strings, None, and lists, tuples and dicts of these: a SHA-256, then safetensors."""
-    tensors: dict[str, Tensor] = {}
-    try:
-        payload = pack(tensors, {"value": _written(value, tensors)})
-    except DataError as error:
-        raise InvalidValueError(f"a memory holds a tensor that cannot be saved: {error}") from error
-    return hashlib.sha256(payload).digest() + payload
+def some_kept(mask: Mask) -> dict[str, Tensor]:
+    """Return the entries of a mask that keep at least one position; the others take no bytes in a message."""
+    return {name: entry for name, entry in mask.items() if bool(entry.any())}
 
 
-def loads(payload: bytes) -> Any:
-    """Undo `dumps`; raise DataError if the bytes are damaged or have another format."""
-    if hashlib.sha256(payload[_HASH_BYTES:]).digest() != payload[:_HASH_BYTES]:
-        raise DataError("it is damaged: its checksum does not match its content")
-    tensors, meta = unpack(payload[_HASH_BYTES:])
-    try:
-        return _read_back(meta["value"], tensors)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise DataError(f"it was not written by this package: {error!r}") from error
+def _mask_of(
+    shapes: Sequence[tuple[str, Sequence[int], bool]], bits: Tensor, removed: Mapping[str, Any], graph: UnitGraph | None
+) -> Mask:
+    if graph is not None:
+        known = {name: (group.size,) for name, group in graph.groups.items()} if removed else graph.shapes
+        if strange := [name for name, shape, _ in shapes if tuple(known.get(name, ())) != tuple(shape)]:
+            raise DataError(f"masks of {strange[:5]} have other shapes than the model")
+    found = entries_of(bits, {name: shape for name, shape, some in shapes if some})
+    entries = {name: found[name] if some else torch.zeros(tuple(shape), dtype=torch.bool) for name, shape, some in shapes}
+    return UnitMask(entries, **removed) if removed else WeightMask(entries)
 
 
 def _written(value: Any, tensors: dict[str, Tensor]) -> Any:
     """Return a value as JSON. Its tensors are moved to `tensors` and replaced by their names."""
     if isinstance(value, torch.Tensor):
-        name = str(len(tensors))
-        tensors[name] = value.detach()
-        return {"tensor": name}
+        tensors[str(len(tensors))] = value.detach()
+        return {"tensor": len(tensors) - 1}
     if isinstance(value, UnitMask | WeightMask):
-        bits, description = pack_mask(value)
-        return {"mask": [_written(bits, tensors), description]}
+        some = some_kept(value)
+        shapes = [[name, list(entry.shape), name in some] for name, entry in value.items()]
+        removed = {"removed": sorted(value.removed)} if isinstance(value, UnitMask) else {}
+        return {"mask": [shapes, _written(bits_of(some), tensors), removed]}
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, list | tuple):
         items = [_written(item, tensors) for item in value]
         return {"tuple": items} if isinstance(value, tuple) else items
     if isinstance(value, Mapping) and {type(key) for key in value} <= {str, int}:
-        return {"dict": [[key, _written(item, tensors)] for key, item in value.items()]}
+        items = [[key, _written(item, tensors)] for key, item in value.items()]
+        return {"pairs": items} if any(type(key) is int for key in value) else {"dict": dict(items)}
     raise InvalidValueError(
-        f"a memory holds {value!r:.200}; allowed are tensors, masks, numbers, strings, None, and lists, tuples and dicts of"
-        " these, whose keys are strings or integers; convert it, for example with float() or torch.from_numpy()"
+        f"{value!r:.200} cannot be saved or sent; allowed are tensors, masks, numbers, strings, None, and lists, tuples and"
+        " dicts of these, whose keys are strings or integers; convert it, for example with float() or torch.from_numpy()"
     )
 
 
-def _read_back(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _read_back(value: Any, tensors: Mapping[str, Tensor], graph: UnitGraph | None) -> Any:
     if isinstance(value, list):
-        return [_read_back(item, tensors) for item in value]
+        return [_read_back(item, tensors, graph) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, held),) = value.items()
     if kind == "tensor":
-        return tensors[held]
+        return tensors[str(held)]
     if kind == "mask":
-        return unpack_mask(_read_back(held[0], tensors), held[1])
+        return _mask_of(held[0], tensors[str(held[1]["tensor"])], held[2], graph)
     if kind == "tuple":
-        return tuple(_read_back(item, tensors) for item in held)
-    return {key: _read_back(item, tensors) for key, item in held}
+        return tuple(_read_back(item, tensors, graph) for item in held)
+    return {key: _read_back(item, tensors, graph) for key, item in (held if kind == "pairs" else held.items())}

@@ -17,7 +17,7 @@ from pydantic_core import to_json
 from torch import Tensor, nn
 
 from sparsekit.allocation import check_ratio
-from sparsekit.errors import DataError, InvalidValueError, NoUnitsError
+from sparsekit.errors import InvalidValueError, NoUnitsError
 from sparsekit.graph import StateDict, UnitGraph, UnitMask, without
 from sparsekit.measure import CostModel, cost_model
 from sparsekit.pruning import signs_of_training
@@ -205,9 +205,9 @@ def _check_state(model: nn.Module) -> None:
     for name, entry in model.state_dict().items():
         try:
             if name.rpartition(".")[2] == "_extra_state" or not isinstance(entry, Tensor):
-                raise DataError("it is extra state, not a tensor")
-            pack({name: entry.reshape(-1)[:1]}, {})
-        except DataError as error:
+                raise InvalidValueError("it is extra state, not a tensor")
+            pack(entry.reshape(-1)[:1])
+        except InvalidValueError as error:
             raise InvalidValueError(
                 f"the entry {name!r} of the model's state cannot take part in a mean over clients: {error}; keep it outside of"
                 " the state, or in a buffer of floats, integers or flags"

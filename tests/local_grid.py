@@ -32,8 +32,7 @@ def task_of(message):
     _, parts = read(message)
     if not parts:
         return {"task": "query", "client_id": -1, "round": 0}
-    meta = unpack(parts[1])[1]
-    return {"task": meta["how"]["task"], "client_id": meta["client"], "round": meta["round"]}
+    return unpack(parts[1])
 
 
 def gone(message, _=None):

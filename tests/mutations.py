@@ -1,16 +1,18 @@
-"""Mutated messages: the bytes of `packed.pack`, changed as a stranger or a bad line may change them."""
+"""Mutated messages: the bytes of `packing.pack`, changed as a stranger or a bad line may change them."""
 
 import json
 import math
 
 import numpy as np
 
+from sparsekit_fl.packing import pack, unpack
+
 ODD = [
     None, True, 0, -1, 1, 2**31, 2**63, 2**64, 10**30, 10**400, math.inf, -math.inf, math.nan, 0.5, 1e308, "", "x", [], {}, [8],
     [[]], {"a": 1}, [2, 4], [4, 6], [-1], [2**62, 2], [10**9, 10**9], [10**13], [0, 2**63], [0, 2**64], "F16", "BF16", "F64",
     "I32", "BOOL", "U8", "F8_E4M3", "C64", "weight", "unit",
 ]  # fmt: skip
-NAMES = ["delta:evil", "mask", "cost", "", "delta:first.weight"]
+NAMES = ["evil", "mask", "cost", "", "first.weight", "tensor", "dict", "0"]
 DEEP = ["[" * 100_000, '{"a":' * 2000, '{"a":' + "[" * 2000 + "]" * 2000 + "}"]
 # What numpy's reader, zip or pickle would open.
 BOMBS = [
@@ -65,7 +67,7 @@ def _flipped(payload, rng):
 def _edited(payload, rng):
     """One place of header or metadata is changed, renamed or removed."""
     header, body = split(payload)
-    header["__metadata__"] = json.loads(header["__metadata__"]["meta"])
+    header["__metadata__"] = json.loads(header["__metadata__"]["value"])
     place = header
     while True:
         key = one_of(rng, sorted(place) if isinstance(place, dict) else range(len(place)))
@@ -78,16 +80,16 @@ def _edited(payload, rng):
     elif what != "drop":
         place[key if what == "value" else one_of(rng, NAMES)] = one_of(rng, ODD) if what == "value" else value
     text = json.dumps(header["__metadata__"]) if "__metadata__" in header else ""
-    return join({**header, "__metadata__": {"meta": one_of(rng, DEEP) if rng.random() < 0.1 else text}}, body)
+    return join({**header, "__metadata__": {"value": one_of(rng, DEEP) if rng.random() < 0.1 else text}}, body)
 
 
 def _plausible(payload, rng):
     """It reads well and says something wrong of itself, or holds a number that no training gives."""
     header, body = split(payload)
     if rng.random() < 0.5:
-        name = one_of(rng, ["round", "client", "examples"])
-        meta = json.loads(header["__metadata__"]["meta"]) | {name: int(rng.integers(10**7))}
-        return join({**header, "__metadata__": {"meta": json.dumps(meta)}}, body)
+        value = unpack(payload)
+        value["update"][one_of(rng, ["round", "client_id", "examples"])] = int(rng.integers(10**7))
+        return pack(value)
     value = np.float32(one_of(rng, [math.nan, math.inf, -math.inf, 3e38, 0.0, -1.0])).tobytes()
     begin = header[one_of(rng, sorted(header.keys() - {"__metadata__"}))]["data_offsets"][0]
     return join(header, body[:begin] + value + body[begin + len(value) :])

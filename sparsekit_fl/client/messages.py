@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from sparsekit.errors import DataError
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit_fl.config import Checked, NonNegativeCount, Ratio, Upload
-from sparsekit_fl.packing import Kept, Mask, pack, pack_mask, unpack, unpack_mask
+from sparsekit_fl.packing import Kept, Mask, pack, some_kept, unpack
 from sparsekit_fl.problem.data import Capability
 
 MAX_TEXT = 4000
@@ -176,6 +176,14 @@ class Reply:
     stored: bool = False
     note: str = ""
 
+    def __post_init__(self) -> None:
+        for name, text in (
+            ("error", self.error[:MAX_TEXT]),
+            ("traceback", self.traceback[-MAX_TEXT:]),
+            ("note", self.note[:MAX_TEXT]),
+        ):
+            object.__setattr__(self, name, text)
+
 
 def upload_dtype(dtype: torch.dtype, upload: Upload) -> torch.dtype:
     """Return the dtype in which changes of an entry are sent; integers and booleans are sent as int64."""
@@ -184,39 +192,29 @@ def upload_dtype(dtype: torch.dtype, upload: Upload) -> torch.dtype:
     return torch.bfloat16 if upload == "bfloat16" else dtype
 
 
-_HOW = ("task", "memory_round", "with_shared", "with_model")
-
-
-def _tensors(message: Request | Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return (tensors, other values) of a message. Its tensors are mask, extra tensors, and changes of an update; no state."""
-    tensors, mask = pack_mask(message.mask)
-    tensors |= {f"extra:{name}": tensor for name, tensor in message.extra.items()}
-    if isinstance(message, Update):
-        tensors |= {f"delta:{name}": tensor for name, tensor in message.delta.items()}
-    return tensors, {"round": message.round, "client": message.client_id, "mask": mask, "ratio": message.ratio}
+def _bytes(mask: Mask | None, *parts: StateDict) -> int:
+    bits = 0 if mask is None else sum((entry.numel() + 7) // 8 for entry in some_kept(mask).values())
+    return bits + sum(tensor.nbytes for part in parts for tensor in part.values())
 
 
 def update_bytes(update: Update) -> int:
-    return sum(tensor.nbytes for tensor in _tensors(update)[0].values())
+    """Return the size of an update in bytes: changes, mask and extra tensors."""
+    return _bytes(update.mask, update.delta, update.extra)
 
 
 def request_bytes(request: Request, graph: UnitGraph) -> int:
     """Return the size of a training request in bytes: the state that its mask keeps, the mask and extra tensors."""
     kept = Kept(graph, request.mask)
     state = sum(math.prod(kept.shape(name)) * tensor.itemsize for name, tensor in request.received.items())
-    return state + sum(tensor.nbytes for tensor in _tensors(request)[0].values())
+    return state + _bytes(request.mask, request.extra)
 
 
 def encode_request(request: Request, graph: UnitGraph, *, with_state: bool = True) -> bytes:
     """Encode a request with the part of the state that its mask keeps. `with_state=False` leaves the state out."""
-    tensors, meta = _tensors(request)
-    kept = Kept(graph, request.mask)
-    tensors |= {f"replaced:{name}": tensor for name, tensor in kept.gather_all(request.replaced).items()}
-    if with_state:
-        state = {name: tensor for name, tensor in request.state.items() if name not in request.replaced}
-        tensors |= {f"state:{name}": tensor for name, tensor in kept.gather_all(state).items()}
-    how = {name: getattr(request, name) for name in _HOW}
-    return pack(tensors, {**meta, "how": how, "capability": dataclasses.asdict(request.capability)})
+    kept, own = Kept(graph, request.mask), request.replaced
+    state = {name: tensor for name, tensor in request.state.items() if with_state and name not in own}
+    parts = {"state": kept.gather_all(state), "replaced": kept.gather_all(own), "capability": vars(request.capability)}
+    return pack({**vars(request), **parts})
 
 
 def decode_request(payload: bytes, graph: UnitGraph, *, state: StateDict | None = None) -> Request:
@@ -224,89 +222,71 @@ def decode_request(payload: bytes, graph: UnitGraph, *, state: StateDict | None 
 
     The payload is trusted, since it comes from the server.
     """
-    tensors, meta = unpack(payload)
-    common = _common(tensors, meta, graph)
-    kept = Kept(graph, common["mask"])
+    said = unpack(payload)
+    kept = Kept(graph, said["mask"])
 
-    def dense(prefix: str) -> dict[str, Tensor]:
-        sparse = _section(tensors, prefix)
-        zeros = {name: torch.zeros(graph.shapes[name], dtype=tensor.dtype) for name, tensor in sparse.items()}
-        return kept.scatter_all(sparse, zeros)
+    def dense(part: StateDict) -> StateDict:
+        return kept.scatter_all(part, {name: torch.zeros(graph.shapes[name], dtype=one.dtype) for name, one in part.items()})
 
-    how = {name: meta["how"][name] for name in _HOW}
-    whole: StateDict = dense("state") if state is None else state
-    return Request(**common, **how, state=whole, replaced=dense("replaced"), capability=Capability(**meta["capability"]))
+    parts = {"state": dense(said["state"]) if state is None else state, "replaced": dense(said["replaced"])}
+    return Request(**said | parts | {"capability": Capability(**said["capability"])})
 
 
 def encode_reply(reply: Reply) -> bytes:
-    tensors, meta = dict[str, Tensor](), dict[str, Any]()
-    if reply.update is not None:
-        tensors, meta = _tensors(reply.update)
-        cost = {name: getattr(reply.update.cost, name) for name in _COUNTED}
-        meta |= {"examples": reply.update.examples, "metrics": dict(reply.update.metrics), "cost": cost}
-    said = {
-        "error": reply.error[:MAX_TEXT],
-        "traceback": reply.traceback[-MAX_TEXT:],
-        "note": reply.note[:MAX_TEXT],
-        "stored": reply.stored,
-        "evaluation": None if reply.evaluation is None else dataclasses.asdict(reply.evaluation),
+    update, scores = reply.update, reply.evaluation
+    parts = {
+        "update": None if update is None else _told(update),
+        "evaluation": None if scores is None else vars(scores),
     }
-    return pack(tensors, {**meta, "reply": said})
+    return pack({**vars(reply), **parts})
 
 
 def decode_reply(payload: bytes, request: Request, graph: UnitGraph) -> Reply:
     """Undo `encode_reply` for an untrusted reply to `request`; raise DataError unless it is a valid reply to it."""
-    tensors, meta = unpack(payload)
+    said = unpack(payload, graph)
     try:
-        said = meta["reply"]
-        texts = {name: str(said.get(name) or "")[:MAX_TEXT] for name in ("error", "traceback", "note")}
-        trained = not texts["error"] and request.task == "train"
-        return Reply(
-            client_id=request.client_id,
-            update=_read_update(tensors, meta, graph) if trained else None,
-            evaluation=None if trained or texts["error"] else _read_scores(said["evaluation"], request.client_id),
-            **texts,
-            stored=said.get("stored") is True,
-        )
+        reply = _REPLY.validate_python({**said, "client_id": request.client_id})
+        if reply.error:
+            return replace(reply, update=None, evaluation=None)
+        if request.task == "score":
+            return replace(reply, update=None, evaluation=_checked_scores(reply.evaluation, request.client_id))
+        return replace(reply, update=_checked_update(reply.update), evaluation=None)
     except DataError:
         raise
     except Exception as error:  # an untrusted reply can raise any exception
         raise DataError(f"a malformed reply: {error!r:.{MAX_TEXT}}") from error
 
 
-def _common(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], graph: UnitGraph) -> dict[str, Any]:
-    mask = unpack_mask(tensors, meta["mask"], graph)
-    extra = _section(tensors, "extra")
-    return {"round": meta["round"], "client_id": meta["client"], "mask": mask, "ratio": meta["ratio"], "extra": extra}
+def _told(update: Update) -> dict[str, Any]:
+    """Return what a client tells of its update; the server computes the share."""
+    return {name: one for name, one in vars(update).items() if name != "share"} | {"cost": _reported(update.cost)}
 
 
-def _section(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name[len(prefix) + 1 :]: tensor for name, tensor in tensors.items() if name.startswith(f"{prefix}:")}
+def _reported(cost: Cost) -> dict[str, Any]:
+    """Return the costs that a client reports; the server computes the others."""
+    return {name: getattr(cost, name) for name in ("flops", "flops_scoring", "flops_paper", "wall_seconds")}
 
 
-def _read_update(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], graph: UnitGraph) -> Update:
-    said = {name: meta[name] for name in ("examples", "metrics")} | {"cost": {name: meta["cost"][name] for name in _COUNTED}}
-    update = _UPDATE.validate_python({**_common(tensors, meta, graph), **said, "delta": _section(tensors, "delta")})
-    if not all(0 <= getattr(update.cost, name) < _MOST_COUNTED for name in _COUNTED):
-        raise DataError(f"costs that are negative or implausibly large: {said['cost']}")
-    return update
+def _checked_update(update: Update | None) -> Update:
+    if update is None:
+        raise DataError("it holds no update")
+    reported = _reported(update.cost)
+    if not all(0 <= value < _MOST_COUNTED for value in reported.values()):
+        raise DataError(f"costs that are negative or implausibly large: {reported}")
+    return replace(update, cost=Cost(**reported))
 
 
-def _read_scores(raw: Mapping[str, Any], client_id: int) -> Evaluation:
-    found = _EVALUATION.validate_python(raw)
-    if found.client_id != client_id:
-        raise DataError(f"it sent the scores of client {found.client_id}")
-    parts = (found.personal, found.validation, found.shared or {}, found.shared_validation)
+def _checked_scores(scores: Evaluation | None, client_id: int) -> Evaluation:
+    if scores is None or scores.client_id != client_id:
+        raise DataError("it holds no scores" if scores is None else f"it sent the scores of client {scores.client_id}")
+    parts = (scores.personal, scores.validation, scores.shared or {}, scores.shared_validation)
     # A loss may be infinite (the model diverged), but its divisor may not.
     if not all(0.0 <= weight < math.inf for part in parts for _, weight in part.values()):
         raise DataError("the weight of a score must be finite and >= 0")
-    return found
+    return scores
 
-
-_COUNTED = ("flops", "flops_scoring", "flops_paper", "wall_seconds")
-"""The fields of `Cost` that a client reports; the server computes the others."""
 
 _MOST_COUNTED = 1e18
 
-# These check that messages from clients have the annotated types; the server checks their values.
-_UPDATE, _EVALUATION = TypeAdapter(Update), TypeAdapter(Evaluation)
+# Checks that the replies of clients have the annotated types; the server checks their values.
+_REPLY = TypeAdapter(Reply)

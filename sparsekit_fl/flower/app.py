@@ -97,7 +97,7 @@ def make_app(node: Callable[[Context, str], Node]) -> ClientApp:
         run, (state, *payloads) = read(message)
         with one_thread():
             here = node(context, run)
-            shared = unpack(state)[0] if state else None
+            shared = unpack(state) if state else None
             requests = [decode_request(payload, here.spec.graph, state=shared) for payload in payloads]
             replies = [encode_reply(here.answer(request)) for request in requests]
             if here.device and requests[0].with_model:

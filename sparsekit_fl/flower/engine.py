@@ -171,7 +171,7 @@ class GridEngine:
             asked.setdefault(node, []).append(request)
         train = requests[0].task == "train"
         # All requests have the same state. If the parts that a node's clients need are larger together, send it once.
-        shared, kind = pack(dict(requests[0].state), {"kind": "state"}), "train" if train else "evaluate"
+        shared, kind = pack(requests[0].state), "train" if train else "evaluate"
         messages = []
         for node, own in asked.items():
             apart = train and sum(request_bytes(one, spec.graph) for one in own) <= len(shared)
@@ -226,7 +226,7 @@ class GridEngine:
 
 
 def _failed(request: Request, reason: str) -> Reply:
-    return Reply(client_id=request.client_id, error=reason[:MAX_TEXT])
+    return Reply(client_id=request.client_id, error=reason)
 
 
 def content(*parts: bytes, run: str = "") -> RecordDict:

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from sparsekit_fl.layers import Layer, layer_weights
 from sparsekit_fl.methods.base import ClientContext, Method, Over, ServerContext, Setup, Update, mean, units
 from sparsekit_fl.methods.client import Leaves, Model, Result, Task, sgd
 from sparsekit_fl.methods.weight_masks import SparseWeights, keep_largest, largest_weights, weight_count
-from sparsekit_fl.packing import Mask, unpack_mask
+from sparsekit_fl.packing import Mask, bits_of, entries_of
 
 _STEP = 0.1  # share of the kept weights or units that one pruning step removes, in the reference codes of both methods
 _NEXT = "next_mask"
@@ -222,8 +221,7 @@ class FedSpa(OwnMasks, SparseWeights):
     def remember(self, memory: Memory, layers: Sequence[Layer], trained: Result | Update) -> None:
         super().remember(memory, layers, trained)
         if _NEXT in trained.extra:
-            shapes = [[name, list(shape)] for name, shape in layer_weights(layers).items()]
-            memory["mask"] = unpack_mask({"mask": trained.extra[_NEXT]}, {"kind": "weight", "shapes": shapes})
+            memory["mask"] = WeightMask(entries_of(trained.extra[_NEXT], layer_weights(layers)))
 
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train, then choose the next mask. The cost includes the gradient of one batch of the dense model."""
@@ -232,9 +230,8 @@ class FedSpa(OwnMasks, SparseWeights):
         if share and isinstance(task.mask, WeightMask):
             gradients, examples = _screen(client, task.mask)
             following = move_mask(task.mask, result.state, gradients, share)
-            bits = [np.packbits(keep.reshape(-1).numpy()) for keep in following.values()]
             work = client.work(task.mask, result.log) + client.work_on(examples)
-            result = replace(result, extra={_NEXT: torch.from_numpy(np.concatenate(bits))}, work=work)
+            result = replace(result, extra={_NEXT: bits_of(following)}, work=work)
         client.memory["ratio"] = task.ratio
         self.remember(client.memory, client.layers, result)
         return result

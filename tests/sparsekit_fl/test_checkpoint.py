@@ -14,7 +14,7 @@ from sparsekit.graph import UnitMask, WeightMask
 from sparsekit_fl import checkpoint
 from sparsekit_fl.checkpoint import RunFolder, State
 from sparsekit_fl.errors import ResumeError
-from sparsekit_fl.packing import dumps, loads
+from sparsekit_fl.packing import pack, unpack
 
 MEMORY = {
     "personal": {"state": {"w.x": torch.ones(2, 3), "n": torch.tensor(4)}, "ratio": 0.1 + 0.2, "none": None, "yes": True},
@@ -36,17 +36,17 @@ def same(a, b):
 
 
 def test_a_value_comes_back_with_its_types_and_its_order_and_without_the_rest_of_a_larger_tensor():
-    assert same(loads(dumps(MEMORY)), MEMORY)
-    assert math.isnan(loads(dumps({"x": math.nan}))["x"])
+    assert same(unpack(pack(MEMORY)), MEMORY)
+    assert math.isnan(unpack(pack({"x": math.nan}))["x"])
     row = torch.zeros(1000, 1000)[3]
-    assert len(dumps({"row": row})) < 10_000
-    assert torch.equal(loads(dumps({"row": row}))["row"], row)
+    assert len(pack({"row": row})) < 10_000
+    assert torch.equal(unpack(pack({"row": row}))["row"], row)
 
 
 @pytest.mark.parametrize("memory", [{"a": [object()]}, {"a": {1.5: "object"}}])
 def test_what_cannot_be_saved_is_refused_and_shown(memory):
-    with pytest.raises(InvalidValueError, match=r"a memory holds .*object.*; allowed are tensors"):
-        dumps(memory)
+    with pytest.raises(InvalidValueError, match=r"object.*cannot be saved or sent; allowed are tensors"):
+        pack(memory)
 
 
 DESCRIBED = {"config": {"rounds": 9}}

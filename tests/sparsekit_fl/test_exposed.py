@@ -156,9 +156,9 @@ def test_a_message_shows_the_model_and_can_be_changed_on_its_way():
 
     def doubled(message, reply):
         shown.extend(one.deflate() for one in get_all_nested_objects(message).values())
-        tensors, meta = unpack(read(reply)[1][0])
-        changed = {name: 2 * one if name.startswith("delta:") else one for name, one in tensors.items()}
-        return Message(content(pack(changed, meta)), reply_to=message)
+        value = unpack(read(reply)[1][0])
+        value["update"]["delta"] = {name: 2 * one for name, one in value["update"]["delta"].items()}
+        return Message(content(pack(value)), reply_to=message)
 
     initial = RunSpec.build(fl.Method(), tiny_problem(), tiny_config()).initial
     moved = [

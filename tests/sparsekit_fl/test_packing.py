@@ -8,7 +8,7 @@ from torch import nn
 
 from sparsekit import trace_units
 from sparsekit.graph import UnitMask, WeightMask
-from sparsekit_fl.packing import Kept, digest, is_finite, pack, pack_mask, unpack, unpack_mask
+from sparsekit_fl.packing import Kept, bits_of, digest, entries_of, is_finite, pack, unpack
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +46,8 @@ TENSORS = {
 
 
 def test_unpacking_gives_back_every_bit():
-    tensors, meta = unpack(pack(TENSORS, {"x": [1, "é", None]}))
-    assert meta == {"x": [1, "é", None]}
+    tensors, other = unpack(pack([TENSORS, [1, "é", None]]))
+    assert other == [1, "é", None]
     assert set(tensors) == set(TENSORS)
     for name, tensor in TENSORS.items():
         assert tensors[name].dtype == tensor.dtype
@@ -71,8 +71,8 @@ VIEWS = {
 def test_a_view_is_packed_as_the_values_that_it_shows(name):
     view = VIEWS[name]
     values = torch.tensor(view.tolist(), dtype=view.dtype).reshape(view.shape)
-    assert pack({"x": view}, {}) == pack({"x": values}, {})
-    assert torch.equal(unpack(pack({"x": view}, {}))[0]["x"], values)
+    assert pack(view) == pack(values)
+    assert torch.equal(unpack(pack(view)), values)
 
 
 @pytest.mark.same_bits
@@ -80,10 +80,10 @@ def test_what_is_unpacked_lies_as_torch_lays_its_own_tensors():
     """The last bits of products depend on a matrix's address, and matrices of a message begin anywhere."""
     kept = []
     for size in range(1, 40):
-        tensors, _ = unpack(pack({"a": torch.ones(size, 3), "b": torch.ones(size, dtype=torch.float64)}, {"x": "y" * size}))
+        tensors, _ = unpack(pack([[torch.ones(size, 3), torch.ones(size, dtype=torch.float64)], "y" * size]))
         kept.append(tensors)
         own = torch.empty(size).data_ptr() % 64
-        assert [tensor.data_ptr() % 64 for tensor in tensors.values()] == [own, own]
+        assert [tensor.data_ptr() % 64 for tensor in tensors] == [own, own]
 
 
 MASKS = {
@@ -97,21 +97,18 @@ MASKS = {
 }
 
 
-def test_weight_masks_come_back_from_whichever_form_is_shortest():
-    bits, description = pack_mask(WeightMask(MASKS))
-    again = unpack_mask(bits, description)
-    assert again == WeightMask(MASKS)
-    # Dropped entries take nothing, three of a thousand positions take twelve bytes, the others their bits.
-    assert bits["mask"].numel() == 6 + 0 + 3 + 12 + 125 + 1 + 0
-    assert [count for *_, count in (item for item in description["shapes"] if len(item) == 3)] == [0, 3]
+def test_a_mask_takes_one_bit_for_each_position():
+    bits = bits_of(MASKS)
+    assert WeightMask(entries_of(bits, {name: one.shape for name, one in MASKS.items()})) == WeightMask(MASKS)
+    assert unpack(pack(WeightMask(MASKS))) == WeightMask(MASKS)
+    assert bits.numel() == 6 + 3 + 3 + 125 + 125 + 1 + 0
 
 
 @given(st.lists(st.booleans(), max_size=300))
 def test_any_mask_survives_packing_in_at_most_its_bits(keep):
     mask = WeightMask({"w": torch.tensor(keep, dtype=torch.bool)})
-    bits, description = pack_mask(mask)
-    assert unpack_mask(bits, description) == mask
-    assert bits["mask"].numel() <= (len(keep) + 7) // 8
+    assert unpack(pack(mask)) == mask
+    assert bits_of(mask).numel() == (len(keep) + 7) // 8
 
 
 def test_the_digest_sees_another_name_value_shape_or_dtype_and_what_lacks():

@@ -22,7 +22,7 @@ from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit_fl.checkpoint import Memories
 from sparsekit_fl.client.messages import decode_reply, decode_request, encode_reply, encode_request, request_bytes, update_bytes
 from sparsekit_fl.methods import registry
-from sparsekit_fl.packing import Kept, digest, pack
+from sparsekit_fl.packing import Kept, digest, pack, unpack
 from sparsekit_fl.results import ClientScores, RoundScores
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec, answer, by_id
@@ -297,29 +297,41 @@ def test_no_bytes_crash_the_decoder_or_move_the_model_beyond_a_valid_update(orig
     assert min(counts.values()) > 5, counts
 
 
-def meta_payload(**changes):
-    header, body = split(BY_UNIT)
-    header["__metadata__"]["meta"] = json.dumps({**json.loads(header["__metadata__"]["meta"]), **changes})
+def told(**changes):
+    """An update that says something else about itself."""
+    value = unpack(BY_UNIT)
+    value["update"] |= changes
+    return pack(value)
+
+
+def masked(name, shape, some):
+    """An update whose mask has the bits of nine positions, and the description of another one."""
+    header, body = split(told(mask=WeightMask({"first.weight": torch.ones(9) > 0})))
+    text, before = header["__metadata__"]["value"], '["first.weight",[9],true]'
+    assert before in text
+    header["__metadata__"]["value"] = text.replace(before, json.dumps([name, shape, some]))
     return join(header, body)
 
 
 BOMBS = {
-    "a mask of a terabyte in ten bytes": meta_payload(mask={"kind": "weight", "shapes": [["first.weight", [10**6, 10**6], 0]]}),
-    "a mask of another shape": meta_payload(mask={"kind": "unit", "shapes": [["first", [10**9]]]}),
-    "a round without end": meta_payload(round=math.inf),
-    "metrics that are no names": meta_payload(metrics=[["loss"], {}]),
-    "metrics that are no numbers": meta_payload(metrics={"loss": "many"}),
+    "a mask of a terabyte in ten bytes": masked("first.weight", [10**6, 10**6], False),
+    "a mask of another shape": masked("first.weight", [10**9], True),
+    "a round without end": told(round=math.inf),
+    "metrics that are no names": told(metrics=[["loss"], {}]),
+    "metrics that are no numbers": told(metrics={"loss": "many"}),
     "a header longer than the message": (2**40).to_bytes(8, "little") + BY_UNIT[8:],
-    "nested JSON": join({"__metadata__": {"meta": "[" * 10**5}}, b""),
+    "nested JSON": join({"__metadata__": {"value": "[" * 10**5}}, b""),
     "nested header": join(b'{"a":' * 10**5, b""),
     "a pickle": pickle.dumps({"delta": [1, 2, 3]}),
     "a file of torch": b"PK\x03\x04" + b"\x00" * 200,
     "no metadata": save({"delta:x": torch.ones(3)}),
-    "metadata that is a list": pack({}, {}).replace(b'"meta":"{}"', b'"meta":"[]"'),
-    "no reply": pack({}, {}),
-    "costs of another form": meta_payload(cost=[1, 2]),
-    "FLOPs without end": meta_payload(cost={"flops": 10**400, "flops_scoring": 0, "flops_paper": 0, "wall_seconds": 0.0}),
-    "negative FLOPs": meta_payload(cost={"flops": -1, "flops_scoring": 0, "flops_paper": 0, "wall_seconds": 0.0}),
+    "a list": pack([]),
+    "no reply": pack({}),
+    "a reply of nothing": pack(vars(fl.Reply(client_id=0))),
+    "an unknown kind": join({"__metadata__": {"value": '{"set":[]}'}}, b""),
+    "costs of another form": told(cost=[1, 2]),
+    "FLOPs without end": told(cost={"flops": 10**400, "flops_scoring": 0, "flops_paper": 0, "wall_seconds": 0.0}),
+    "negative FLOPs": told(cost={"flops": -1, "flops_scoring": 0, "flops_paper": 0, "wall_seconds": 0.0}),
     "nothing": b"",
 }
 

@@ -52,8 +52,9 @@ def _changed(**changes):
 
     def fault(message, answer):
         _, (payload, *others) = read(answer)
-        tensors, meta = unpack(payload)
-        return Message(content(pack(tensors, {**meta, **changes}), *others), reply_to=message)
+        value = unpack(payload)
+        value["update"] |= changes
+        return Message(content(pack(value), *others), reply_to=message)
 
     return fault
 
@@ -72,7 +73,7 @@ FAULTS = {
     "bytes that are no update": (_answered(b"\x00" * 50), "its answer cannot be used"),
     "no replies": (_answered(), "0 replies to 1 requests"),
     "another update's round": (_changed(round=7), "round 7"),
-    "another client's update": (_changed(client=7), "client 7"),
+    "another client's update": (_changed(client_id=7), "client 7"),
     "an error that ends a simulation": (lambda message, _: _failed(message, "ActorDiedError"), "ActorDiedError"),
     "a reason of a megabyte": (lambda message, _: _failed(message, "x" * 10**6), "xxxx"),
     "an error of a megabyte": (_answered(encode_reply(fl.Reply(client_id=0, error="x" * 10**6))), "xxxx"),
@@ -122,9 +123,9 @@ def test_a_reply_counts_if_it_is_there_before_the_deadline_and_one_after_it_does
 
 def test_scores_that_say_they_are_of_another_client_are_not_believed():
     def borrowed(message, answer):
-        tensors, meta = unpack(read(answer)[1][0])
-        meta["reply"]["evaluation"]["client_id"] = 2
-        return Message(content(pack(tensors, meta)), reply_to=message)
+        value = unpack(read(answer)[1][0])
+        value["evaluation"]["client_id"] = 2
+        return Message(content(pack(value)), reply_to=message)
 
     result = _run(InProcess(fault=planted(borrowed, "score", clients=[1])))
     assert [client.id for client in result.final.per_client] == [0, 2, 3, 4, 5, 6, 7]
