@@ -107,11 +107,8 @@ def read_results(path: Path | str) -> dict[str, dict[str, Any]]:
 
 
 def read_comparisons(path: Path | str) -> list[Comparison]:
-    """Return the comparisons of a table, with methods in published order."""
-    from sparsekit_fl.paper.published import in_published_order
-
-    results = read_results(path).values()
-    return comparisons_of(results, order=in_published_order(dict.fromkeys(result["method"] for result in results)))
+    """Return the comparisons of a table."""
+    return comparisons_of(read_results(path).values())
 
 
 if __name__ == "__main__":

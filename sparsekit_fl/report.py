@@ -1,4 +1,4 @@
-"""Report of finished runs: an HTML page with tables and charts, and the paper's numbers for runs with the paper's protocol."""
+"""Report of finished runs: an HTML page with tables and charts."""
 
 import math
 import statistics
@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sparsekit.errors import require
 from sparsekit.page import chart, code, heading, page, paragraph, row, strips, table
 from sparsekit_fl.checkpoint import write_atomically
 from sparsekit_fl.comparison import Comparison
 from sparsekit_fl.curves import AXES, curves_of, metric_of, scores_of, writer_of
-from sparsekit_fl.paper.published import RULE, published_beside, published_source
 from sparsekit_fl.problem.metrics import lower_is_better
 from sparsekit_fl.stored import flat, number_text, texts
 
@@ -28,38 +26,15 @@ _MOST_RATIO_CHARTS, _MOST_NAMED = 3, 6
 def write_report(comparisons: Sequence[Comparison], out: Path | str, *, command: str = "", failed: Sequence[str] = ()) -> Path:
     """Write `report.html` into `out`: the command, the failed runs, and one section per comparison. Return its path."""
     parts = [code(command), *(paragraph(line, "failed") for line in failed)]
-    published = [published_beside(one) for one in comparisons]
-    for comparison, beside in zip(comparisons, published, strict=True):
+    for comparison in comparisons:
         parts += [heading(comparison.title)] if len(comparisons) > 1 else []
         parts += _section(comparison)
-        if beside is not None:
-            parts += [
-                heading("Published numbers", 3),
-                paragraph(f"{RULE} Both count training alone.", "soft"),
-                _table(published_table(beside), texts=("why they differ",)),
-            ]
-    parts.append(paragraph(published_source() if any(one is not None for one in published) else "", "soft"))
     title = comparisons[0].title if len(comparisons) == 1 else "Comparison of methods"
     path = Path(out) / PAGE
     path.parent.mkdir(parents=True, exist_ok=True)
     # Written atomically, since another `compare` may write its page to the same folder at the same time.
     write_atomically(path, page(title, parts).encode())
     return path
-
-
-def published_table(published: Any) -> Any:
-    """Format the DataFrame of `published_beside` as text, one row per run; `*` marks a difference beyond chance."""
-    rows = []
-    for run, own in published.groupby(["table", "run"], sort=False):
-        row = {"run": run[1], "published as": own["method"].iloc[0], "runs": str(own["n"].min())}
-        for one in own.itertuples():
-            title, digits = ("%", 2) if one.quantity == "accuracy_percent" else ("10¹² FLOPs", 3)
-            for whose, value, deviation in (("published", one.published, one.published_deviation), ("ours", one.ours, None)):
-                text = f"{value:,.{digits}f}" + (f" ± {deviation:.{digits}f}" if deviation is not None else "")
-                row[f"{whose}, {title}"] = text + ("*" if whose == "ours" and one.flagged else "")
-        row["why they differ"] = " ".join(dict.fromkeys(filter(None, own["reason"])))
-        rows.append(row)
-    return require("pandas").DataFrame(rows).set_index("run")
 
 
 def _section(comparison: Comparison) -> list[str]:
@@ -93,9 +68,9 @@ def _equal(comparison: Comparison, metric: str, unit: str) -> list[str]:
     return [heading(f"{metric.capitalize()} at equal cost", 3), paragraph(about, "soft"), table(head, rows)] if rows else []
 
 
-def _table(frame: Any, *, texts: Sequence[str] = ()) -> str:
+def _table(frame: Any) -> str:
     rows = [(name, *cells) for name, cells in zip(frame.index, frame.values.tolist(), strict=True)]
-    return table([frame.index.name or "", *frame], rows, texts=texts)
+    return table([frame.index.name or "", *frame], rows)
 
 
 def _settings(comparison: Comparison) -> list[tuple[str, str]]:

@@ -103,14 +103,13 @@ def _compare(
 def _distinct(texts: Sequence[str]) -> dict[str, Method]:
     """Return name → method, for the given methods; `all` adds the other methods of the registry."""
     from sparsekit_fl.methods import make_method, registry
-    from sparsekit_fl.paper.published import in_published_order
 
     made: dict[str, Method] = {}
     for method in (make_method(text) for text in texts if text != ALL):
         if method.name in made:
             raise InvalidValueError(f"method {method.name!r} was given twice; name each method once")
         made[method.name] = method
-    for method in map(make_method, in_published_order(registry) if ALL in texts else ()):
+    for method in map(make_method, registry if ALL in texts else ()):
         made.setdefault(method.name, method)
     return made
 
@@ -155,17 +154,14 @@ def _report(
 ) -> None:
     """Write report.html of finished runs, with tables and charts, and print the tables; nothing is trained.
 
-    Runs with different data, models or settings are in separate sections. Runs with the protocol of the FedLPS paper are shown
-    next to its published numbers.
+    Runs with different data, models or settings are in separate sections.
     """
     from sparsekit_fl.comparison import comparisons_of, read_results
-    from sparsekit_fl.paper.published import RULE, in_published_order, published_beside
-    from sparsekit_fl.report import published_table, write_report
+    from sparsekit_fl.report import write_report
 
     if out is None and len(folders) > 1:
         raise InvalidValueError("a report of several folders needs a folder of its own; pass --out FOLDER")
-    results = read_results(*folders)
-    comparisons = comparisons_of(results, order=in_published_order(dict.fromkeys(one["method"] for one in results)))
+    comparisons = comparisons_of(read_results(*folders))
     path = write_report(comparisons, out or folders[0], command=command_line())
     if as_json:
         print_json([comparison.to_dict() for comparison in comparisons])
@@ -173,10 +169,6 @@ def _report(
     for comparison in comparisons:
         typer.secho(comparison.title, bold=True)
         show(comparison)
-        published = published_beside(comparison)
-        if published is not None:
-            print_wrapped(f"Published numbers. {RULE}")
-            _show_frame(published_table(published).drop(columns=["published as", "why they differ"]))
     typer.echo(f"tables and charts are in {path}")
 
 

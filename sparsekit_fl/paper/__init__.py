@@ -1,1 +1,1 @@
-"""Experiments of the FedLPS paper: presets, the problems and clients that they describe, and the published tables."""
+"""Experiments of the FedLPS paper: presets, and the problems and clients that they describe."""
