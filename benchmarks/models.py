@@ -403,12 +403,19 @@ Most models are small configurations of their class, so their seconds say little
 
 
 def versions() -> str:
-    found = [
-        f"{name} {metadata.version(name)}" for name in sorted({"torch", "torchvision", *(name for name, _ in MODELS.values())})
-    ]
-    extension: Any = importlib.import_module("torchvision.extension")
-    without = "" if extension._has_ops() else " The compiled operators of torchvision were missing."
+    names = sorted({"torch", "torchvision", *(name for name, _ in MODELS.values())})
+    found = [f"{name} {metadata.version(name)}" for name in names if _has(name)]
+    without = ""
+    if _has("torchvision"):
+        extension: Any = importlib.import_module("torchvision.extension")
+        without = "" if extension._has_ops() else " The compiled operators of torchvision were missing."
     return f"Versions: {', '.join(found)}.{without}"
+
+
+def _has(name: str) -> bool:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return bool(metadata.version(name))
+    return False
 
 
 def write_page(rows: dict[str, Any]) -> None:
