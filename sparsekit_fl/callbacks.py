@@ -12,9 +12,10 @@ from sparsekit.errors import InvalidValueError, nearest, require
 from sparsekit.registry import Registry
 from sparsekit.surgery import save_compact
 from sparsekit_fl.checkpoint import write_atomically
+from sparsekit_fl.client.messages import PARTS
 from sparsekit_fl.models import model_path
 from sparsekit_fl.problem.metrics import lower_is_better
-from sparsekit_fl.results import CHOSEN_BY, PARTS, Callback, RoundRecord, RunView
+from sparsekit_fl.results import CHOSEN_BY, Callback, RoundRecord, RunView
 from sparsekit_fl.stored import number_text, primary_metric, score_text, texts
 
 if TYPE_CHECKING:

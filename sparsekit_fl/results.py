@@ -14,7 +14,7 @@ from torch import nn
 from sparsekit.errors import DataError, require
 from sparsekit.graph import StateDict
 from sparsekit_fl.checkpoint import write_atomically
-from sparsekit_fl.client.messages import Cost, Evaluation
+from sparsekit_fl.client.messages import PARTS, Cost, Evaluation
 from sparsekit_fl.client.messages import Scores as Sums
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.problem.metrics import Metric
@@ -23,8 +23,8 @@ from sparsekit_fl.stored import SCHEMA_NUMBER, read_result
 Means = Mapping[str, Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]]
 """Metric name → value. JSON has neither NaN nor infinity: such values are written as null, and read back as NaN."""
 
-PARTS = ("personal", "validation", "global", "global_validation")
-"""Personal models on test and on validation data, and the global model on both."""
+_FIELDS = dict(zip(PARTS, ("personal", "validation", "shared", "shared_validation"), strict=True))
+"""Part → the field of `Scores` that holds it."""
 
 CHOSEN_BY = ("validation", "global_validation")
 """The `PARTS` by which a model may be chosen: scores on validation data, never on test data."""
@@ -69,8 +69,8 @@ class Scores:
 
     def part(self, name: str) -> Means:
         """Return metric → value of one of `PARTS`; empty if that was not scored."""
-        parts = (self.personal, self.validation, self.shared or {}, self.shared_validation)
-        return dict(zip(PARTS, parts, strict=True))[name]
+        found: Means | None = getattr(self, _FIELDS[name])
+        return found or {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,16 +89,8 @@ class ClientScores(Scores):
     @classmethod
     def read(cls, one: Evaluation, known: Collection[str]) -> Self:
         """Read the scores that a client sent, of the `known` metrics."""
-        return cls(
-            id=one.client_id,
-            examples=one.examples,
-            ratio=one.ratio,
-            own=one.own,
-            personal=_values(one.personal, known),
-            validation=_values(one.validation, known),
-            shared=None if one.shared is None else _values(one.shared, known),
-            shared_validation=_values(one.shared_validation, known),
-        )
+        found = {_FIELDS[part]: _values(scores, known) for part, scores in one.scores.items() if part in _FIELDS}
+        return cls(id=one.client_id, examples=one.examples, ratio=one.ratio, own=one.own, **found)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from sparsekit.training import GradientImportance, LearnableMask
 from sparsekit_fl.checkpoint import Memories
 from sparsekit_fl.client.context import ClientContext, Memory, Purpose, Rngs, share_of, stream
 from sparsekit_fl.client.fit import check_training
-from sparsekit_fl.client.messages import Cost, Evaluation, Reply, Request, Update, upload_dtype
+from sparsekit_fl.client.messages import PARTS, Cost, Evaluation, Reply, Request, Update, upload_dtype
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.errors import ClientError
 from sparsekit_fl.layers import Layer, trace_layers
@@ -339,7 +339,8 @@ def _score(spec: RunSpec, client: Client, request: Request, memory: Memory, out:
         full = spec.whole(memory, mask_state(spec.graph, request.mask, request.received))
         model = _deployed(ctx, spec.method, full)
         load(ctx, model.state, model.mask)
-        test, validation = ctx.score("test"), ctx.score("val")
+        found = [ctx.score("test"), ctx.score("val")]
+    scores = dict(zip(PARTS, found, strict=False))
     whole = {name: state.get(name, tensor) for name, tensor in spec.initial.items()}
     private = any(name not in state and name not in spec.frozen for name in spec.initial)
     is_global = model.state is full and model.mask is None and not private and not request.replaced
@@ -348,17 +349,15 @@ def _score(spec: RunSpec, client: Client, request: Request, memory: Memory, out:
         path = model_path(out, client.id)
         path.parent.mkdir(parents=True, exist_ok=True)
         save_compact(spec.masked.compact(), path, graph=spec.graph, mask=spec.masked.unit_mask())
-    shared = (test, validation) if request.with_shared else (None, {})
-    if request.with_shared and not is_global:
-        ctx.load(whole, None)
-        shared = ctx.score("test"), ctx.score("val")
+    if request.with_shared:
+        if not is_global:
+            ctx.load(whole, None)
+            found = [ctx.score("test"), ctx.score("val")]
+        scores |= zip(PARTS[2:], found, strict=True)
     evaluation = Evaluation(
         client_id=client.id,
         examples=len(client.data.test),
-        personal=test,
-        validation=validation,
-        shared=shared[0],
-        shared_validation=shared[1],
+        scores=scores,
         ratio=_share(spec, model),
         own=private or _keeps(ctx, spec.method, full, model),
     )

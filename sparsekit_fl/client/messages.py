@@ -19,6 +19,9 @@ from sparsekit_fl.problem.data import Capability
 MAX_TEXT = 4000
 """Number of characters that are read of a text from a client, such as an error message; the rest is dropped."""
 
+PARTS = ("personal", "validation", "global", "global_validation")
+"""Personal models on test and on validation data, and the global model on both."""
+
 Scores = Mapping[str, tuple[float, float]]
 """Metric name → (sum over examples, weight); the value is sum / weight."""
 
@@ -138,18 +141,16 @@ class Update:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Checked):
-    """Scores of a client's model on its own test and validation data, and if requested of the global model (`shared`).
+    """Scores of a client's model on its own data, and if requested of the global model.
 
-    Validation scores are empty without validation data, and `ratio` is None if the model is not sparse. `own` is whether the
-    model has entries or units that the client keeps for itself, such as a head.
+    `scores` maps each of `PARTS` that was scored to its scores, which are empty if the client has no such data.
+    `ratio` is None if the model is not sparse. `own` is whether the model has entries or units that the client keeps for
+    itself, such as a head.
     """
 
     client_id: NonNegativeCount
     examples: NonNegativeCount
-    personal: Scores
-    validation: Scores = field(default_factory=dict)
-    shared: Scores | None = None
-    shared_validation: Scores = field(default_factory=dict)
+    scores: Mapping[str, Scores]
     ratio: Ratio | None = None
     own: bool = False
 
@@ -276,14 +277,15 @@ def _checked_update(update: Update | None) -> Update:
     return replace(update, cost=Cost(**reported))
 
 
-def _checked_scores(scores: Evaluation | None, client_id: int) -> Evaluation:
-    if scores is None or scores.client_id != client_id:
-        raise DataError("it holds no scores" if scores is None else f"it sent the scores of client {scores.client_id}")
-    parts = (scores.personal, scores.validation, scores.shared or {}, scores.shared_validation)
+def _checked_scores(found: Evaluation | None, client_id: int) -> Evaluation:
+    if found is None or "personal" not in found.scores:
+        raise DataError("it holds no scores")
+    if found.client_id != client_id:
+        raise DataError(f"it sent the scores of client {found.client_id}")
     # A loss may be infinite (the model diverged), but its divisor may not.
-    if not all(0.0 <= weight < math.inf for part in parts for _, weight in part.values()):
+    if not all(0.0 <= weight < math.inf for part in found.scores.values() for _, weight in part.values()):
         raise DataError("the weight of a score must be finite and >= 0")
-    return scores
+    return found
 
 
 _MOST_COUNTED = 1e18

@@ -113,7 +113,9 @@ def test_what_a_client_states_moves_the_sampling_or_the_ratios(method, lie):
 def test_scores_that_a_client_states_are_believed():
     def perfect(request, reply):
         told = {"accuracy": (12.0, 12.0), "loss": (0.0, 12.0)}
-        return reply if reply.evaluation is None else replace(reply, evaluation=replace(reply.evaluation, personal=told))
+        if reply.evaluation is None:
+            return reply
+        return replace(reply, evaluation=replace(reply.evaluation, scores={**reply.evaluation.scores, "personal": told}))
 
     assert watched(change=perfect, rounds=1)[0].final.metrics == {"accuracy": 1.0, "loss": 0.0}
 

@@ -29,7 +29,7 @@ def finished():
 def test_a_mean_is_over_the_clients_that_have_the_metric_each_counted_alike():
     sent = [{"accuracy": (1.0, 10.0), "loss": (1.0, 10.0)}, {"accuracy": (80.0, 80.0), "loss": (8.0, 80.0)},
             {"loss": (8.0, 10.0), "accuracy": (math.nan, 0.0)}, {"accuracy": (0.0, 0.0)}]  # fmt: skip
-    evaluations = [fl.Evaluation(client_id=id, examples=9, personal=scores) for id, scores in enumerate(sent)]
+    evaluations = [fl.Evaluation(client_id=id, examples=9, scores={"personal": scores}) for id, scores in enumerate(sent)]
     scores = RoundScores.of([ClientScores.read(one, {"accuracy", "loss"}) for one in evaluations], lower={"loss"})
     assert scores.personal == pytest.approx({"accuracy": 1.1 / 2, "loss": 1.0 / 3})
     assert (scores.validation, scores.shared) == ({}, None)

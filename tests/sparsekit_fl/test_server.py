@@ -20,7 +20,15 @@ import sparsekit_fl as fl
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit_fl.checkpoint import Memories
-from sparsekit_fl.client.messages import decode_reply, decode_request, encode_reply, encode_request, request_bytes, update_bytes
+from sparsekit_fl.client.messages import (
+    PARTS,
+    decode_reply,
+    decode_request,
+    encode_reply,
+    encode_request,
+    request_bytes,
+    update_bytes,
+)
 from sparsekit_fl.methods import registry
 from sparsekit_fl.packing import Kept, digest, pack, unpack
 from sparsekit_fl.results import ClientScores, RoundScores
@@ -351,7 +359,7 @@ def test_a_bomb_is_refused_without_room_being_made_for_it(name):
 @example([1.7e308, 1.7e308], [1.0] * 5)
 def test_no_scores_that_clients_send_stop_a_run(sums, weights):
     evaluations = [
-        fl.Evaluation(client_id=id, examples=1, personal={"loss": pair}, validation={"loss": pair}, shared={"loss": pair})
+        fl.Evaluation(client_id=id, examples=1, scores={part: {"loss": pair} for part in PARTS})
         for id, pair in enumerate(zip(sums, weights, strict=False))
     ]
     scores = RoundScores.of([ClientScores.read(one, {"accuracy", "loss"}) for one in evaluations], lower={"loss"})
@@ -363,8 +371,8 @@ def invented(request, answer):
     """Client 0 scores itself by metrics that nobody asked for."""
     if answer.evaluation is not None and request.client_id == 0:
         more = {f"m{number}": (1.0, 1.0) for number in range(1000)}
-        scores = {part: {**getattr(answer.evaluation, part), **more} for part in ("personal", "validation")}
-        answer = replace(answer, evaluation=replace(answer.evaluation, **scores, shared=scores["personal"]))
+        scores = {part: {**answer.evaluation.scores["personal"], **more} for part in (*PARTS, "a part of its own")}
+        answer = replace(answer, evaluation=replace(answer.evaluation, scores=scores))
     return decode_reply(encode_reply(answer), request, SPEC.graph)
 
 

@@ -81,7 +81,7 @@ class Sizes(fl.Method):
 
 
 fl.run(Sizes(), problem, clients, config)
-answer = fl.Reply(client_id=0, evaluation=fl.Evaluation(client_id=0, examples=10, personal={"accuracy": (9.0, 10.0)}))
+answer = fl.Reply(client_id=0, evaluation=fl.Evaluation(client_id=0, examples=10, scores={"personal": {"accuracy": (9.0, 10.0)}}))
 
 
 # sparsekit_fl.Request
