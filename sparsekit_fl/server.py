@@ -179,15 +179,11 @@ class Server:
         return [self._request(ctx, id, self.spec.method.offer(ctx, id), task="score", **more) for id in ids]
 
     def _request(self, ctx: ServerContext, client_id: int, asked: Task, **more: Any) -> Request:
-        ratio = check_ratio(asked.ratio)
         return Request(
+            **{**vars(asked), "state": ctx.state},
             round=ctx.round,
             client_id=client_id,
-            state=ctx.state,
-            replaced={**statistics_of(self.state.memory, ratio), **asked.state},
-            mask=asked.mask,
-            ratio=ratio,
-            extra=asked.extra,
+            replaced={**statistics_of(self.state.memory, check_ratio(asked.ratio)), **asked.state},
             capability=ctx.roster[client_id].capability,
             memory_round=self.state.versions.get(client_id),
             **more,
@@ -211,19 +207,19 @@ class Server:
         if reply.update is None:
             error = ClientError(reply.error or f"client {request.client_id} sent no update")
             if reply.traceback:
-                ctx.failed[request.client_id] = 1.0 if request.ratio is None else request.ratio
+                ctx.failed[request.client_id] = request.ratio
                 error.add_note(f"Where it failed:\n{reply.traceback}")
             raise error
-        update, task, costs = reply.update, ctx.tasks[request.client_id], self.spec.costs
+        update, costs = reply.update, self.spec.costs
         try:
             examples = ctx.roster[request.client_id].examples
-            own = task.mask if isinstance(task.mask, UnitMask) and not task.own_mask else None
+            own = request.mask if isinstance(request.mask, UnitMask) and not request.own_mask else None
             training = self.spec.config.training
             passes = training.local_epochs * -(-examples // training.batch_size) * training.batch_size
             whole = 3 * rowmask_flops(costs, own) * (passes + _FURTHER_EXAMPLES)
             state = {name: tensor for name, tensor in ctx.state.items() if name not in self.spec.frozen}
-            check(update, request, ctx.graph, state, task, examples=examples, upload=self.spec.config.upload, whole=whole)
-            update = self._with_share(ctx, update, task)
+            check(update, request, ctx.graph, state, examples=examples, upload=self.spec.config.upload, whole=whole)
+            update = self._with_share(ctx, update, request)
         except UpdateError:
             raise
         except Exception as error:
@@ -314,16 +310,15 @@ def check(
     request: Request,
     graph: UnitGraph,
     state: StateDict,
-    task: Task,
     *,
     examples: int,
     upload: Upload = "float32",
     whole: float = math.inf,
 ) -> None:
-    """Raise UpdateError unless an update is well-formed and finite, fits the shared `state`, and matches its task.
+    """Raise UpdateError unless an update is well-formed and finite, fits the shared `state`, and matches its request.
 
     `examples` is the number of training examples that the client is known to have, `upload` the dtype of changes, and
-    `task.work` · `whole` the largest number of FLOPs.
+    `request.work` · `whole` the largest number of FLOPs.
     """
     who = f"the update of client {update.client_id}"
     if (update.round, update.client_id) != (request.round, request.client_id):
@@ -336,15 +331,15 @@ def check(
             update.mask.check(graph)
     except SparsekitError as error:
         raise UpdateError(f"{who} has a wrong ratio or mask: {error}") from error
-    if not task.own_mask and update.mask != task.mask:
+    if not request.own_mask and update.mask != request.mask:
         raise UpdateError(
             f"{who} has another mask than its task; if clients choose what they train, assign Task(own_mask=True), and"
             ' aggregate with mean(over="all") (untrained entries count as unchanged) or mean(over="holders") (mean over the'
             " clients that hold an entry)"
         )
-    if not task.own_mask and update.ratio != task.ratio:
+    if not request.own_mask and update.ratio != request.ratio:
         raise UpdateError(
-            f"{who} has the ratio {update.ratio:.4g}, its task {task.ratio:.4g}; Task(own_mask=True) lets clients choose"
+            f"{who} has the ratio {update.ratio:.4g}, its task {request.ratio:.4g}; Task(own_mask=True) lets clients choose"
         )
     if set(update.delta) != set(state):
         strange = sorted(set(update.delta) ^ set(state))[:5]
@@ -367,16 +362,16 @@ def check(
     counted = (cost.flops_training, cost.flops_paper, cost.flops_scoring)
     if min(counted) < 0 or not all(0 <= seconds < _MAX_SECONDS for seconds in (cost.simulated_seconds, cost.wall_seconds)):
         raise UpdateError(f"{who} reports a cost that is negative, or a time without end")
-    missing = [name for name in task.metrics if name not in update.metrics]
+    missing = [name for name in request.metrics if name not in update.metrics]
     if missing:
         raise UpdateError(f"{who} lacks the metrics {missing}")
-    if (flops := max(update.cost.flops, update.cost.flops_paper)) > task.work * whole:
+    if (flops := max(update.cost.flops, update.cost.flops_paper)) > request.work * whole:
         raise UpdateError(
             f"{who} reports {flops:.3g} FLOPs, and {whole:.3g} train the whole model; if the method needs more than"
-            f" {task.work:g} times that, assign Task(work=...)"
+            f" {request.work:g} times that, assign Task(work=...)"
         )
-    found, wanted = ({name: (one.dtype, one.shape) for name, one in part.items()} for part in (update.extra, task.returns))
-    if task.returns and found != wanted:
+    found, wanted = ({name: (one.dtype, one.shape) for name, one in part.items()} for part in (update.extra, request.returns))
+    if request.returns and found != wanted:
         strange = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))[:5]
         raise UpdateError(f"{who} must return the tensors that its task names; missing, unknown or of another kind: {strange}")
 

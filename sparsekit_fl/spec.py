@@ -287,9 +287,8 @@ def _train(spec: RunSpec, client: Client, request: Request, memory: Memory) -> t
     ctx, method, graph = spec.context(client, request, memory), spec.method, spec.graph
     received = mask_state(graph, request.mask, request.received)
     start = spec.whole(memory, received)
-    ratio = check_ratio(1.0 if request.ratio is None else request.ratio)
     with _named(request, spec, "train"):
-        result = method.train(ctx, Task(state=start, mask=request.mask, ratio=ratio, extra=request.extra))
+        result = method.train(ctx, replace(request, state=start))
         if spec.config.deploy == "best" and ctx.memory.get("kept", {}).get("round") != ctx.round:
             keep_model(ctx, result)  # the method itself stored no model in this round
         if any(tensor.device.type != "cpu" for tensor in result.state.values()):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
@@ -71,17 +71,44 @@ class Cost:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Request:
-    """What the server asks one client to do: train, or be scored.
+class Task:
+    """What one client trains in one round, and what its update must hold. Other updates are refused.
+
+    Args:
+        state: On the client, a dense state: the global entries, and the client's private ones. Read-only. On the server,
+            dense entries that this client gets in place of the global ones, which the server sends in any case.
+        mask: A mask chosen by the server: only kept entries are sent, and all others arrive as zero. None: the whole
+            model is sent.
+        ratio: What to train, in (0, 1]: a share of the FLOPs of the whole model, of its units or of its memory, as
+            `RunConfig.capability_of` says. `width(ratio)` of either context is the share of the units.
+        extra: Further tensors for the client, by name.
+        own_mask: Whether the client chooses the mask of its update. Otherwise, the update has exactly `mask`.
+        metrics: Names of metrics that the update must have.
+        returns: Name → tensor with the shape and dtype that an extra tensor of the update must have; its values do not matter.
+            Empty: extra tensors are not checked.
+        work: Limit for the FLOPs that an update may report, scoring included, in multiples of training the whole model on the
+            client's data.
+    """
+
+    state: StateDict = field(default_factory=dict)
+    mask: Mask | None = None
+    ratio: float = 1.0
+    extra: StateDict = field(default_factory=dict)
+    own_mask: bool = False
+    metrics: Sequence[str] = ()
+    returns: StateDict = field(default_factory=dict)
+    work: float = 10.0
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Request(Task):
+    """A task as the server sends it to one client: to train, or to be scored.
 
     Args:
         round: The server round, counted from 1; for scoring, the last finished round.
         client_id: The receiver.
         state: The shared entries of the global model, dense; only the entries that `mask` keeps are sent.
         replaced: Entries that this client gets in place of those of `state`, such as batch norm statistics of its width.
-        mask: A mask that the server chose, or None.
-        ratio: A ratio that the server proposes, or None.
-        extra: Further tensors of a method.
         capability: The client's capability in this round.
         memory_round: Round in which the client's valid memory was written; None: its memory is empty.
         task: "train" or "score".
@@ -91,11 +118,7 @@ class Request:
 
     round: int
     client_id: int
-    state: StateDict
     replaced: StateDict = field(default_factory=dict)
-    mask: Mask | None = None
-    ratio: float | None = None
-    extra: StateDict = field(default_factory=dict)
     capability: Capability = field(default_factory=Capability)
     memory_round: int | None = None
     task: Literal["train", "score"] = "train"
@@ -210,12 +233,16 @@ def request_bytes(request: Request, graph: UnitGraph) -> int:
     return state + _bytes(request.mask, request.extra)
 
 
+_CHECKED = ("own_mask", "metrics", "returns", "work")
+"""The fields of a task by which the server checks the update. Clients do not get them."""
+
+
 def encode_request(request: Request, graph: UnitGraph, *, with_state: bool = True) -> bytes:
     """Encode a request with the part of the state that its mask keeps. `with_state=False` leaves the state out."""
     kept, own = Kept(graph, request.mask), request.replaced
     state = {name: tensor for name, tensor in request.state.items() if with_state and name not in own}
     parts = {"state": kept.gather_all(state), "replaced": kept.gather_all(own), "capability": vars(request.capability)}
-    return pack({**vars(request), **parts})
+    return pack({name: one for name, one in vars(request).items() if name not in _CHECKED} | parts)
 
 
 def decode_request(payload: bytes, graph: UnitGraph, *, state: StateDict | None = None) -> Request:

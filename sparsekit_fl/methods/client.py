@@ -1,4 +1,4 @@
-"""`Task`, `Result` and `Model`: a client's work, its outcome, and the model that it deploys; `sgd` and other training steps."""
+"""`Result` and `Model`: the outcome of a client's work, and the model that it deploys; `sgd` and other training steps."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,41 +13,12 @@ from sparsekit.training import LearnableMask
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.fit import Adjust, Batch, Batches, LocalStep, Step, TrainingLog, make_step
 from sparsekit_fl.client.messages import Cost
+from sparsekit_fl.client.messages import Task as Task
 from sparsekit_fl.config import TrainingConfig
 from sparsekit_fl.packing import Kept, Mask, mask_state
 
 Leaves = Mapping[str, Tensor]
 """State-dict key → leaf tensor of the narrow model, in the order of the state."""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Task:
-    """What one client trains in one round, and what its update must hold. Other updates are refused.
-
-    Args:
-        state: On the client, a dense state: the global entries, and the client's private ones. Read-only. On the server,
-            dense entries that this client gets in place of the global ones, which the server sends in any case.
-        mask: A mask chosen by the server: only kept entries are sent, and all others arrive as zero. None: the whole
-            model is sent.
-        ratio: What to train, in (0, 1]: a share of the FLOPs of the whole model, of its units or of its memory, as
-            `RunConfig.capability_of` says. `width(ratio)` of either context is the share of the units.
-        extra: Further tensors for the client, by name.
-        own_mask: Whether the client chooses the mask of its update. Otherwise, the update has exactly `mask`.
-        metrics: Names of metrics that the update must have.
-        returns: Name → tensor with the shape and dtype that an extra tensor of the update must have; its values do not matter.
-            Empty: extra tensors are not checked.
-        work: Limit for the FLOPs that an update may report, scoring included, in multiples of training the whole model on the
-            client's data.
-    """
-
-    state: StateDict = field(default_factory=dict)
-    mask: Mask | None = None
-    ratio: float = 1.0
-    extra: StateDict = field(default_factory=dict)
-    own_mask: bool = False
-    metrics: Sequence[str] = ()
-    returns: StateDict = field(default_factory=dict)
-    work: float = 10.0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -147,7 +147,7 @@ class FedLPS(Method):
 
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
         asked = client.request
-        return Model(state={**state, **self._head(client, asked.extra)}, mask=asked.mask, ratio=asked.ratio or 1.0)
+        return Model(state={**state, **self._head(client, asked.extra)}, mask=asked.mask, ratio=asked.ratio)
 
 
 def _units(mask: Any) -> UnitMask | None:

@@ -43,7 +43,7 @@ class Masked(fl.Method):
 
 SPEC = RunSpec.build(Masked(), tiny_problem(), tiny_config())
 CLIENTS = by_id(tiny_clients())
-REQUEST = fl.Request(round=1, client_id=0, state=SPEC.initial)
+REQUEST = fl.Request(round=1, client_id=0, state=SPEC.initial, own_mask=True)
 MASKS = {
     "none": None,
     "unit": UnitMask({"first": torch.tensor([True, False, True, True, False, False, True, True])}),
