@@ -303,7 +303,8 @@ class BlockVerifier:
         doubled = any(twice for _, twice in self.training)
         training = [(number, doubled) for number in range(len(calls))] if self.training else []
         try:
-            session = Session(block, calls, self.rules, training, outside=self._outside(home), skipped=self.skipped)
+            lean = _numbers(block) >= LEAN_NUMBERS
+            session = Session(block, calls, self.rules, training, lean, self._outside(home), skipped=self.skipped)
             return Verifier(session).failures(inside(only(graph, names), home))
         except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
             return dict.fromkeys(names, f"{home!r} cannot run by itself: {type(error).__name__}: {error}")

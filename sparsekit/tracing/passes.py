@@ -135,6 +135,15 @@ def in_float64(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **{name: convert(name, value) for name, value in kwargs.items()})
 
 
+class InFloat64(DispatchMode):
+    """Computes all operators in float64."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return in_float64(func, args, kwargs or {})
+
+
 @contextmanager
 def private_passes() -> Iterator[None]:
     """Inside the context, run copies without gradients, fused kernels or a compiler. Global state is restored afterwards."""

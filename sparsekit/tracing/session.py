@@ -16,7 +16,7 @@ from sparsekit.layers import Rules, find_rule
 from sparsekit.rng import seeded
 from sparsekit.surgery.rebuild import copy_with, find_constants, named_entries, narrow_module
 from sparsekit.tracing.inputs import ModelInputs, find_numbers, find_tensors, held_tensors, plain_copy, with_tokens
-from sparsekit.tracing.passes import ReadOnly, Snapshot, train_without_dropout
+from sparsekit.tracing.passes import InFloat64, ReadOnly, Snapshot, train_without_dropout
 from sparsekit.tracing.perturbed import PerturbedState, is_meta, with_values
 from sparsekit.tracing.record import Record
 
@@ -30,7 +30,8 @@ class Session:
         calls: The inputs of the model.
         rules: The user's layer rules.
         training: Index of each call that runs in train mode, and whether its batch is doubled.
-        lean: Keep the entries in their own dtype, and convert them operator by operator. Takes less memory and more time.
+        lean: Keep matrices in their own dtype, and convert them operator by operator. Takes less memory and more time. Only
+            gradients of vectors and of inputs are then compared.
         skipped: Filled with the operators, and their lines, that draw random numbers for each unit. Train mode is then not
             compared.
         outside: Objects outside of the model to which it refers, each with the one to which a narrow model refers.
@@ -76,7 +77,7 @@ class Session:
         found = dict.fromkeys(entries, dtype)
         if self.lean:  # recurrent layers ask for the dtypes of their entries before any operator runs
             owners = {name: self.model.get_submodule(name.rpartition(".")[0]) for name in entries}
-            found = {name: dtype for name, owner in owners.items() if isinstance(owner, nn.RNNBase)}
+            found = {name: dtype for name, owner in owners.items() if isinstance(owner, nn.RNNBase) or entries[name].dim() < 2}
         stay = {id(own): own for own, _ in self.outside}
         held = {name: both for name, both in find_constants(self.model).items() if id(both[1]) not in stay}
         constants = {name: tensor for name, (_, tensor) in held.items()}
@@ -174,18 +175,21 @@ class Session:
     @property
     def gradients(self) -> bool:
         """Whether gradients are compared; rounding of lesser dtypes would hide errors in them."""
-        return not self.lean and not self.wide and self.precision == torch.float64
+        return not self.wide and self.precision == torch.float64
 
     def _differentiated(self, model: nn.Module, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the gradients of a function of all outputs, with respect to floating inputs and parameters."""
         found = [torch.view_as_real(t) if t.is_complex() else t for t in outputs if t.requires_grad]
         wanted = {f"input {number}": leaf for number, leaf in enumerate(leaves)}
         own = {name: entry for name, entry in model.named_parameters() if entry.requires_grad}
+        if self.lean:
+            own = {name: entry for name, entry in own.items() if entry.dtype == self.precision}
         wanted |= {name: entry for name, entry in own.items() if self._whole is None or name in self._whole}
         if not found or not wanted:
             return {}
         loss = torch.stack([t.double().sin().sum() for t in found]).sum()
-        made = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        with InFloat64() if self.lean else nullcontext():
+            made = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
         return {name: gradient for name, gradient in zip(wanted, made, strict=True) if gradient is not None}
 
     def cut(

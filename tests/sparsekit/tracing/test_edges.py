@@ -121,9 +121,13 @@ class Edge(nn.Module):
         return self.code(self, h, float(h.shape[1] if self.reads else 24))
 
 
+@pytest.mark.parametrize("lean", [False, True], ids=["a copy in float64", "operators in float64"])
 @pytest.mark.parametrize("reads", [True, False], ids=["reads a width", "reads none"])
 @pytest.mark.parametrize("edge", EDGES)
-def test_what_reads_a_width_at_an_edge_keeps_its_units_whole(edge: str, reads: bool) -> None:
+def test_what_reads_a_width_at_an_edge_keeps_its_units_whole(
+    edge: str, reads: bool, lean: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "LEAN_NUMBERS", 0 if lean else 10**12)
     torch.manual_seed(0)
     model = Edge(EDGES[edge], reads=reads)
     if reads:
