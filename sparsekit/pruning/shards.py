@@ -52,7 +52,7 @@ class Shards:
                 piece = gather(whole, cut_axes(whole.shape, indices.get(name, {})))
                 if name in graph.integer_entries:
                     piece = torch.full_like(piece, numbers[graph.integer_entries[name]])
-                tensors[name] = piece.clone() if piece is whole else piece.contiguous()
+                tensors[name] = piece.contiguous()
             if tensors:
                 _save(tensors, file)
         if len(self._shards) > 1:

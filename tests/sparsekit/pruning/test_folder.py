@@ -267,8 +267,9 @@ def test_shards_of_another_plan_are_refused(tmp_path: Path) -> None:
         sk.prune_folder(tmp_path / "dense", tmp_path / "one", budget="params=80%")
 
 
-@pytest.mark.parametrize("what", ["missing", "cut off", "incomplete", "no model"])
-def test_a_damaged_source_is_refused_and_nothing_is_written(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("data", [False, True], ids=["no data", "data"])
+@pytest.mark.parametrize("what", ["missing", "cut off", "garbled", "incomplete", "no model"])
+def test_a_damaged_source_is_refused_and_nothing_is_written(what: str, data: bool, tmp_path: Path) -> None:
     _folder("Llama", tmp_path / "dense")
     shard = sorted((tmp_path / "dense").glob("*.safetensors"))[1]
     error: Any = CompactFileError
@@ -277,6 +278,8 @@ def test_a_damaged_source_is_refused_and_nothing_is_written(what: str, tmp_path:
         error = (OSError, CompactFileError)
     elif what == "cut off":
         shard.write_bytes(shard.read_bytes()[:-100])
+    elif what == "garbled":
+        shard.write_bytes(shard.read_bytes()[::-1])
     elif what == "incomplete":
         index = tmp_path / "dense" / "model.safetensors.index.json"
         from safetensors.torch import load_file, save_file
@@ -289,8 +292,8 @@ def test_a_damaged_source_is_refused_and_nothing_is_written(what: str, tmp_path:
     else:
         config = tmp_path / "dense" / "config.json"
         config.write_text(config.read_text().replace("LlamaForCausalLM", "Strange"))
-    with pytest.raises(error):
-        sk.prune_folder(tmp_path / "dense", tmp_path / "out", budget="params=70%")
+    with pytest.raises(error, match=r"cannot be read|lack|No such file|no file|Strange"):
+        sk.prune_folder(tmp_path / "dense", tmp_path / "out", budget="params=70%", batches=_batches() if data else None)
     assert not list((tmp_path / "out").glob("[!.]*")) if (tmp_path / "out").exists() else True
     with pytest.raises(InvalidValueError, match="cannot time"):
         sk.prune_folder(tmp_path / "dense", tmp_path / "out", budget="latency_ms=1")
