@@ -13,6 +13,8 @@ Linux only: the peak is read from /proc, and reset before each step. On a core w
 import gc
 import json
 import re
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -58,9 +60,11 @@ def write_llama(size: str, folder: Path) -> dict[str, Any]:
     if not (folder / "config.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         for shard, names in shards.items():
-            values = {name: torch.randn(entries[name].shape) * 0.02 for name in names}
-            values = {name: (value + (value.dim() == 1)).bfloat16() for name, value in values.items()}
-            save_file(values, folder / f"{shard}.safetensors", {"format": "pt"})
+            shapes = {name: entries[name].shape for name in names}
+            made = {
+                name: torch.empty(shape, dtype=torch.bfloat16).normal_(len(shape) == 1, 0.02) for name, shape in shapes.items()
+            }
+            save_file(made, folder / f"{shard}.safetensors", {"format": "pt"})
         where = {name: f"{shard}.safetensors" for shard, names in shards.items() for name in names}
         (folder / "model.safetensors.index.json").write_text(
             json.dumps({"metadata": {}, "weight_map": where}), encoding="utf-8"
@@ -137,12 +141,17 @@ def main() -> None:
     if options.folder is not None:
         folder = Path(options.folder, options.size)
         about |= write_llama(options.size, folder) | {"examples": options.examples, "tokens": options.tokens}
-        tokens = torch.randint(1, LLAMAS[options.size][-1], (options.examples, 1, options.tokens))
+        tokens = torch.randint(1, LLAMAS["tiny"][-1], (options.examples, 1, options.tokens))
         data = {"batches": [{"input_ids": each, "labels": each} for each in tokens]} if options.data else {}
-        prune_folder = sk.prune_folder  # which imports its module before memory is measured
-        base, out = resident("RSS"), Path(options.folder, f"{options.size}-pruned")
+        out = Path(options.folder, f"{options.size}-pruned")
+        with tempfile.TemporaryDirectory() as small:  # which imports all modules before memory is measured
+            write_llama("tiny", Path(small, "dense"))
+            sk.prune_folder(Path(small, "dense"), Path(small, "out"), budget="params=70%", **data)
+        gc.collect()
+        base = resident("RSS")
         named = f"folder{' with data' * options.data}"
-        step(named, lambda: prune_folder(folder, out, budget="params=70%", **data) and None)
+        step(named, lambda: sk.prune_folder(folder, out, budget="params=70%", **data) and None)
+        shutil.rmtree(out)
         return
     sizes = SIZES[options.size]
     tokens = torch.randint(sizes["words"], (options.examples, 1, options.tokens))
