@@ -349,7 +349,7 @@ def line(name: str, row: dict[str, Any]) -> str:
 
 
 def _short(reason: str) -> str:
-    text = reason.split(" at ")[0].split(";")[0].replace("|", "\\|").replace("<", "\\<")
+    text = reason.split(" at ")[0].split(";")[0].rstrip(",").replace("|", "\\|").replace("<", "\\<")
     return text if len(text) <= 110 else f"{text[:107]}…"
 
 
