@@ -39,7 +39,7 @@ from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec, answer
 from sparsekit_fl.testing import problem_of
 
-ROUNDS = {"digits": 20, "mnist": 20, "cifar10": 2, "shakespeare": 3}
+ROUNDS = {"digits": 20, "mnist": 20, "cifar10": 2}
 """Preset → default number of rounds, with which a turn of two methods takes half a minute to three minutes."""
 
 

@@ -74,10 +74,6 @@ class Comparison:
                 paths[-1].write_text(text, encoding="utf-8")
         return paths
 
-    @property
-    def dataset(self) -> str:
-        return str(self.results[0]["config"].get("experiment", {}).get("dataset", ""))
-
     @cached_property
     def columns(self) -> tuple[Column, ...]:
         return columns_of(self.results)

@@ -99,6 +99,7 @@ EXAMPLES = {
         and _one(r"at most ([\d.e+-]+)", out) < 1e-4 and "times faster" in out,
         constants={"EPOCHS": 4},
     ),
+    "text_data": Example(lambda out: _one(r"([\d,]+) speakers, ", out) > 20, data=True, quick=True),
     "own_data": Example(lambda out: _scores(out).keys() == {"fedlps", "fedavg"} and _scores(out)["fedlps"] > 80),
     "lora": Example(
         lambda out: 10 * _one(r"([\d,]+) bytes, the whole", out) < _one(r"the whole model ([\d,]+)", out)

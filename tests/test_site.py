@@ -313,7 +313,7 @@ def test_what_an_error_tells_to_install_can_be_installed_from_a_checkout_and_has
 NEEDS = {
     r"sparsekit (?:fedlps|run|compare|report|list|describe|flower-app)|import sparsekit_fl|from sparsekit_fl": "fl",
     r"sparsekit tune|BanditSampler\(": "tune",
-    r"--dataset (?:cifar10|cifar100|tiny-imagenet|reddit|shakespeare)": "data",
+    r"--dataset (?:cifar10|cifar100|tiny-imagenet)": "data",
     r"export_onnx\(|--onnx|onnxruntime": "export",
     r"sparsekit \w+ --engine flower|sparsekit_fl\.flower import": "flower",
     r"TensorBoard\(|--callback tensorboard": "log",

@@ -19,9 +19,8 @@ from sparsekit_fl.problem.models import Kind
 
 _log = logging.getLogger(__name__)
 
-_IMAGES, _TEXTS = ("digits", "mnist", "cifar10", "cifar100", "tiny-imagenet"), ("reddit", "shakespeare")
-_HOMES = dict.fromkeys(_IMAGES, "images") | dict.fromkeys(_TEXTS, "text")
-_OURS = {name: f"sparsekit_fl.problem.{home}:{name.replace('-', '_')}" for name, home in _HOMES.items()}
+_IMAGES = ("digits", "mnist", "cifar10", "cifar100", "tiny-imagenet")
+_OURS = {name: f"sparsekit_fl.problem.images:{name.replace('-', '_')}" for name in _IMAGES}
 datasets = Registry("dataset", _OURS, group="sparsekit_fl.datasets")
 
 
@@ -172,25 +171,21 @@ def _examples(name: str, data: Any) -> TensorData | None:
 
 
 def find_files(
-    name: str, root: Path | str | None, *patterns: str, layout: str, repo: str = "", aliases: Sequence[str] = ()
+    name: str, root: Path | str | None, *patterns: str, layout: str, repo: str, aliases: Sequence[str] = ()
 ) -> list[list[Path]]:
     """Return the files of a data set for each pattern, sorted: from the user's data directory, or from the hub without `root`.
 
     `layout` describes the expected files in errors, `repo` is the id of the data set on the Hugging Face hub, and `aliases` are
     other names of its folder. If files are missing, a DataError says how to provide them.
     """
-    ways = f"pass --data-dir DIR with DIR/{layout}"
-    if repo:
-        ways = (
-            f"either {ways} (the files of the hub data set {repo}), or, on a machine with a network, leave --data-dir out and"
-            f" install the hub's client: {install_hint('huggingface_hub')}"
-        )
+    ways = (
+        f"either pass --data-dir DIR with DIR/{layout} (the files of the hub data set {repo}), or, on a machine with a network,"
+        f" leave --data-dir out and install the hub's client: {install_hint('huggingface_hub')}"
+    )
     if root is not None:
         root, names = Path(root).expanduser(), (name, *aliases)
         folders = [*(root / spelling for spelling in names), *([root] if root.name in names else [])]
         folder = next(filter(Path.is_dir, folders), folders[0])
-    elif not repo:
-        raise DataError(f"{name!r} has no copy on the hub that can be fetched; {ways}")
     else:
         _log.info("fetching the hub data set %s (kept in the hub's cache)", repo)
         wanted = [folder + pattern for pattern in patterns for folder in ("", "*/")]

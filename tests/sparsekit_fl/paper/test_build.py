@@ -195,7 +195,9 @@ def test_other_data_are_refused_in_words(own, wrong):
 
 
 def test_speakers_become_clients_of_the_lstm(data_dir):
-    _, clients = fl.build_problem(preset_for(dataset="shakespeare"), data_dir=data_dir, clients=20)
+    example = Path(__file__).parents[3] / "examples" / "text_data.py"
+    preset = preset_for(dataset=f"{example}:shakespeare")
+    _, clients = fl.build_problem(preset, model="lstm", data_dir=data_dir, clients=20)
     data = clients[0].data.train.materialise()
     assert data.inputs[0].shape[1:] == data.targets.shape[1:] == (9,)
     assert data.inputs[0].dtype == torch.int64

@@ -1,10 +1,11 @@
-"""Data sets: digits, files of parquet and of text, the cache of decoded images, and inputs of a model."""
+"""Data sets: digits, files of parquet and of text (an example), the cache of decoded images, and inputs of a model."""
 
 import io
 import json
 import os
 import pickle
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -16,10 +17,15 @@ from PIL import Image
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError
+from sparsekit.registry import load_object
 from sparsekit_fl.problem.datasets import ImageTransform
 from sparsekit_fl.problem.images import cached_tensors, digits_loaders
 from sparsekit_fl.problem.metrics import IGNORED
-from sparsekit_fl.problem.text import read_leaf, speeches, token_source
+
+TEXTS = Path(__file__).parents[3] / "examples" / "text_data.py"
+read_leaf, reddit, shakespeare, speeches, token_source = (
+    load_object(f"{TEXTS}:{name}") for name in ("read_leaf", "reddit", "shakespeare", "speeches", "token_source")
+)
 
 
 @pytest.fixture(autouse=True)
@@ -234,7 +240,7 @@ def test_speakers_keep_the_order_of_their_speeches():
 def test_the_file_of_shakespeare_is_read(tmp_path):
     (tmp_path / "tinyshakespeare").mkdir()
     (tmp_path / "tinyshakespeare" / "input.txt").write_text(PLAY)
-    check_dataset(lambda: fl.datasets["shakespeare"](str(tmp_path)))
+    check_dataset(lambda: shakespeare(str(tmp_path)))
 
 
 def leaf(users):
@@ -254,7 +260,7 @@ def test_the_chunks_of_every_user_of_reddit_are_read(tmp_path):
     part = tmp_path / "reddit" / "train" / "part.json"
     part.parent.mkdir(parents=True)
     part.write_text(leaf(USERS))
-    check_dataset(lambda: fl.datasets["reddit"](tmp_path))
+    check_dataset(lambda: reddit(tmp_path))
     assert read_leaf([part]) == {
         "ann": [["<BOS>", "hello", "there"], ["you", "<EOS>"], ["bye", "now"]],
         "bob": [["good", "morning", "all"], ["see", "you"]],

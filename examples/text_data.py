@@ -1,7 +1,17 @@
-"""Text data sets as chunks of token ids. Users (Reddit) and speakers (Shakespeare) are their natural clients."""
+"""Predict the next word, with users of Reddit or speakers of Shakespeare as clients. Some seconds.
+
+`python examples/text_data.py DIR` prints the sizes of the plays in DIR/tinyshakespeare/input.txt. To train on them:
+
+    sparsekit run fedavg --dataset examples/text_data.py:shakespeare --data-dir DIR --model lstm --clients 100 \\
+        --epochs 1 --batch-size 5 --lr 8 --set training.momentum=0.5 --set training.clip=1
+
+The learning rate, the batches and the clipped gradients are those of LEAF and of the FedLPS paper. Reddit is Table I of that
+paper: `--dataset examples/text_data.py:reddit` and `--set capability_of=units`.
+"""
 
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,10 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from sparsekit.errors import DataError
-from sparsekit_fl.problem.data import TensorData
-from sparsekit_fl.problem.datasets import DataSource, find_files
-from sparsekit_fl.problem.metrics import IGNORED
+import sparsekit as sk
+import sparsekit_fl as fl
 
 PADDING = 0
 UNKNOWN = 1
@@ -24,7 +32,7 @@ _MARKS = frozenset({"<PAD>", "<pad>"})
 _WORD = re.compile(r"[a-z]+(?:'[a-z]+)*|[^\sa-z']")
 
 
-def token_source(name: str, users: Mapping[str, Sequence[Sequence[str]]], *, vocabulary: int, chunk: int = 10) -> DataSource:
+def token_source(name: str, users: Mapping[str, Sequence[Sequence[str]]], *, vocabulary: int, chunk: int = 10) -> fl.DataSource:
     """Return a source for next-word prediction. `users`: natural client → its texts, sequences of words, in order of time.
 
     The most frequent words get ids, after padding (0) and unknown (1); ties are broken alphabetically. Each text is cut into
@@ -44,11 +52,11 @@ def token_source(name: str, users: Mapping[str, Sequence[Sequence[str]]], *, voc
             owners += [owner] * len(pieces)
     rows.append(torch.empty(chunk, dtype=torch.int64))  # so that all rows are padded to this length
     inputs = pad_sequence(rows, batch_first=True, padding_value=PADDING)[:-1, :-1]
-    targets = pad_sequence(rows, batch_first=True, padding_value=IGNORED)[:-1, 1:]
-    return DataSource(
+    targets = pad_sequence(rows, batch_first=True, padding_value=fl.metrics.IGNORED)[:-1, 1:]
+    return fl.DataSource(
         name=name,
         kind="tokens",
-        train=TensorData((inputs.contiguous(),), targets.contiguous()),
+        train=fl.TensorData((inputs.contiguous(),), targets.contiguous()),
         classes=vocabulary,
         owners=torch.tensor(owners),
         never_right=(PADDING, UNKNOWN),
@@ -70,18 +78,18 @@ def read_leaf(paths: list[Path]) -> dict[str, list[list[str]]]:
                     raise TypeError("a sample of x must be a list of lists of words, not a text nor token ids")
                 users.setdefault(user, []).extend([word for word in chunk if word not in _MARKS] for chunk in chunks)
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{path} does not have LEAF's layout (users, num_samples, user_data → x, y): {error!r}") from error
+            told = f"{path} does not have LEAF's layout (users, num_samples, user_data → x, y): {error!r}"
+            raise sk.errors.DataError(told) from error
     return users
 
 
-def reddit(root: Path | str | None = None) -> DataSource:
+def reddit(root: Path | str) -> fl.DataSource:
     """Load Reddit comments for next-word prediction: tokens int64 `(9,)`, vocabulary 10,000, users as owners.
 
-    They are in `reddit/**/*.json` below `root`, in the layout of LEAF. The folders `train`, `val`, `test` are read in this
-    order.
+    They are in `reddit/**/*.json` below `root`, in the layout of LEAF (https://github.com/TalwalkarLab/leaf). The folders
+    `train`, `val`, `test` are read in this order.
     """
-    layout = "reddit/*.json in LEAF's layout (https://github.com/TalwalkarLab/leaf, data/reddit)"
-    (found,) = find_files("reddit", root, "*.json", layout=layout)
+    found = (Path(root) / "reddit").rglob("*.json")
     paths = sorted(found, key=lambda path: (_SPLITS.get(path.parent.name, 0), str(path)))
     return token_source("reddit", read_leaf(paths), vocabulary=_VOCABULARY)
 
@@ -99,8 +107,16 @@ def speeches(text: str) -> dict[str, list[list[str]]]:
     return spoken
 
 
-def shakespeare(root: Path | str | None = None) -> DataSource:
-    """Load Shakespeare's plays for next-word prediction: tokens int64 `(9,)`, vocabulary 10,000, speakers as owners."""
-    layout = "shakespeare/input.txt, the 'tinyshakespeare' file of A. Karpathy's char-rnn"
-    ((path, *_),) = find_files("shakespeare", root, "input.txt", layout=layout, aliases=("tinyshakespeare",))
-    return token_source("shakespeare", speeches(path.read_text(encoding="utf-8")), vocabulary=_VOCABULARY)
+def shakespeare(root: Path | str) -> fl.DataSource:
+    """Load Shakespeare's plays, the 'tinyshakespeare' file of A. Karpathy's char-rnn, with speakers as owners."""
+    text = (Path(root) / "tinyshakespeare" / "input.txt").read_text(encoding="utf-8")
+    return token_source("shakespeare", speeches(text), vocabulary=_VOCABULARY)
+
+
+def main(root: Path | str = "data") -> None:
+    source = shakespeare(root)
+    print(f"{int(source.owners.max()) + 1} speakers, {len(source.train)} chunks of {source.shape[0]} words")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
