@@ -79,8 +79,8 @@ def trace_units(
 
     For the given calls, in eval and train mode, a pruned model equals the model under a mask: in its outputs, in gradients of
     inputs and kept weights, and in buffers and attributes after a call, for one call and for a second one after it. Gradients
-    are compared in models of less than 10 million numbers, and inside the blocks of models of 50 million and more, unless code
-    casts values to a lower precision. Methods other than `forward` are not traced.
+    are not compared if code casts values to a lower precision. In a model of 10 to 50 million numbers, and in a block of 10
+    million and more, only those of inputs and of vectors, such as biases, are. Methods other than `forward` are not traced.
 
     Args:
         model: Any module.
