@@ -104,6 +104,14 @@ def test_a_mask_takes_one_bit_for_each_position():
     assert bits.numel() == 6 + 3 + 3 + 125 + 125 + 1 + 0
 
 
+def test_the_removed_blocks_of_a_mask_are_packed_and_entries_without_a_kept_position_take_no_bytes():
+    keep, nothing = torch.ones(9, dtype=torch.bool), torch.zeros(4000, dtype=torch.bool)
+    for mask in (UnitMask({"a": keep, "b": nothing}, removed=["block"]), WeightMask({"a": keep, "b": nothing.view(40, 100)})):
+        payload = pack({"mask": mask})
+        assert unpack(payload)["mask"] == mask
+        assert len(payload) < 400
+
+
 @given(st.lists(st.booleans(), max_size=300))
 def test_any_mask_survives_packing_in_at_most_its_bits(keep):
     mask = WeightMask({"w": torch.tensor(keep, dtype=torch.bool)})
