@@ -3,7 +3,7 @@
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter, methodcaller
 from typing import Any, TypeVar
@@ -83,8 +83,9 @@ def modules_of(model: nn.Module, *, all_names: bool = False) -> list[tuple[str, 
         if all_names or module not in seen:
             seen.add(module)
             found.append((name, module))
-            prefix = f"{name}." if name else ""
-            left += [(prefix + key, child) for key, child in reversed([*module._modules.items()]) if child is not None]
+            if module._modules:
+                prefix = f"{name}." if name else ""
+                left += [(prefix + key, child) for key, child in reversed(module._modules.items()) if child is not None]
     return found
 
 
@@ -94,8 +95,21 @@ def _takes_mode(train: Callable[..., Any]) -> bool:
 
 
 @functools.cache
+def _has_plain_flag(kind: type[nn.Module]) -> bool:
+    return kind.__setattr__ is nn.Module.__setattr__ and not hasattr(kind, "training")
+
+
 def _has_flag_alone(kind: type[nn.Module]) -> bool:
-    return (kind.train, kind.__setattr__) == (nn.Module.train, nn.Module.__setattr__) and not hasattr(kind, "training")
+    return kind.train is nn.Module.train and _has_plain_flag(kind)
+
+
+def set_flags(modes: Mapping[nn.Module, bool]) -> None:
+    """Set the `training` flag of each module by itself."""
+    for module, training in modes.items():
+        if _has_plain_flag(type(module)):
+            vars(module)["training"] = training
+        else:
+            module.training = training
 
 
 def set_mode(model: Module, training: bool) -> Module:
@@ -106,8 +120,7 @@ def set_mode(model: Module, training: bool) -> Module:
     modules = [module for _, module in modules_of(model)]
     kinds: set[Any] = {type(module) for module in modules}
     if all(map(_has_flag_alone, kinds)):
-        for module in modules:  # in a tenth of the time of `train`
-            vars(module)["training"] = training
+        set_flags(dict.fromkeys(modules, training))  # in a tenth of the time of `train`
         return model
     if all(_takes_mode(kind.train) for kind in kinds):
         model.train(training)

@@ -83,7 +83,8 @@ class Session:
         constants = {name: tensor for name, (_, tensor) in held.items()}
         self._places = [place for place, _ in held.values()]
         self.state = PerturbedState(entries, found, self.generator, constants, None if self.lean else dtype)
-        self.dense = self._snapshot(copy_with(self.model, self.state.values, self._places, stay))
+        # Passes in eval mode start from the snapshot as it is, and so do those of narrow copies.
+        self.dense = self._snapshot(set_mode(copy_with(self.model, self.state.values, self._places, stay), False))
 
     def _snapshot(self, model: nn.Module) -> Snapshot:
         held = (held_at(model.get_submodule(place.module), place.path) for place in self._places)
@@ -138,8 +139,6 @@ class Session:
         if training:
             train_without_dropout(model)
             calls = [calls[number].doubled() if doubled else calls[number] for number, doubled in self.training]
-        else:
-            set_mode(model, False)
         outputs: list[Tensor] = []
         leaves: list[Tensor] = []
 
