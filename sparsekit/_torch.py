@@ -99,14 +99,15 @@ def _has_plain_flag(kind: type[nn.Module]) -> bool:
     return kind.__setattr__ is nn.Module.__setattr__ and not hasattr(kind, "training")
 
 
-def _has_flag_alone(kind: type[nn.Module]) -> bool:
+def _has_flag_alone(kind: Any) -> bool:
     return kind.train is nn.Module.train and _has_plain_flag(kind)
 
 
 def set_flags(modes: Mapping[nn.Module, bool]) -> None:
     """Set the `training` flag of each module by itself."""
     for module, training in modes.items():
-        if _has_plain_flag(type(module)):
+        kind: Any = type(module)
+        if _has_plain_flag(kind):
             vars(module)["training"] = training
         else:
             module.training = training

@@ -141,7 +141,7 @@ def copy_with(
     for constant in constants:
         own = held_at(model.get_submodule(constant.module), constant.path)
         memo[id(own)] = tensors[constant.name].detach().requires_grad_(own.requires_grad)
-    twins = [(module, nn.Module.__new__(type(module))) for module in modules if _is_plain(type(module))]
+    twins = [(module, nn.Module.__new__(type(module))) for module in modules if _is_plain(cast(Any, type(module)))]
     memo |= {id(module): twin for module, twin in twins}
     for module, twin in reversed(twins):  # children first: wrappers such as torch.compile's inspect what they wrap
         state = cast(Mapping[str, Any], module.__getstate__())  # leaves out compiled code

@@ -27,7 +27,7 @@ from sparsekit.graph.edit import inside, only
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.layers import Rules
 from sparsekit.surgery.rebuild import named_entries, narrow_module
-from sparsekit.tracing.inputs import Copied, ModelInputs, find_tensors, plain_copy, same_tensors, with_tokens
+from sparsekit.tracing.inputs import Copied, ModelInputs, find_tensors, plain_copy, with_tokens
 from sparsekit.tracing.passes import Snapshot, lent_copy, train_without_dropout
 from sparsekit.tracing.perturbed import is_meta
 from sparsekit.tracing.record import Record
@@ -153,7 +153,7 @@ class BlockVerifier:
             snapshot = Snapshot(self._copy)
             try:
                 for inputs, own in zip(drawn, self.calls, strict=True):
-                    if not same_tensors(inputs, own):
+                    if inputs is not own:
                         inputs.call(self._copy)
                 self._drawn = drawn
             finally:

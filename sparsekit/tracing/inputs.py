@@ -247,23 +247,19 @@ class ModelInputs:
         return self.map(one)
 
 
-def same_tensors(first: ModelInputs, second: ModelInputs) -> bool:
-    """Return whether two calls have identical tensor objects as inputs."""
-    own, others = (find_tensors((inputs.args, inputs.kwargs)) for inputs in (first, second))
-    return all(a is b for a, b in zip(own, others, strict=True))
-
-
 def with_tokens(model: nn.Module, calls: Sequence[ModelInputs], generator: torch.Generator) -> list[ModelInputs]:
     """Replace integer inputs that are all zero by random ones, since equal tokens make all positions of a sequence equal.
 
-    They are below the size of the smallest embedding of the model. A model may fail on them.
+    They are below the size of the smallest embedding of the model. A model may fail on them. Calls without such inputs stay the
+    same objects.
     """
     rows = min((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)), default=1)
 
-    def drawn(tensor: Tensor) -> Tensor:
+    def is_blank(tensor: Tensor) -> bool:
         integers = not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
-        if not integers or tensor.is_meta or tensor.numel() < 2 or bool(tensor.any()):
-            return tensor
-        return torch.randint(rows, tensor.shape, generator=generator).to(tensor)
+        return integers and not tensor.is_meta and tensor.numel() > 1 and not bool(tensor.any())
 
-    return [inputs.map(drawn) for inputs in calls]
+    def drawn(tensor: Tensor) -> Tensor:
+        return torch.randint(rows, tensor.shape, generator=generator).to(tensor) if is_blank(tensor) else tensor
+
+    return [call.map(drawn) if any(map(is_blank, find_tensors((call.args, call.kwargs)))) else call for call in calls]
