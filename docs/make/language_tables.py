@@ -61,9 +61,14 @@ def memory() -> Lines:
         yield [f"{size} billion", f"{made[0]['weights']:.1f}", *(f"{row['peak']:.1f} ({row['seconds']:.0f} s)" for row in made)]
 
 
-@table("docs/howto/larger-than-memory.md", "parameters", "weights", "embedding + 3 blocks", "data", "peak", "time")
+_PACE = "minutes per billion"
+
+
+@table("docs/howto/larger-than-memory.md", "parameters", "weights", "embedding + 3 blocks", "data", "peak", "time", _PACE)
 def folders() -> Lines:
     for row in rows("folder.jsonl"):
         fixed = f"{row['embedding'] + 3 * row['block']:.2f}"
         data = f"{row['examples']} × {row['tokens']} tokens" if row["step"].endswith("data") else "none"
-        yield [f"{row['size']} billion", f"{row['weights']:.2f}", fixed, data, f"{row['peak']:.2f}", f"{row['seconds']:.0f} s"]
+        pace = row["seconds"] / 60 / (row["parameters"] / 1e9)
+        taken = [f"{row['peak']:.2f}", f"{row['seconds']:.0f} s", f"{pace:.1f}"]
+        yield [f"{row['size']} billion", f"{row['weights']:.2f}", fixed, data, *taken]

@@ -163,7 +163,7 @@ def test_with_data_a_folder_is_pruned_block_by_block_as_its_model_in_memory(
     assert plan.widths == expected.widths
     assert all(torch.equal(plan.mask[name], expected.mask[name]) for name in plan.mask)
     small, own = sk.load_pretrained(tmp_path / "out"), dict(expected.model.named_parameters())
-    near = 1e-5 if dtype is torch.float32 else 2e-2  # rounding depends on alignment
+    near = 1e-5 if dtype is torch.float32 else 2**-9  # weights below 1/4 differ by at most one step of rounding, 2**-10
     for name, entry in small.named_parameters():
         torch.testing.assert_close(entry, own[name], rtol=near, atol=near)
     measured, error = plan.report.measured, expected.report.measured.get("reconstruction_error")
