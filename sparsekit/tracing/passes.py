@@ -104,13 +104,14 @@ class ReadOnly(DispatchMode):
         return tree_map_only(Tensor, lambda t: t.clone() if storage_id(t) in self._storages else t, value)
 
 
-def in_float64(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Iterable[Tensor]) -> Any:
-    """Compute an operator in float64, with its arguments converted. `tensors` are those among the arguments.
+def in_float64(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute an operator in float64, with its arguments converted.
 
     So a pass is as exact as on a copy in float64, which would take up to four times the memory of the model.
     """
-    is_lower = any(t.dtype != torch.float64 and t.is_floating_point() for t in tensors)
-    if func.is_view or not (is_lower or any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))):
+    values = (*args, *kwargs.values())
+    is_exact = all(t.dtype == torch.float64 or not t.is_floating_point() for t in tensors_of(values))
+    if func.is_view or (is_exact and not any(isinstance(value, torch.dtype) for value in values)):
         return func(*args, **kwargs)
     names, written, *_ = signature(func)
     given = dict(zip(names, args, strict=False)) | kwargs

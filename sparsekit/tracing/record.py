@@ -203,8 +203,7 @@ class Record(DispatchMode):
         called = signature(func)
         if called.written and self._guard is not None:
             args, kwargs = self._guard.protected(func, args, kwargs)
-        given = tensors_of((*args, *kwargs.values()))
-        entering = set(map(storage_id, given))
+        entering = set(map(storage_id, tensors_of((*args, *kwargs.values()))))
         changed: set[int] = set()
         if called.written:
             named = dict(zip(called.names, args, strict=False)) | kwargs
@@ -212,7 +211,7 @@ class Record(DispatchMode):
             for storage in changed:
                 for value in self._held.pop(storage, ()):
                     value.tensor = sample(value.tensor).clone()
-        result = in_float64(func, args, kwargs, given) if self._precise else func(*args, **kwargs)
+        result = in_float64(func, args, kwargs) if self._precise else func(*args, **kwargs)
         reads = tuple(map(self._numbers.__getitem__, entering))
         if func is _ITEM:
             self._taken_out.update(reads)
