@@ -141,8 +141,7 @@ class InFloat64(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        return in_float64(func, args, kwargs, tensors_of((*args, *kwargs.values())))
+        return in_float64(func, args, kwargs or {})
 
 
 @contextmanager
