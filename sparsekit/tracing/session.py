@@ -32,8 +32,7 @@ class Session:
         training: Index of each call that runs in train mode, and whether its batch is doubled.
         lean: Keep matrices in their own dtype, and convert them operator by operator. Takes less memory and more time. Only
             gradients of vectors and of inputs are then compared.
-        skipped: Filled with the operators, and their lines, that draw random numbers for each unit. Train mode is then not
-            compared.
+        skipped: Filled with sentences about what could not be compared, and why, without their subject.
         outside: Objects outside of the model to which it refers, each with the one to which a narrow model refers.
 
     Attributes:
@@ -108,22 +107,26 @@ class Session:
         """Return whether the dense copy runs with gradients. Code that keeps an autograd graph between calls fails."""
         if training not in self._differentiates:
             self.state.restore()
-            self._differentiates[training] = self._tried(training=training, gradients=True) is not None
+            try:
+                self.run(self.dense, training=training, gradients=True)
+            except Exception as error:  # noqa: BLE001 (whatever the user's code raises)
+                self.skipped[f"fails when it runs with gradients: {described(error)}. Its gradients could not be compared"] = (
+                    None
+                )
+                self._differentiates[training] = False
+            else:
+                self._differentiates[training] = True
         return self._differentiates[training]
 
     def _runs_wide(self) -> bool:
         """Return whether the model runs with all its casts in float64, so that values after casts are compared exactly."""
         self.wide = True
-        record = self._tried()
-        self.wide = False
-        return record is not None and _is_finite(record)
-
-    def _tried(self, *, training: bool = False, gradients: bool = False) -> Record | None:
-        """Run the dense copy; None if it fails."""
         try:
-            return self.run(self.dense, training=training, gradients=gradients)
+            return _is_finite(self.run(self.dense))
         except Exception:  # noqa: BLE001 (whatever the user's code raises)
-            return None
+            return False
+        finally:
+            self.wide = False
 
     def run(self, copied: Snapshot, *, training: bool = False, gradients: bool = False) -> Record:
         """Run the dense copy, or a cut one, on all calls, and record what it computes, with gradients if they are wanted."""

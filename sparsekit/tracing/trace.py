@@ -45,7 +45,9 @@ class UnprunableWarning(UserWarning):
 
 
 class TrainModeWarning(UserWarning):
-    """The model fails on the example inputs in train mode, so code that runs only in train mode is not traced."""
+    """The model fails on the example inputs in train mode or with gradients, or draws random numbers for each unit there, so
+    code that runs only then is not compared.
+    """
 
 
 class OneBranchWarning(UserWarning):
@@ -115,7 +117,8 @@ def trace_units(
         UnreadParametersWarning: no pass read some parameters.
         UntiedWarning: tensors over one memory would be two after a cut.
         OneBranchWarning: your code branches on a value or on the length of an input, and the example inputs take one side.
-        TrainModeWarning: the model fails in train mode, so parts that run only there (auxiliary heads) stay unknown.
+        TrainModeWarning: the model fails in train mode, so parts that run only there (auxiliary heads) stay unknown; or it
+            fails with gradients, or draws random numbers for each unit, so that these are not compared.
     """
     _check(model)
     guard = ReadOnly(model)
@@ -179,12 +182,8 @@ def trace_units(
             f"forward of {type(model).__name__} does not call its layers: no operator of a pass read a parameter of the model."
             f" It is a wrapper, whose layers another object calls. Pass {passed} instead"
         )
-    for operator in skipped:
-        _warn(
-            f"{type(model).__name__} draws random numbers for each unit in train mode, by {operator}. Its outputs in train mode"
-            " could not be compared, only those in eval mode",
-            TrainModeWarning,
-        )
+    for what in skipped:
+        _warn(f"{type(model).__name__} {what}", TrainModeWarning)
     if not built.graph.groups:
         found = built.graph.unprunable
         listed = "; ".join(f"{names} ({sizes}): {reason}" for names, sizes, reason in by_cause(found)) or "no layer makes units"

@@ -156,7 +156,8 @@ class Verifier:
         if failure is None or not trial.training:
             return failure, exact
         if isinstance(judged, Judgment) and (drawn := judged.drawn_otherwise) is not None:
-            session.skipped[drawn] = None
+            text = f"draws random numbers for each unit in train mode, by {drawn}. Its outputs in train mode"
+            session.skipped[f"{text} could not be compared, only those in eval mode"] = None
             return self._compare(graph, trial._replace(training=False), names)
         return replace(failure, reason=f"in training, {failure.reason}"), exact
 

@@ -10,7 +10,7 @@ from laws import trace
 from torch import Tensor, nn
 from zoo_base import Lambda
 
-from sparsekit.tracing.trace import OneBranchWarning, UntiedWarning
+from sparsekit.tracing.trace import OneBranchWarning, TrainModeWarning, UntiedWarning
 
 
 def _hidden(m: Any, x: Tensor) -> Tensor:
@@ -88,6 +88,21 @@ def test_checks_and_shapes_of_two_tensors_are_no_branches() -> None:
     graph, told = trace(_net(_checks), torch.rand(3, 8), category=OneBranchWarning)
     assert list(graph.groups) == ["a"]
     assert told == []
+
+
+def _without_gradients(m: Any, x: Tensor) -> Tensor:
+    h = _hidden(m, x)
+    if h.requires_grad:
+        raise RuntimeError("for inference only")
+    y: Tensor = m.b(h)
+    return y
+
+
+def test_gradients_that_could_not_be_compared_are_told_with_the_error() -> None:
+    graph, told = trace(_net(_without_gradients), torch.rand(6, 8), category=TrainModeWarning)
+    assert list(graph.groups) == ["a"]
+    assert len(told) == 1
+    assert "fails when it runs with gradients: RuntimeError: for inference only at test_warnings.py" in told[0]
 
 
 class Overlapping(nn.Module):
