@@ -200,6 +200,7 @@ def test_devices_come_and_go_and_a_stopped_run_resumes_with_three_and_then_with_
     monkeypatch.setenv("SPARSEKIT_FAULTS", str(events))
     there = [{*range(5)}, {*range(5)}, {*range(4)}, {*range(4)}, {0, 1, 2}, {*range(6)}]
     engine = Present(*(sorted(ids | ({5} if place >= late else set())) for place, ids in enumerate(there, 1)))
+    (events / "hold-4-2").unlink()
     lost = fl.Reply(client_id=4, error="its node is gone")
     engine.change = lambda asked, reply: lost if (asked.task, asked.round, asked.client_id) == ("train", 2, 4) else reply
     config = Experiment.of(parsed({**DEFAULTS, **config})[1], ids=()).config
