@@ -91,6 +91,8 @@ def reddit(root: Path | str) -> fl.DataSource:
     """
     found = (Path(root) / "reddit").rglob("*.json")
     paths = sorted(found, key=lambda path: (_SPLITS.get(path.parent.name, 0), str(path)))
+    if not paths:
+        raise sk.errors.DataError(f"{Path(root) / 'reddit'} has no *.json; LEAF's files of Reddit belong there")
     return token_source("reddit", read_leaf(paths), vocabulary=_VOCABULARY)
 
 

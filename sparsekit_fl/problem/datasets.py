@@ -94,6 +94,8 @@ class DataSource:
         for what, pool in (("train", self.train), ("test", self.test)):
             if not isinstance(pool, TensorData | NoneType):
                 raise DataError(f"{what} of {self.name!r} must be TensorData, got {type(pool).__name__}")
+            if pool is not None and not len(pool):
+                raise DataError(f"{what} of {self.name!r} has no examples; give at least one, or leave test= out")
             inputs = None if pool is None else pool.inputs[0]
             if self.kind == "image" and inputs is not None and (inputs.dtype != torch.uint8 or inputs.ndim != 4):
                 raise DataError(

@@ -267,6 +267,15 @@ def test_the_chunks_of_every_user_of_reddit_are_read(tmp_path):
     }
 
 
+def test_a_folder_without_files_and_a_source_without_examples_are_refused(tmp_path):
+    with pytest.raises(DataError, match=r"reddit has no \*.json; LEAF's files of Reddit belong there"):
+        reddit(tmp_path)
+    none, some = (fl.TensorData((torch.zeros(rows, 3),), torch.zeros(rows, dtype=torch.int64)) for rows in (0, 2))
+    for train, test, name in ((none, some, "train"), (some, none, "test")):
+        with pytest.raises(DataError, match=f"{name} of 'mine' has no examples; give at least one"):
+            fl.DataSource(name="mine", train=train, test=test)
+
+
 @pytest.mark.parametrize(
     "text", ["{", '{"users": ["a"]}', *(leaf({"a": {"x": [sample]}}) for sample in ("a b", ["a", "b"], [1, 2], [[1, 2]]))]
 )
