@@ -1,9 +1,9 @@
 """Peak memory and processor time of tracing and pruning a random transformer in bfloat16.
 
-    python -W ignore benchmarks/memory.py 1.1 > rows.jsonl     0.1, 0.4 or 1.1 billion parameters; "tiny" for a try
-    python -W ignore benchmarks/memory.py 1.1 --in-place       prune the dense model in place, without a second model
-    python -W ignore benchmarks/memory.py 3.2 --folder large > rows.jsonl     sk.prune_folder, on a random Llama made there
-    python -W ignore benchmarks/memory.py 3.2 --folder large --data           with data, block by block
+    python benchmarks/memory.py 1.1 > rows.jsonl     0.1, 0.4 or 1.1 billion parameters; "tiny" for a try
+    python benchmarks/memory.py 1.1 --in-place       prune the dense model in place, without a second model
+    python benchmarks/memory.py 3.2 --folder large > rows.jsonl     sk.prune_folder, on a random Llama made there
+    python benchmarks/memory.py 3.2 --folder large --data           with data, block by block
 
 Memory is the peak resident set of a step in GiB, weights included, without the memory of the process before the model is made.
 Linux only: the peak is read from /proc, and reset before each step. On a core without bfloat16 instructions, use
