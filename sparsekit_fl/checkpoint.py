@@ -105,8 +105,13 @@ class Memories:
         except (OSError, DataError) as error:
             raise DataError(f"the memory of client {client_id} of round {round} cannot be read from {path}: {error}") from error
 
-    def write(self, client_id: int, round: int, memory: dict[str, Any]) -> None:
-        write_atomically(self.path(client_id, round), seal(memory), durable=self.durable and not _ONE_SYNC, sync=False)
+    def write(self, client_id: int, round: int, memory: dict[str, Any], *, before: int | None = None) -> int:
+        """Write a memory, and return the round of its file: `before` if the file of that round holds the same memory."""
+        payload = seal(memory)
+        if before is not None and self.path(client_id, before).read_bytes()[:32] == payload[:32]:
+            return before
+        write_atomically(self.path(client_id, round), payload, durable=self.durable and not _ONE_SYNC, sync=False)
+        return round
 
     def sync(self) -> None:
         """Wait until the files and their names are on the disk. Call this before a checkpoint lists them."""
@@ -134,12 +139,13 @@ class Remembered(dict[int, dict[str, Any]]):
         return found
 
     def write(self, round: int) -> dict[int, int]:
-        """Write the memories that were accessed and are not empty. Return the versions of all files."""
-        written = {client_id: round for client_id, memory in self.items() if memory}
-        for client_id in written:
-            if self._memories is not None:
-                self._memories.write(client_id, round, self[client_id])
-        return {**self._versions, **written}
+        """Write the memories that were changed and are not empty. Return the versions of all files."""
+        store, versions = self._memories, dict(self._versions)
+        for client_id, memory in self.items():
+            if memory:
+                before = versions.get(client_id)
+                versions[client_id] = round if store is None else store.write(client_id, round, memory, before=before)
+        return versions
 
 
 @dataclass

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from sparsekit.graph import StateDict, UnitMask, WeightMask
@@ -145,15 +146,36 @@ def load(client: ClientContext, start: StateDict, mask: Mask | None) -> dict[str
     return trained_leaves(client.masked)
 
 
-def narrower(client: ClientContext, start: StateDict, widest: UnitMask | None, mask: UnitMask | None) -> Callable[[Batch], Any]:
-    """Return a function that runs a narrower submodel on slices of the widest model's weights, which receive its gradients."""
-    client.load(start, mask)
-    masked, module = client.masked, client.masked.compact().train()
-    full = UnitMask.full(client.graph)
-    outer, inner = client.graph.kept_indices(widest or full), client.graph.kept_indices(mask or full)
+_NARROWER: WeakKeyDictionary[LearnableMask, list[tuple[UnitMask, nn.Module]]] = WeakKeyDictionary()
+"""Narrow model of a process → masks and modules of its narrower submodels: one for each level of the run."""
+
+
+def _submodel(client: ClientContext, start: StateDict, mask: UnitMask) -> nn.Module:
+    """Return the module of a submodel, which clients use one after the other; replace its parameters and buffers."""
+    known = _NARROWER.setdefault(client.masked, [])
+    module = next((module for own, module in known if own.counts() == mask.counts() and own == mask), None)
+    if module is None:
+        client.load(start, mask)
+        module = client.masked.compact().train()
+        known.append((mask, module))
+    return module
+
+
+def narrower(client: ClientContext, start: StateDict, widest: UnitMask | None, mask: UnitMask) -> Callable[[Batch], Any]:
+    """Return a function that runs a narrower submodel on slices of the widest model's weights, which receive its gradients.
+
+    Load the widest model afterwards.
+    """
+    masked, module, inside = client.masked, _submodel(client, start, mask), Kept(client.graph, mask)
+    outer, inner = client.graph.kept_indices(widest or UnitMask.full(client.graph)), client.graph.kept_indices(mask)
     places = {
         name: [(dim, torch.searchsorted(outer[name][dim], kept).to(client.device)) for dim, kept in axes.items()]
         for name, axes in inner.items()
+    }
+    buffers = {
+        name: inside.gather(name, start[name]).to(client.device, copy=True)
+        for name, _ in module.named_buffers()
+        if name in start
     }
 
     def outputs(batch: Batch) -> Any:
@@ -161,7 +183,10 @@ def narrower(client: ClientContext, start: StateDict, widest: UnitMask | None, m
         for name in parts.keys() & places.keys():
             for dim, kept in places[name]:
                 parts[name] = parts[name].index_select(dim, kept)
-        return functional_call(module, parts, batch.inputs)
+        parts |= buffers
+        found = functional_call(module, parts, batch.inputs)
+        buffers.update({name: parts[name] for name in buffers})  # a module may assign new tensors
+        return found
 
     return outputs
 

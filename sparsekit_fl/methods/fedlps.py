@@ -3,6 +3,7 @@
 This is our version, with the parts that pay off in measurements. `FedLPSPaper` follows the paper.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from sparsekit.allocation import mask_from_scores, ratio_counts
 from sparsekit.criteria import Magnitude, Ordered, ScoringContext
-from sparsekit.graph import StateDict, UnitMask
+from sparsekit.graph import StateDict, UnitGraph, UnitMask
 from sparsekit_fl.client.context import ClientContext, forward_flops, rowmask_flops
 from sparsekit_fl.client.fit import Batch
 from sparsekit_fl.client.messages import Cost
@@ -71,7 +72,7 @@ class FedLPS(Method):
         ratio = offered(server, client_id, server.roster[client_id].capability.ratio)
         order, own = self._order(server), self.head == "own" or (self.head == "auto" and _apart(server.memory) > _APART)
         extra = {"order": order, "own head": torch.tensor(own)}
-        return Task(mask=_first(server, order, ratio), ratio=ratio, extra=extra)
+        return Task(mask=None if ratio == 1.0 else _first(server, order, ratio), ratio=ratio, extra=extra)
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
         task, labels = self.offer(server, client_id), _labels(server)
@@ -154,12 +155,17 @@ def _units(mask: Any) -> UnitMask | None:
     return mask if isinstance(mask, UnitMask) else None
 
 
-def _first(side: ServerContext | ClientContext, order: Tensor, ratio: float) -> UnitMask | None:
-    """Return the mask of the units that come first in `order`, at a ratio; None keeps all."""
-    if ratio == 1.0:
-        return None
-    scores = dict(zip(side.graph.groups, order.split([group.size for group in side.graph.groups.values()]), strict=True))
-    return mask_from_scores(side.graph, scores, ratio_counts(side.graph, side.width(ratio)), source="the order")
+def _first(side: ServerContext | ClientContext, order: Tensor, ratio: float) -> UnitMask:
+    """Return the mask of the units that come first in `order`, at a ratio."""
+    return _first_units(side.graph, order.numpy().tobytes(), side.width(ratio))
+
+
+@functools.lru_cache(maxsize=64)
+def _first_units(graph: UnitGraph, order: bytes, width: float) -> UnitMask:
+    """Return the mask of the units that come first. Clients and rounds share the few masks of a run."""
+    parts = torch.frombuffer(bytearray(order), dtype=torch.float32).split([group.size for group in graph.groups.values()])
+    scores = dict(zip(graph.groups, parts, strict=True))
+    return mask_from_scores(graph, scores, ratio_counts(graph, width), source="the order")
 
 
 def _labels(server: ServerContext) -> int:

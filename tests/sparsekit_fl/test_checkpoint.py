@@ -12,7 +12,7 @@ import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import UnitMask, WeightMask
 from sparsekit_fl import checkpoint
-from sparsekit_fl.checkpoint import RunFolder, State
+from sparsekit_fl.checkpoint import Memories, Remembered, RunFolder, State
 from sparsekit_fl.errors import ResumeError
 from sparsekit_fl.packing import pack, unpack
 
@@ -99,6 +99,18 @@ def test_a_round_is_on_the_disk_before_anything_that_it_replaces_is_removed(one_
         ("sync", tmp_path.name),
         ("remove", "1-1.state"),
     ]
+
+
+def test_a_memory_of_the_server_that_is_as_it_was_keeps_its_file(tmp_path):
+    files = Memories(tmp_path, durable=False)
+    first = Remembered(files, {})
+    first[1], first[2] = {"told": True}, {"seen": 1}
+    versions = first.write(1)
+    later = Remembered(files, versions)
+    assert later[1] == {"told": True}
+    later[2]["seen"] = 2
+    assert later.write(2) == {1: 1, 2: 2}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1-1.state", "2-1.state", "2-2.state"]
 
 
 def test_a_folder_gives_back_the_state_of_its_last_round_and_nothing_that_came_after(tmp_path):

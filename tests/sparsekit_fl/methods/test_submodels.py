@@ -20,13 +20,14 @@ from sparsekit import trace_units
 from sparsekit.allocation.shares import keep_count
 from sparsekit.bandit import Interval
 from sparsekit.graph import UnitMask
-from sparsekit_fl.methods import efd, fedavg, fedrolex, fjord, heterofl
+from sparsekit_fl.checkpoint import State
+from sparsekit_fl.methods import efd, fedavg, fedlps, fedrolex, fjord, heterofl
 from sparsekit_fl.methods.bandits import EUCB
 from sparsekit_fl.methods.base import ClientInfo
 from sparsekit_fl.methods.client import Task, keep_model, sgd
 from sparsekit_fl.methods.submodels import FedMP
-from sparsekit_fl.server import learn_statistics, statistics_of
-from sparsekit_fl.spec import _deployed
+from sparsekit_fl.server import Server, learn_statistics, statistics_of
+from sparsekit_fl.spec import RunSpec, _deployed, run_client
 from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
 
 
@@ -287,3 +288,35 @@ def test_e_ucb_draws_from_an_arm_of_largest_index_and_its_arms_cover_the_ratios(
 def test_efd_and_fjord_weigh_clients_by_examples_heterofl_and_fedrolex_alike(make, expected):
     updates = [update(0, [4.0, 0.0, 0.0], examples=1), update(1, [0.0, 0.0, 0.0], examples=3)]
     assert make().aggregate(server_context(), updates)["w"][0, 0] - 1.0 == expected
+
+
+class Scaled(nn.Module):
+    """A network whose outputs depend on a buffer that it replaces in each training step, beside batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x):
+        if self.training:
+            self.scale = self.scale * 1.5
+        return self.last(torch.relu(self.norm(self.first(x)))) * self.scale
+
+
+@pytest.mark.parametrize("method", [fedlps(), fjord()])
+def test_modules_of_narrower_submodels_bring_nothing_from_one_client_to_the_next(method):
+    problem = fl.Problem(model=Scaled, example_inputs=(torch.zeros(2, 6),))
+    clients = {client.id: client for client in tiny_clients(4)}
+
+    def trained(spec, id):
+        server = Server(spec, clients, State(0, dict(spec.initial)))
+        ctx = server.context(1)
+        request = server._request(ctx, id, method.assign(ctx, id))
+        return run_client(spec, clients[id], request, {})[0].update.delta
+
+    config = replace(tiny_config(), capability_levels=(1.0, 0.5, 0.25))
+    shared = RunSpec.build(method, problem, config)
+    for id in (0, 1, 2, 3, 1):
+        alone = trained(RunSpec.build(method, problem, config), id)
+        assert all(torch.equal(one, alone[name]) for name, one in trained(shared, id).items())
