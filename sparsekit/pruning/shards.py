@@ -1,11 +1,11 @@
 """Shards: the safetensors files of a pruned model, written one after the other."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from sparsekit.graph import cut_axes, gather
@@ -28,6 +28,7 @@ class Shards:
         first = {id(entry): name for name, entry in reversed(entries.items())}
         shapes = {name: entry for name, entry in entries.items() if first[id(entry)] == name}
         shapes |= {name: tensors_of(narrow)[name] for name in buffers if name not in entries}
+        self._shapes = {name: entry.to("meta") for name, entry in shapes.items()}
         self._bytes = {name: entry.nbytes for name, entry in shapes.items()}
         own = {block: [name for name in shapes if name.startswith(f"{block}.")] for block in blocks}
         inside = {name for names in own.values() for name in names}
@@ -45,16 +46,17 @@ class Shards:
         """Write the kept part of every tensor, shard by shard, and an index; complete shards are not written again."""
         graph, mask = self._plan.graph, self._plan.mask
         indices, numbers = graph.kept_indices(mask) | graph.kept_constants(mask), graph.numbers(mask.counts())
+
+        def piece(name: str) -> Tensor:
+            whole = self._weights[name]
+            kept = gather(whole, cut_axes(whole.shape, indices.get(name, {})))
+            if name in graph.integer_entries:
+                return torch.full_like(kept, numbers[graph.integer_entries[name]])
+            return kept
+
         for file, names in self._shards.items():
-            tensors: dict[str, Tensor] = {}
-            for name in names if not file.exists() else ():
-                whole = self._weights[name]
-                piece = gather(whole, cut_axes(whole.shape, indices.get(name, {})))
-                if name in graph.integer_entries:
-                    piece = torch.full_like(piece, numbers[graph.integer_entries[name]])
-                tensors[name] = piece.contiguous()
-            if tensors:
-                _save(tensors, file)
+            if not file.exists():
+                self._write(names, piece, file)
         if len(self._shards) > 1:
             where = {name: file.name for file, names in self._shards.items() for name in names}
             index = {"metadata": {"total_size": sum(self._bytes.values())}, "weight_map": where}
@@ -63,7 +65,7 @@ class Shards:
     def write_block(self, name: str, block: nn.Module) -> None:
         """Write the shard of a block."""
         file, tensors = self._of_block[name], tensors_of(block)
-        _save({key: tensors[key.removeprefix(f"{name}.")].detach().contiguous() for key in self._shards[file]}, file)
+        self._write(self._shards[file], lambda key: tensors[key.removeprefix(f"{name}.")].detach(), file)
 
     def has_block(self, name: str) -> bool:
         return self._of_block[name].exists()
@@ -72,11 +74,37 @@ class Shards:
         for file in self._of_block.values():
             file.unlink(missing_ok=True)
 
+    def _write(self, names: Sequence[str], tensor_of: Callable[[str], Tensor], file: Path) -> None:
+        """Write a shard under another name first, so that a file with the name of a shard is complete."""
+        temporary = file.with_name(f".{file.name}.tmp")
+        try:
+            write_tensors({name: self._shapes[name] for name in names}, tensor_of, temporary)
+            temporary.replace(file)
+        finally:
+            temporary.unlink(missing_ok=True)
 
-def _save(tensors: Mapping[str, Tensor], file: Path) -> None:
-    temporary = file.with_name(f".{file.name}.tmp")
-    try:
-        save_file(dict(tensors), temporary, {"format": "pt"})
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
+
+def write_tensors(shapes: Mapping[str, Tensor], tensor_of: Callable[[str], Tensor], file: Path) -> None:
+    """Write a safetensors file with one tensor in memory at a time; `save_file` of safetensors needs all of them.
+
+    Args:
+        shapes: Name → a tensor of the shape and dtype, such as one on the meta device.
+        tensor_of: Returns a tensor, by name. It is called once for each, in the order of the file.
+        file: The file.
+    """
+    names = sorted(shapes, key=lambda name: (-shapes[name].itemsize, name))  # so each tensor is aligned, as in `save_file`
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        begin, end = end, end + shapes[name].nbytes
+        dtype = json.loads(save({"": torch.empty(0, dtype=shapes[name].dtype)})[8:])[""]["dtype"]
+        header[name] = {"dtype": dtype, "shape": list(shapes[name].shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            tensor = tensor_of(name)
+            assert (tensor.shape, tensor.dtype) == (shapes[name].shape, shapes[name].dtype), name
+            stream.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+            del tensor  # before the next one is read

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from sparsekit.errors import CompactFileError, DataError, InvalidValueError, Uns
 from sparsekit.pruning import folder as pruning
 from sparsekit.pruning import shards
 from sparsekit.pruning.sweep import Sweep
+from sparsekit.transformers.weights import FolderWeights
 
 transformers: Any = None  # importing it takes seconds, also where these tests are not run
 
@@ -86,29 +88,29 @@ def test_a_call_that_was_stopped_continues_and_writes_the_same_bytes(tmp_path: P
     monkeypatch.setattr(shards, "_SHARD_BYTES", 8_000)
     _folder("Llama", tmp_path / "dense")
     sk.prune_folder(tmp_path / "dense", tmp_path / "whole", budget="params=70%")
-    whole, save = _digests(tmp_path / "whole"), shards.save_file
+    whole, save = _digests(tmp_path / "whole"), shards.write_tensors
     count = sum(name.startswith("model-") for name in whole)
     written: list[str] = []
 
-    def killed(tensors: Any, path: Path, metadata: Any) -> None:
+    def killed(shapes: Any, tensor_of: Any, path: Path) -> None:
         written.append(path.name)
-        save(tensors, path, metadata)
+        save(shapes, tensor_of, path)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(shards, "save_file", killed)
+    monkeypatch.setattr(shards, "write_tensors", killed)
     out = tmp_path / "parts"
     for _ in range(2):  # killed before a shard gets its name: nothing is left of it
         with pytest.raises(KeyboardInterrupt):
             sk.prune_folder(tmp_path / "dense", out, budget="params=70%")
         assert [path.name for path in out.iterdir() if path.name not in (".weights", ".plan")] == []
 
-    def counted(tensors: Any, path: Path, metadata: Any) -> None:
+    def counted(shapes: Any, tensor_of: Any, path: Path) -> None:
         if len(written) == stop:
             raise OSError("No space left on device")
         written.append(path.name)
-        save(tensors, path, metadata)
+        save(shapes, tensor_of, path)
 
-    monkeypatch.setattr(shards, "save_file", counted)
+    monkeypatch.setattr(shards, "write_tensors", counted)
     written.clear()
     stop = 2
     with pytest.raises(OSError, match=r"cannot write .*No space left on device; make room"):
@@ -125,6 +127,49 @@ def test_a_call_that_was_stopped_continues_and_writes_the_same_bytes(tmp_path: P
     assert _digests(out) == whole
     with pytest.raises(InvalidValueError, match="holds a model already"):
         sk.prune_folder(tmp_path / "dense", out, budget="params=70%")
+
+
+@pytest.mark.parametrize(
+    "dtypes", [[torch.bfloat16], [torch.bfloat16, torch.int64, torch.bool, torch.float32, torch.float8_e4m3fn]]
+)
+def test_a_file_written_tensor_by_tensor_is_one_of_safetensors(dtypes: list[torch.dtype], tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    shapes: list[tuple[int, ...]] = [(3, 5), (), (0, 2), (7,)]
+    tensors = {f"{d}.ü{n}": torch.ones(shape).to(dtype) for d, dtype in enumerate(dtypes) for n, shape in enumerate(shapes)}
+    tensors["turned"] = torch.arange(6).reshape(2, 3).to(dtypes[0]).t()
+    shards.write_tensors({name: each.to("meta") for name, each in tensors.items()}, tensors.__getitem__, tmp_path / "own")
+    save_file({name: each.contiguous() for name, each in tensors.items()}, tmp_path / "theirs", {"format": "pt"})
+    found = load_file(tmp_path / "own")
+    assert found.keys() == tensors.keys()
+    for name, each in tensors.items():
+        assert found[name].dtype is each.dtype
+        assert torch.equal(found[name].float(), each.float())
+    if len(dtypes) == 1:
+        assert (tmp_path / "own").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_one_tensor_is_in_memory_at_a_time_and_a_shard_that_breaks_off_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _folder("Llama", tmp_path / "dense")
+    read, alive, stop = FolderWeights.__getitem__, [], -1  # the last tensor that was read
+
+    def watched(self: FolderWeights, name: str) -> torch.Tensor:
+        if len(alive) == stop:
+            raise OSError("No space left on device")
+        assert not alive or alive[-1]() is None, name
+        tensor = read(self, name)
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(FolderWeights, "__getitem__", watched)
+    sk.prune_folder(tmp_path / "dense", tmp_path / "whole", budget="params=70%")
+    stop = len(alive) - 3
+    alive.clear()
+    with pytest.raises(OSError, match=r"No space left on device; make room"):
+        sk.prune_folder(tmp_path / "dense", tmp_path / "out", budget="params=70%")
+    assert [path.name for path in (tmp_path / "out").iterdir() if path.name not in (".weights", ".plan")] == []
 
 
 def test_a_disk_that_is_full_at_the_last_file_leaves_no_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +255,7 @@ def test_a_sweep_that_is_killed_after_any_step_continues_and_writes_the_same_byt
         return run
 
     monkeypatch.setattr(torch, "save", stopping(torch.save, RuntimeError))
-    monkeypatch.setattr(shards, "save_file", stopping(shards.save_file, OSError))
+    monkeypatch.setattr(shards, "write_tensors", stopping(shards.write_tensors, OSError))
     while not (out / "config.json").exists():
         left, stops = 3, stops + 1  # a call writes three files, and is killed at the next one
         with contextlib.suppress(KeyboardInterrupt):
