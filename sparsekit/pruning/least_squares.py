@@ -1,6 +1,7 @@
 """Fit: refit one layer by least squares, so that its outputs from the kept inputs are close to those from all inputs."""
 
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ _HELD = 8
 """One in this number of examples is held out of a fit, to judge it."""
 _RIDGES = (1.0, 10.0, 100.0, 1000.0)
 """Multiples of the ridge that are compared on held-out rows."""
+_BLOCK = 512
+"""Maximum number of rows of a matrix that are in float64 at once, apart from the matrix that is factorized."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,10 +56,13 @@ class LossyLayer:
         patches = x.movedim(1, -1)[place[:, None, None], rows[:, :, None], columns[:, None, :]]
         return patches.movedim(-1, 1).flatten(1), place.cpu()
 
-    def dense_weight(self) -> tuple[Tensor, Tensor]:
-        """Return the dense weight of the kept outputs, float (outputs, features), and the kept features, int64 (kept,)."""
-        weight = wide(self.layer.weight.detach())
-        weight = (weight if self.outputs is None else weight[self.outputs.to(weight.device)]).flatten(1)
+    def dense_weight(self, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Return the dense weight of the kept outputs, float (outputs, features), and the kept features, int64 (kept,).
+
+        `rows` selects outputs among the kept ones.
+        """
+        weight = self.layer.weight.detach()
+        weight = wide(weight[rows] if self.outputs is None else weight[self.outputs[rows].to(weight.device)]).flatten(1)
         span = weight.shape[1] // self.layer.weight.shape[1]
         return weight, (self.kept[:, None] * span + torch.arange(span)).reshape(-1).to(weight.device)
 
@@ -97,13 +103,19 @@ class _Sums:
     def add(self, x: Tensor, r: Tensor) -> None:
         if not x.shape[0]:
             return
-        parts = [x.sum(0), r.sum(0), x.t() @ x, r.t() @ x, r.square().sum()]
-        self._sums = [total.add_(part) for total, part in zip(self._sums, parts)] if self.count else parts
+        if not self.count:
+            n, m = x.shape[1], r.shape[1]
+            self._sums = [x.new_zeros(n), r.new_zeros(m), x.new_zeros(n, n), r.new_zeros(m, n), r.new_zeros(())]
+        for total, part in zip(self._sums, (x.sum(0), r.sum(0))):
+            total.add_(part)
+        self._sums[2].addmm_(x.t(), x)
+        self._sums[3].addmm_(r.t(), x)
+        self._sums[4].add_(r.square().sum())
         self.count += x.shape[0]
 
-    def moment(self, place: int) -> Tensor:
-        """Return a copy, float64 on the CPU, of the mean of x, r, x·xᵀ, r·xᵀ or ‖r‖²."""
-        return self._sums[place].to("cpu", torch.float64, copy=True).div_(self.count)
+    def moment(self, place: int, rows: slice | EllipsisType = ...) -> Tensor:
+        """Return a copy, float64 on the CPU, of rows of the mean of x, r, x·xᵀ, r·xᵀ or ‖r‖²."""
+        return self._sums[place][rows].to("cpu", torch.float64, copy=True).div_(self.count)
 
 
 class Fit:
@@ -138,36 +150,50 @@ class Fit:
         """Write new weights into the small layer if they are better on held-out rows; returns the share of the error left."""
         weight = small.get_parameter("weight")
         bias = small.bias if isinstance(small.bias, nn.Parameter) else None
-        x0, r0, inner, cross = (self.seen.moment(place) for place in range(4))
+        x0, r0 = self.seen.moment(0), self.seen.moment(1)
         if bias is None:
             x0, r0 = torch.zeros_like(x0), torch.zeros_like(r0)
-        # These matrices may be several times as large as the weights, so as few as possible exist, and they change in place.
-        inner.sub_(torch.outer(x0, x0))
-        cross.sub_(torch.outer(r0, x0))
         judge = self.unseen if self.unseen.count else self.seen  # a single example cannot be held out
-        if judge is self.unseen:
-            self.seen = _Sums()
         there_x, there_r, there_rr = judge.moment(0), judge.moment(1), judge.moment(4)
         square = float(there_rr - 2 * there_r @ r0 + r0 @ r0)
-        diagonal, own, mean = inner.diagonal(), inner.diagonal().clone(), inner.diagonal().mean()
         before = best = float(there_rr)
-        chosen: Tensor | None = None
+        chosen: tuple[Tensor, Tensor] | None = None
         for times in _RIDGES:
-            diagonal.copy_(own + (times * ridge * mean + 1e-12))
-            change = torch.linalg.solve(inner, cross.t()).t()
-            after = square - 2 * float((change * _about(judge.moment(3), there_r, there_x, r0, x0)).sum())
-            after += float((change @ _about(judge.moment(2), there_x, there_x, x0, x0)).mul_(change).sum())
+            # This matrix may be several times as large as the weights, so it is factorized in place, and the others are read
+            # in blocks of rows.
+            inner = self.seen.moment(2).addr_(x0, x0, alpha=-1)
+            inner.diagonal().add_(times * ridge * inner.diagonal().mean() + 1e-12)
+            factor = inner.mT  # column by column, as the factorization needs it
+            failed = torch.empty((), dtype=torch.int32)
+            torch.linalg.cholesky_ex(factor, out=(factor, failed))
+            if failed:
+                continue
+            after, tried, shift = square, torch.empty(weight.flatten(1).shape, dtype=weight.dtype), torch.empty_like(r0)
+            for rows in _blocks(len(r0)):
+                cross = self.seen.moment(3, rows).addr_(r0[rows], x0, alpha=-1)
+                change = torch.linalg.solve_triangular(factor, cross.t(), upper=False)
+                change = torch.linalg.solve_triangular(factor.t(), change, upper=True).t()
+                about = _about(judge.moment(3, rows), there_r[rows], there_x, r0[rows], x0)
+                after -= 2 * float((change * about).sum())
+                for others in _blocks(len(x0)):
+                    about = _about(judge.moment(2, others), there_x[others], there_x, x0[others], x0)
+                    after += float((change @ about.t()).mul_(change[:, others]).sum())
+                dense, kept = self.layer.dense_weight(rows)
+                tried[rows], shift[rows] = (dense[:, kept].cpu().double() + change).to(weight.dtype), change @ x0
             if after < best:
-                best, chosen = after, change
+                best, chosen = after, (tried, shift)
         if chosen is None:
             return 1.0 if before > 0 else 0.0
-        dense, kept = self.layer.dense_weight()
-        weight.copy_((dense[:, kept].cpu().double() + chosen).reshape(weight.shape).to(weight))
+        weight.copy_(chosen[0].reshape(weight.shape))
         if bias is not None:
-            bias.copy_((wide(bias).cpu().double() + r0 - chosen @ x0).to(bias))
+            bias.copy_((wide(bias).cpu().double() + r0 - chosen[1]).to(bias))
         return max(0.0, best) / before
+
+
+def _blocks(count: int) -> list[slice]:
+    return [slice(start, start + _BLOCK) for start in range(0, count, _BLOCK)]
 
 
 def _about(products: Tensor, a: Tensor, b: Tensor, a0: Tensor, b0: Tensor) -> Tensor:
     """Turn the mean of a·bᵀ, in place, into the mean of (a − a0)·(b − b0)ᵀ: the bias takes up the means of the fit."""
-    return products.sub_(torch.outer(a, b0)).sub_(torch.outer(a0, b)).add_(torch.outer(a0, b0))
+    return products.addr_(a, b0, alpha=-1).addr_(a0, b, alpha=-1).addr_(a0, b0)
