@@ -80,15 +80,20 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **options:
     describe_folder(model, kind, config, widths, Path(folder))
 
 
-def describe_folder(model: nn.Module, kind: type[nn.Module], config: Any, widths: Mapping[str, Any], folder: Path) -> None:
+def describe_folder(model: Any, kind: type[nn.Module], config: Any, widths: Mapping[str, Any], folder: Path) -> None:
     """Write everything except the weights: configuration, modeling file and tokenizer."""
     transformers = require("transformers")
     config.architectures = [kind.__name__]
     if widths["shapes"] or widths["numbers"]:
         config.architectures = [f"Pruned{kind.__name__}"]
         config.auto_map = dict.fromkeys(_auto_classes(kind, config, transformers), f"{FILE}.{kind.__name__}")
+        classes, base = {kind.__name__: ""}, model.base_model
+        prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is base)
+        if prefix and getattr(transformers, type(base).__name__, None) is type(base):  # as vLLM loads it
+            classes[type(base).__name__] = prefix
+            config.auto_map.setdefault("AutoModel", f"{FILE}.{type(base).__name__}")
         setattr(config, KEY, widths)
-        (folder / f"{FILE}.py").write_text(modeling_file(model, kind.__name__), encoding="utf-8")
+        (folder / f"{FILE}.py").write_text(modeling_file(model, classes), encoding="utf-8")
     _copy_tokenizer(config, folder, transformers)
     with _whole(folder / "config.json") as file:
         config.save_pretrained(file.parent)

@@ -21,10 +21,12 @@ KEY = "pruned_widths"
 FILE = "modeling_pruned"
 
 
-def set_widths(model: torch.nn.Module, widths: dict) -> None:  # type: ignore[type-arg]  # the source is written to folders
-    """Give the parameters, buffers and sizes of a dense model the widths of the pruned one."""
+def set_widths(model: torch.nn.Module, widths: dict, prefix: str = "") -> None:  # type: ignore[type-arg]
+    """Give the parameters, buffers and sizes of a dense model, or of its part `prefix`, the widths of the pruned one."""
     for name, shape in widths["shapes"].items():
-        home, _, entry = name.rpartition(".")
+        if not name.startswith(prefix):
+            continue
+        home, _, entry = name.removeprefix(prefix).rpartition(".")
         module = model.get_submodule(home)
         old = getattr(module, entry)
         new = old.detach()[tuple(slice(width) for width in shape)].clone()
@@ -33,9 +35,9 @@ def set_widths(model: torch.nn.Module, widths: dict) -> None:  # type: ignore[ty
         else:
             module.register_buffer(entry, new)  # and saved, since the class would compute the dense one
     for name, numbers in widths["numbers"].items():
-        for path, value in numbers.items():
+        for path, value in numbers.items() if f"{name}.".startswith(prefix) else ():
             *homes, attribute = path.split(".")
-            holder = model.get_submodule(name)
+            holder = model.get_submodule(name.removeprefix(prefix) if name + "." != prefix else "")
             for home in homes:  # such as a configuration, which other modules share
                 setattr(holder, home, copy.copy(getattr(holder, home)))
                 holder = getattr(holder, home)
@@ -46,37 +48,41 @@ def set_widths(model: torch.nn.Module, widths: dict) -> None:  # type: ignore[ty
 
 _CODE = '''"""A pruned {base}: its layers have the widths that config.json lists under "{key}".
 
-The class keeps its name, by which transformers finds how to convert weights.
+The classes keep their names, by which transformers finds how to convert weights.
 """
 
 import copy
-
+{imports}
 import torch
 import transformers
 
 
-{source}
+{source}'''
+_CLASS = """
 
-class {base}(transformers.{base}):
+class {name}(transformers.{name}):
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
-        set_widths(self, config.{key})
+        set_widths(self, config.{key}, "{prefix}"){resized}
 
     @classmethod
     def is_custom_code(cls):
         return False  # all code but the widths is that of transformers, which initializes its own buffers
-'''
+"""
 _ATTENTION = "\n        sparsekit.layers.resize(self)  # torch's own attention needs heads that fill its width"
 
 
-def modeling_file(model: nn.Module, base: str) -> str:
-    """Return the source of a module with which transformers loads the model without sparsekit, except for narrow attention."""
+def modeling_file(model: nn.Module, classes: Mapping[str, str]) -> str:
+    """Return the source of a module with which transformers loads the model without sparsekit, except for narrow attention.
+
+    `classes` holds the name of the class, and that of the part without a head if there is one, with the prefix of its tensors.
+    """
+    narrow = any(isinstance(module, NarrowMultiheadAttention) for module in model.modules())
     source = re.sub("  # type: .*", "", inspect.getsource(set_widths))
-    code = _CODE.format(base=base, key=KEY, source=source)
-    if not any(isinstance(module, NarrowMultiheadAttention) for module in model.modules()):
-        return code
-    widths = f"        set_widths(self, config.{KEY})"
-    return code.replace("import torch\n", "import sparsekit.layers\nimport torch\n").replace(widths, widths + _ATTENTION)
+    code = _CODE.format(base=next(iter(classes)), key=KEY, source=source, imports="\nimport sparsekit.layers" if narrow else "")
+    for name, prefix in classes.items():
+        code += _CLASS.format(name=name, key=KEY, prefix=prefix, resized=_ATTENTION if narrow else "")
+    return code
 
 
 def plain_config(config: Any) -> Any:

@@ -137,6 +137,36 @@ def test_every_pruned_model_from_wherever_is_saved_and_loaded_with_and_without_s
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.parametrize("family", ["Llama", "Phi3", "GPTNeoX"])
+def test_a_folder_with_all_heads_has_what_vllm_asks_of_code_in_a_folder(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM builds the part without a head with `AutoModel.from_config`, and takes heads from the configuration."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**MODELS[family])).eval()
+    graph = sk.trace_units(model, {"input_ids": IDS, "use_cache": False})
+    mask = random_mask(graph, 0.6, 0)
+    heads = [name for name, group in graph.groups.items() if group.kind == "head"]
+    small: Any = sk.compact(model, graph, sk.UnitMask({name: keep | (name in heads) for name, keep in mask.items()}))
+    small.save_pretrained(tmp_path / "small")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "small")
+    assert not hasattr(transformers, config.architectures[0])  # else vLLM takes the class of the dense model
+    with torch.device("meta"):
+        built = transformers.AutoModel.from_config(config, trust_remote_code=True)
+    assert built.is_backend_compatible()
+    own = dict(small.base_model.named_parameters())
+    assert {name: entry.shape for name, entry in built.named_parameters()} == {name: each.shape for name, each in own.items()}
+    sizes = {
+        (each.out_features, each.in_features) == each.weight.shape for each in built.modules() if hasattr(each, "in_features")
+    }
+    assert sizes == {True}
+    assert sum(own[name].shape != entry.shape for name, entry in model.base_model.named_parameters()) >= 4
+    again = transformers.AutoModel.from_pretrained(tmp_path / "small", trust_remote_code=True)
+    with torch.no_grad():
+        assert torch.equal(again(IDS).last_hidden_state, small.base_model(IDS).last_hidden_state)
+
+
 def test_attention_of_torch_is_saved_with_fewer_heads(tmp_path: Path) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 4}
     torch.manual_seed(0)
