@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from sparsekit._torch import DispatchMode
 from sparsekit.allocation import PreferredMultiple, allocate, mask_from_scores
 from sparsekit.allocation.limits import check_multiples, free_counts, least_counts
-from sparsekit.criteria import Scored, ScoringContext, Wanda, is_comparable
+from sparsekit.criteria import Scored, ScoringContext, is_comparable
 from sparsekit.criteria.base import score_units
 from sparsekit.criteria.batches import Batches, DataDriven, Loss
 from sparsekit.errors import InvalidValueError, SparsekitError, level_of_user
@@ -40,7 +40,7 @@ from sparsekit.pruning.settings import (
     refuse_unreachable,
 )
 from sparsekit.pruning.shards import Shards
-from sparsekit.pruning.sweep import Sweep
+from sparsekit.pruning.sweep import SWEPT, Sweep
 from sparsekit.surgery.compaction import compact
 from sparsekit.surgery.files import digest, hash_state
 from sparsekit.tracing.inputs import ModelInputs
@@ -75,10 +75,10 @@ def prune_folder(
     """Prune a model of transformers from its folder into another one, without having all of it in memory.
 
     Units are traced and verified on the meta device, without values. Without batches, weights are read one at a time, scored by
-    magnitude, and written as shards of half a GiB. With batches, the blocks of a decoder are in memory one after the other:
-    each is scored by `Wanda` on its inputs in the dense model. Then the widths are decided, and each block is cut and refitted
-    on the inputs that it gets after the cut blocks before it. A file has the hidden states between two blocks. The result
-    equals that of `prune` with the same criterion and allocation. The same call continues after an interruption.
+    magnitude, and written one at a time. With batches, the blocks of a decoder are in memory one after the other: each is
+    scored on its inputs in the dense model. Then the widths are decided, and each block is cut and refitted on the inputs that
+    it gets after the cut blocks before it. Files have the hidden states between blocks. The result equals that of `prune` with
+    the same criterion and allocation. The same call continues after an interruption.
 
     Args:
         source: A folder with `config.json` and safetensors weights, such as `snapshot_download` makes.
@@ -87,7 +87,9 @@ def prune_folder(
         batches: As for `prune`, on the CPU: mappings with `input_ids`, and `labels` to judge by. None prunes without data.
         loss: As for `prune`. It judges whether the refit helps on the examples that were set aside.
         reconstruct: Whether blocks are refitted. A refit that raises the loss is undone.
-        criterion: As for `prune`: one that needs no data, or, with batches, "wanda", which is the default then.
+        criterion: As for `prune`: one that needs no data, or, with batches, "wanda", which is the default then, "fisher",
+            "position_fisher" or "taylor". The last three need a sweep forward and one backward over the blocks, and files with
+            the inputs of all blocks.
         allocation: As for `prune`.
         exclude: As for `prune`.
         limits: As for `prune`.
@@ -101,7 +103,7 @@ def prune_folder(
 
     Raises:
         InvalidValueError: `out` holds a model, or a part of another one, or the budget limits milliseconds. Or the criterion
-            needs more than a block.
+            needs the whole model at once, or has batches of its own.
         UnsupportedModelError: With batches, the units are not all inside a list of equal blocks that follow one another.
         CompactFileError: `source` names no class of transformers, or its weights are damaged or incomplete.
         BudgetError: As for `prune`.
@@ -124,11 +126,14 @@ def prune_folder(
     check_multiples(multiples)
     named = "wanda" if criterion is None and batches is not None else criterion
     (candidate,) = make_candidates(named, allocation, None, progress=None)
-    if isinstance(candidate.criterion, DataDriven) and (batches is None or not isinstance(candidate.criterion, Wanda)):
-        raise InvalidValueError(
-            f"{candidate.label} needs data and the whole model; name a criterion that needs no data, pass batches= for 'wanda',"
-            " or load the model and call sparsekit.prune"
-        )
+    if isinstance(candidate.criterion, DataDriven):
+        if batches is None or not isinstance(candidate.criterion, SWEPT):
+            raise InvalidValueError(
+                f"{candidate.label} needs data or the whole model; pass batches= with 'wanda', 'fisher', 'position_fisher'"
+                " or 'taylor', name a criterion that needs no data, or load the model and call sparsekit.prune"
+            )
+        if candidate.criterion.batches is not None:
+            raise InvalidValueError(f"{candidate.label} has batches of its own; pass them as batches= of prune_folder")
     parts = None if batches is None else Calibration(*read_parts(nn.Linear(1, 1), batches), loss, None)
     kind, config = class_of(source)
     config = plain_config(config)
@@ -141,13 +146,13 @@ def prune_folder(
     with working("Tracing and verifying units", show=progress), _AnyDtype():
         graph = trace_units(twin, dict(call.kwargs), prune_hidden_size=prune_hidden_size)
         costs = cost_model(twin, call, graph)
-    shares, known = read_limits(twin, graph, exclude, limits or {}), _known(source, graph, parts, candidate.label)
+    shares, known = read_limits(twin, graph, exclude, limits or {}), _known(source, graph, parts, candidate)
     refuse_unreachable(graph, costs, wanted, shares, multiples)
     sweep = None
     with _writing(target):
-        if parts is not None and (reconstruct or isinstance(candidate.criterion, Wanda)):
+        if parts is not None and (reconstruct or isinstance(candidate.criterion, SWEPT)):
             sweep = Sweep(twin, graph, weights, parts, target / _STATES, known, progress=progress)
-        if sweep is not None and isinstance(candidate.criterion, Wanda):
+        if sweep is not None and isinstance(candidate.criterion, SWEPT):
             found = sweep.scores(candidate.criterion)
         else:
             found = score_units(candidate.criterion, graph, ScoringContext(weights=weights))
@@ -173,7 +178,8 @@ def prune_folder(
         if (generation := Path(source, "generation_config.json")).exists():
             shutil.copyfile(generation, target / generation.name)
         shutil.rmtree(target / ".weights", ignore_errors=True)
-        (target / _STATES).unlink(missing_ok=True)
+        for states in target.glob(f"{_STATES}*"):
+            states.unlink()
         describe_folder(narrow, kind, config, widths, target)  # last, so that a folder with a configuration is complete
     before.unlink()
     return plan
@@ -213,12 +219,15 @@ def _refitted(sweep: Sweep, shards: Shards, plan: PrunePlan, fingerprint: str) -
     return replace(plan.report, measured=measured, notes=notes)
 
 
-def _known(source: str | os.PathLike[str], graph: UnitGraph, parts: Calibration | None, label: str) -> str:
-    """Return a hash of the source files, the units, the batches and the criterion."""
+def _known(source: str | os.PathLike[str], graph: UnitGraph, parts: Calibration | None, candidate: Candidate) -> str:
+    """Return a hash of the source files, the units, the batches, the loss and the criterion."""
     files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in Path(source).glob("*.safetensors"))
     given = [] if parts is None else [tensor for batch in (*parts.fit, *parts.judge) for tensor in batch.tensors]
     data = hash_state({str(number): tensor for number, tensor in enumerate(given)})
-    return _hash(files, digest(graph), data, len(parts.judge) if parts is not None else 0, label)
+    label = repr(candidate.criterion) if isinstance(candidate.criterion, SWEPT) else candidate.label
+    if parts is not None:
+        label += f", {len(parts.judge)}, {getattr(parts.loss, '__qualname__', parts.loss)}"
+    return _hash(files, digest(graph), data, label)
 
 
 def _hash(*values: Any) -> str:

@@ -298,7 +298,7 @@ def note_calls(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence[
         noted: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]] = []
 
         def note(module: nn.Module, args: Any, kwargs: Any, out: Any, noted: list[Any] = noted) -> None:
-            noted.append((module, args, kwargs, _first(out)))
+            noted.append((module, args, kwargs, first_of(out)))
 
         with ExitStack() as stack:
             config: Any = getattr(model, "config", None)
@@ -351,7 +351,7 @@ def run_block(
             stack.callback(module.register_forward_hook(leave).remove)
         args, kwargs = others
         inputs[_BLOCK] = state
-        return _first(block(state, *args, **kwargs)), inputs, outputs
+        return first_of(block(state, *args, **kwargs)), inputs, outputs
 
 
 def _value(layer: str, stream: str | None, out: Tensor, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> Tensor:
@@ -385,5 +385,5 @@ def find_streams(block: nn.Module, layers: Collection[str], state: Tensor, other
     return found
 
 
-def _first(value: Any) -> Any:
+def first_of(value: Any) -> Any:
     return value[0] if isinstance(value, tuple | list) else value

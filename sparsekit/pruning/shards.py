@@ -106,5 +106,5 @@ def write_tensors(shapes: Mapping[str, Tensor], tensor_of: Callable[[str], Tenso
         for name in names:
             tensor = tensor_of(name)
             assert (tensor.shape, tensor.dtype) == (shapes[name].shape, shapes[name].dtype), name
-            stream.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+            stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
             del tensor  # before the next one is read

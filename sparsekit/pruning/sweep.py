@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparsekit.criteria import Criterion, ScoringContext, with_data
+from sparsekit.criteria import Criterion, Fisher, ScoringContext, Taylor, Wanda, with_data
 from sparsekit.criteria.base import score_units
 from sparsekit.criteria.batches import Batch
 from sparsekit.errors import UnsupportedModelError
@@ -19,11 +20,13 @@ from sparsekit.graph import UnitGraph, UnitMask
 from sparsekit.graph.edit import inside, only
 from sparsekit.progress import track
 from sparsekit.pruning.calibration import Calibration
-from sparsekit.pruning.sequence import Others, Refit, find_chain, lossy_layers, note_calls, run_block
+from sparsekit.pruning.sequence import Others, Refit, find_chain, first_of, lossy_layers, note_calls, run_block
 from sparsekit.surgery.rebuild import find_constants, narrow_block
 from sparsekit.tracing.modes import scoring
 from sparsekit.transformers.weights import filled
 
+SWEPT = (Wanda, Fisher, Taylor)
+"""Criteria with data that a sweep can score by: on the inputs of a block, or on these and the gradients of its outputs."""
 _INSTEAD = "leave out batches=, or load the model and call sparsekit.prune"
 
 
@@ -67,19 +70,71 @@ class Sweep:
         if file.exists() and (found := torch.load(file, mmap=True, weights_only=True))["of"] == of:
             self._state = found
 
-    def scores(self, criterion: Criterion) -> dict[str, Tensor]:
-        """Return the scores of all units. Each block is scored on the inputs that it gets in the dense model."""
+    def scores(self, criterion: Wanda | Fisher | Taylor) -> dict[str, Tensor]:
+        """Return the scores of all units.
+
+        Each block is scored on the inputs that it gets in the dense model. Gradients need a sweep forward, which keeps the
+        inputs of all blocks in files, and one backward, in which a block passes on the gradients of its inputs.
+        """
+        if isinstance(criterion, Fisher | Taylor):
+            return self._gradient_scores(criterion)
         for place in self._places("Scoring blocks") if not self._state["plan"] else ():
-            name, block, states = self.chain[place], self._blocks[place], self._state["streams"]["dense"]
-            own = [each for each, group in self.graph.groups.items() if group.slices[0].name.startswith(f"{name}.")]
+            states = self._state["streams"]["dense"]
             batches = [Batch((x, *args), kwargs) for x, (args, kwargs) in zip(states, self._others_of(place, 0))]
-            with filled(block, f"{name}.", self.weights):
-                context = ScoringContext(model=block, weights=block.state_dict())
-                made = with_data(criterion, batches, None)
-                scores = score_units(made, inside(only(self.graph, own), name), context) if own else {}
+            with filled(block := self._blocks[place], f"{self.chain[place]}.", self.weights):
+                scores = self._score(place, with_data(criterion, batches, None))
                 after = self._pass(block, place, states)
             self._save(place=place + 1, scores=self._state["scores"] | scores, streams={"dense": after})
         return {name: self._state["scores"][name] for name in self.graph.groups}
+
+    def _score(self, place: int, criterion: Criterion) -> dict[str, Tensor]:
+        """Return the scores of the units of a block that has its weights."""
+        name, block = self.chain[place], self._blocks[place]
+        own = [each for each, group in self.graph.groups.items() if group.slices[0].name.startswith(f"{name}.")]
+        context = ScoringContext(model=block, weights=block.state_dict())
+        return score_units(criterion, inside(only(self.graph, own), name), context) if own else {}
+
+    def _gradient_scores(self, criterion: Fisher | Taylor) -> dict[str, Tensor]:
+        limited: Any = with_data(criterion, [], None)
+        limit, last = limited.limit, len(self.chain)
+        files = [self.file.with_name(f"{self.file.name}-{place}") for place in range(last)]
+        for place in self._places("Running blocks") if not self._state["plan"] else ():
+            states = self._state["streams"]["dense"][:limit]
+            with filled(self._blocks[place], f"{self.chain[place]}.", self.weights):
+                after = self._pass(self._blocks[place], place, states)
+            _write(states, files[place])
+            self._save(place=place + 1, streams={"dense": after})
+        if "above" not in self._state:
+            self._save(above=last, streams={"gradients": self._gradients(criterion, self._state["streams"]["dense"])})
+        for place in track(range(self._state["above"] - 1, -1, -1), "Scoring blocks", show=self._progress):
+            found: list[Tensor] = []
+
+            def pull(out: Any, target: tuple[Tensor, Tensor], found: list[Tensor] = found) -> Tensor:
+                state, gradient = target
+                out = first_of(out)
+                found.extend(torch.autograd.grad(out, state, gradient, retain_graph=True))
+                loss: Tensor = (out * gradient).sum()  # has the gradients of the loss of the whole model
+                return loss
+
+            states = [state.detach().requires_grad_() for state in torch.load(files[place], mmap=True, weights_only=True)]
+            given = zip(states, self._others_of(place, 0), self._state["streams"]["gradients"])
+            batches = [Batch((state, *args), kwargs, (state, gradient)) for state, (args, kwargs), gradient in given]
+            with filled(self._blocks[place], f"{self.chain[place]}.", self.weights):
+                scores = self._score(place, replace(criterion, batches=batches, loss=pull))
+            self._save(above=place, scores=self._state["scores"] | scores, streams={"gradients": found})
+        for file in files:
+            file.unlink(missing_ok=True)
+        return {name: self._state["scores"][name] for name in self.graph.groups}
+
+    def _gradients(self, criterion: Fisher | Taylor, states: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients of the loss with respect to the hidden states after the last block."""
+        found: list[Tensor] = []
+        with filled(self.twin, "", self.weights, but=self.chain), self._bridged() as ends, scoring(self.twin):
+            loss = criterion.loss or self.calibration.of(self.twin, ()).gradient_loss
+            for batch, state in zip(self.calibration.fit, states):
+                ends[:] = [state := state.detach().requires_grad_()]
+                found.extend(torch.autograd.grad(batch.loss(self.twin, loss), state))
+        return found
 
     def refit(
         self, mask: UnitMask, plan: str, write: Callable[[str, nn.Module], None], written: Callable[[str], bool]
@@ -187,15 +242,19 @@ class Sweep:
 
     def _save(self, **changes: Any) -> None:
         """Write the state with some changes, and map it into memory."""
-        temporary = self.file.with_name(f"{self.file.name}.tmp")
-        try:
-            torch.save(self._state | changes, temporary)
-            temporary.replace(self.file)
-        except RuntimeError as error:  # which torch raises where it cannot write
-            raise OSError(str(error)) from error
-        finally:
-            temporary.unlink(missing_ok=True)
+        _write(self._state | changes, self.file)
         self._state = torch.load(self.file, mmap=True, weights_only=True)
+
+
+def _write(value: Any, file: Path) -> None:
+    temporary = file.with_name(f"{file.name}.tmp")
+    try:
+        torch.save(value, temporary)
+        temporary.replace(file)
+    except RuntimeError as error:  # which torch raises where it cannot write
+        raise OSError(str(error)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -218,6 +218,29 @@ def test_with_data_a_folder_is_pruned_block_by_block_as_its_model_in_memory(
     assert not any(path.name.startswith(".") for path in (tmp_path / "out").iterdir())
 
 
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Mixtral"])
+@pytest.mark.parametrize(("criterion", "labels"), [("position_fisher", True), ("fisher", False), ("taylor", True)])
+def test_scores_from_gradients_of_block_after_block_are_those_of_the_whole_model(
+    family: str, criterion: str, labels: bool, tmp_path: Path
+) -> None:
+    if criterion != "position_fisher" and family == "Qwen3":
+        pytest.skip("as in Llama")
+    model = _folder(family, tmp_path / "dense")
+    given: dict[str, Any] = {"budget": "params=70%", "batches": _batches(labels=labels), "criterion": criterion}
+    given |= {"allocation": "by_loss" if criterion == "position_fisher" else "by_cost"}
+    plan = sk.prune_folder(tmp_path / "dense", tmp_path / "out", **given)
+    expected = sk.prune(model, IDS, **given)
+    (label,) = plan.scores
+    for name, scores in plan.scores[label].values.items():
+        torch.testing.assert_close(scores, expected.scores[label].values[name], rtol=1e-4, atol=1e-12)
+    assert plan.widths == expected.widths
+    assert all(torch.equal(plan.mask[name], expected.mask[name]) for name in plan.mask)
+    own = dict(expected.model.named_parameters())
+    for name, entry in sk.load_pretrained(tmp_path / "out").named_parameters():
+        torch.testing.assert_close(entry, own[name], rtol=1e-5, atol=1e-5)
+    assert not any(path.name.startswith(".") for path in (tmp_path / "out").iterdir())
+
+
 @pytest.mark.parametrize("way", [{"criterion": "magnitude"}, {"reconstruct": False}])
 def test_magnitudes_are_refitted_too_and_a_refit_can_be_left_out(way: dict[str, Any], tmp_path: Path) -> None:
     model = _folder("Llama", tmp_path / "dense")
@@ -228,13 +251,13 @@ def test_magnitudes_are_refitted_too_and_a_refit_can_be_left_out(way: dict[str, 
     assert all(torch.equal(each, own[name]) for name, each in sk.load_pretrained(tmp_path / "out").named_parameters())
 
 
-@pytest.mark.parametrize("harm", [False, True])
+@pytest.mark.parametrize(("harm", "criterion", "count"), [(False, "wanda", 4), (True, "wanda", 5), (False, "fisher", 6)])
 def test_a_sweep_that_is_killed_after_any_step_continues_and_writes_the_same_bytes(
-    harm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    harm: bool, criterion: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Sweep, "losses", lambda _: {"judge": 0.0, "bare": 1.0, "refit": 1.0 + harm})
     _folder("Llama", tmp_path / "dense")
-    given: dict[str, Any] = {"budget": "params=70%", "batches": _batches()}
+    given: dict[str, Any] = {"budget": "params=70%", "batches": _batches(), "criterion": criterion}
     graphs: list[Any] = []
     trace = pruning.trace_units
     monkeypatch.setattr(pruning, "trace_units", lambda *args, **more: (graphs or [trace(*args, **more)])[0])
@@ -260,14 +283,14 @@ def test_a_sweep_that_is_killed_after_any_step_continues_and_writes_the_same_byt
         left, stops = 3, stops + 1  # a call writes three files, and is killed at the next one
         with contextlib.suppress(KeyboardInterrupt):
             sk.prune_folder(tmp_path / "dense", out, **given)
-        if stops == 2:
+        if stops == (4 if criterion == "fisher" else 2):
             is_full = True
             with pytest.raises(OSError, match=r"cannot write to .*no space left; make room, and the same call continues"):
                 sk.prune_folder(tmp_path / "dense", out, **given)
             is_full = False
             min(out.glob("model-*.safetensors")).unlink()  # a lost block is made again, and all after it
         assert not [*out.glob("*.tmp"), *out.glob(".*.tmp")]
-    assert stops == 4 + harm
+    assert stops == count
     assert _digests(out) == whole
     assert any("refit of layers" in note for note in plan.report.notes) == harm
 
@@ -290,10 +313,8 @@ def test_what_cannot_be_pruned_block_by_block_is_refused_in_words(tmp_path: Path
     for family, more in (("GPT2", {}), ("Llama", {"prune_hidden_size": True})):
         with pytest.raises(UnsupportedModelError, match=r"block by block.*leave out batches=, or load the model"):
             sk.prune_folder(tmp_path / family, tmp_path / "out", **given, **more)
-    for wrong in ({"criterion": "fisher"}, {"criterion": "wanda", "batches": None}):
-        with pytest.raises(
-            InvalidValueError, match=r"needs data and the whole model.*load the model and call sparsekit\.prune"
-        ):
+    for wrong in ({"criterion": sk.criteria.TorchPruning(object())}, {"criterion": "wanda", "batches": None}):
+        with pytest.raises(InvalidValueError, match=r"needs data or the whole model.*load the model and call sparsekit\.prune"):
             sk.prune_folder(tmp_path / "Llama", tmp_path / "out", **given | wrong)
     with pytest.raises(InvalidValueError, match="reconstruct must be True or False"):
         sk.prune_folder(tmp_path / "Llama", tmp_path / "out", **given, reconstruct="batchnorm")  # type: ignore[arg-type]
