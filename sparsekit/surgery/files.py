@@ -112,9 +112,9 @@ def hash_state(state: Mapping[str, Any]) -> str:
         value = state[name]
         if isinstance(value, Tensor):
             sha.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            plain = type(value.detach()) is Tensor and value.layout is torch.strided
-            if plain and not value.is_quantized and not value.is_meta:
-                flat = value.detach().reshape(-1)[:: 1 + value.numel() // _HASHED]
+            own, step = value.detach(), 1 + value.numel() // _HASHED
+            if type(own) is Tensor and own.layout is torch.strided and not own.is_quantized and not own.is_meta:
+                flat = own.reshape(-1)[::step] if step > 1 else own.reshape(-1)
                 sha.update(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()[:16]
 

@@ -274,9 +274,9 @@ class LearnableMask(Restorable):
         start.check_load(self.graph, state, mask, importance)
         options: Any = {"ratio": ratio, "budget": self.budget, "costs": self._costs, "batches": batches}
         steps = start.steps_of(rule if mask is None else None, self.graph, self.model, **options)
-        self.learning, self._rule, self._widths = rule, steps, 1.0 if narrows else widths
-        self._mask_given, self.mask_changed, self._shown = mask is not None, False, None
-        self.origin = hash_state(state)
+        # No assignments: with those, Module looks for parameters in each value, which takes as long as loading a small state.
+        vars(self).update(learning=rule, _rule=steps, _widths=1.0 if narrows else widths, _mask_given=mask is not None)
+        vars(self).update(mask_changed=False, _shown=None, origin=hash_state(state))
         for optimizer in self.optimizers:
             for leaf in self.parameters():
                 optimizer.state.get(leaf, {}).clear()

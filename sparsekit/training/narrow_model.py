@@ -134,7 +134,7 @@ class NarrowModel:
         self._owned = set()
         self.version += 1
         for entry in self._entries:
-            dense = state[entry.key].detach().to(device=entry.tensor.device, dtype=entry.tensor.dtype)
+            dense = state[entry.key].detach().to(entry.tensor)
             if entry.key in self.graph.slices_of:
                 self._dense[entry.key] = dense
             self._gather(entry, dense)

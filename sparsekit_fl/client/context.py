@@ -128,7 +128,7 @@ class ClientContext:
             state: Dense; read-only.
             mask: Units outside a unit mask are removed; with a weight mask or None, the model stays whole.
         """
-        self.masked.load(state, mask=mask if isinstance(mask, UnitMask) else _full(self.graph))
+        self.masked.load(state, mask=mask if isinstance(mask, UnitMask) else full(self.graph))
 
     def examples(self, split: Split) -> Examples:
         """Return one split of the client's data, prepared once per round.
@@ -201,7 +201,7 @@ class ClientContext:
         return evaluate(self.masked.model, self.problem, examples, positions=positions)
 
 
-_full = functools.lru_cache(maxsize=8)(UnitMask.full)
+full = functools.lru_cache(maxsize=8)(UnitMask.full)
 
 _METRICS: Mapping[CapabilityOf, str] = {"flops": "flops", "memory": "params"}
 """What a capability is a share of → its name in the costs of a run, whose parameters are those that train."""

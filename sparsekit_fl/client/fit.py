@@ -61,8 +61,8 @@ class Examples:
         self._arrange = arranged if problem.channels_last else lambda tensor: tensor
         self._lazy = not isinstance(data, TensorData)
         if not self._lazy:
-            whole = data.materialise(device)
-            self._inputs, self._targets = tuple(map(self._arrange, whole.inputs)), whole.targets
+            inputs, targets = data.batch()
+            self._inputs, self._targets = tuple(self._arrange(one.to(device)) for one in inputs), targets.to(device)
             self._check(self._inputs, range(len(self)))
 
     def __len__(self) -> int:
@@ -235,13 +235,13 @@ class _Passes:
 
     def __init__(self, module: nn.Module) -> None:
         self.counts = [0, 0]  # without gradients, with gradients
-        self._kind, self._parts, self._known = type(module), _parts(module), dict[nn.Module, bool]()
+        self._module, self._known = module, {module: True}
         self.close = register_module_forward_hook(self._count).remove
 
     def _count(self, module: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:  # noqa: ARG002 - torch's signature
-        if type(module) is self._kind and inputs and isinstance(inputs[0], Tensor):
+        if type(module) is type(self._module) and inputs and isinstance(inputs[0], Tensor):
             if module not in self._known:
-                self._known[module] = _parts(module) == self._parts
+                self._known[module] = _parts(module) == _parts(self._module)
             self.counts[torch.is_grad_enabled()] += len(inputs[0]) * self._known[module]
 
 

@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from sparsekit.graph import StateDict, UnitMask, WeightMask
 from sparsekit.training import LearnableMask
-from sparsekit_fl.client.context import ClientContext
+from sparsekit_fl.client.context import ClientContext, full
 from sparsekit_fl.client.fit import Adjust, Batch, Batches, LocalStep, Step, TrainingLog, make_step
 from sparsekit_fl.client.messages import Cost
 from sparsekit_fl.client.messages import Task as Task
@@ -146,19 +146,37 @@ def load(client: ClientContext, start: StateDict, mask: Mask | None) -> dict[str
     return trained_leaves(client.masked)
 
 
-_NARROWER: WeakKeyDictionary[LearnableMask, list[tuple[UnitMask, nn.Module]]] = WeakKeyDictionary()
-"""Narrow model of a process → masks and modules of its narrower submodels: one for each level of the run."""
+@dataclass(frozen=True, eq=False)
+class _Narrower:
+    """A submodel inside another one: a module of its sizes, and state-dict key → (axis, positions in the wider entry)."""
+
+    widest: UnitMask
+    mask: UnitMask
+    module: nn.Module
+    kept: Kept
+    places: Mapping[str, list[tuple[int, Tensor]]]
 
 
-def _submodel(client: ClientContext, start: StateDict, mask: UnitMask) -> nn.Module:
-    """Return the module of a submodel, which clients use one after the other; replace its parameters and buffers."""
+_NARROWER: WeakKeyDictionary[LearnableMask, list[_Narrower]] = WeakKeyDictionary()
+"""Narrow model of a process → what its clients use one after the other, for each pair of levels of the run."""
+
+
+def _narrower(client: ClientContext, start: StateDict, widest: UnitMask, mask: UnitMask) -> _Narrower:
     known = _NARROWER.setdefault(client.masked, [])
-    module = next((module for own, module in known if own.counts() == mask.counts() and own == mask), None)
-    if module is None:
+    alike = [one for one in known if one.mask.counts() == mask.counts() and one.mask == mask]
+    for one in alike:
+        if one.widest.counts() == widest.counts() and one.widest == widest:
+            return one
+    if not alike:
         client.load(start, mask)
-        module = client.masked.compact().train()
-        known.append((mask, module))
-    return module
+    module = alike[0].module if alike else client.masked.compact().train()
+    outer, inner = client.graph.kept_indices(widest), client.graph.kept_indices(mask)
+    places = {
+        name: [(dim, torch.searchsorted(outer[name][dim], kept).to(client.device)) for dim, kept in axes.items()]
+        for name, axes in inner.items()
+    }
+    known.append(_Narrower(widest, mask, module, Kept(client.graph, mask), places))
+    return known[-1]
 
 
 def narrower(client: ClientContext, start: StateDict, widest: UnitMask | None, mask: UnitMask) -> Callable[[Batch], Any]:
@@ -166,25 +184,17 @@ def narrower(client: ClientContext, start: StateDict, widest: UnitMask | None, m
 
     Load the widest model afterwards.
     """
-    masked, module, inside = client.masked, _submodel(client, start, mask), Kept(client.graph, mask)
-    outer, inner = client.graph.kept_indices(widest or UnitMask.full(client.graph)), client.graph.kept_indices(mask)
-    places = {
-        name: [(dim, torch.searchsorted(outer[name][dim], kept).to(client.device)) for dim, kept in axes.items()]
-        for name, axes in inner.items()
-    }
-    buffers = {
-        name: inside.gather(name, start[name]).to(client.device, copy=True)
-        for name, _ in module.named_buffers()
-        if name in start
-    }
+    masked, own = client.masked, _narrower(client, start, widest or full(client.graph), mask)
+    received = {name: start[name] for name, _ in own.module.named_buffers() if name in start}
+    buffers = {name: buffer.to(client.device, copy=True) for name, buffer in own.kept.gather_all(received).items()}
 
     def outputs(batch: Batch) -> Any:
         parts: dict[str, Tensor] = {**masked.narrow_model.named_parameters()}
-        for name in parts.keys() & places.keys():
-            for dim, kept in places[name]:
-                parts[name] = parts[name].index_select(dim, kept)
+        for name in parts.keys() & own.places.keys():
+            for dim, positions in own.places[name]:
+                parts[name] = parts[name].index_select(dim, positions)
         parts |= buffers
-        found = functional_call(module, parts, batch.inputs)
+        found = functional_call(own.module, parts, batch.inputs)
         buffers.update({name: parts[name] for name in buffers})  # a module may assign new tensors
         return found
 

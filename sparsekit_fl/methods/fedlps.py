@@ -70,7 +70,10 @@ class FedLPS(Method):
 
     def offer(self, server: ServerContext, client_id: int) -> Task:
         ratio = offered(server, client_id, server.roster[client_id].capability.ratio)
-        order, own = self._order(server), self.head == "own" or (self.head == "auto" and _apart(server.memory) > _APART)
+        order, own = (
+            self._order(server),
+            self.head == "own" or (self.head == "auto" and server.memory.get("apart", 0.0) > _APART),
+        )
         extra = {"order": order, "own head": torch.tensor(own)}
         return Task(mask=None if ratio == 1.0 else _first(server, order, ratio), ratio=ratio, extra=extra)
 
@@ -96,6 +99,7 @@ class FedLPS(Method):
             if "labels" in update.extra:
                 _hear(server.memory, update.extra["labels"])
                 server.client[update.client_id]["told"] = True
+                server.memory["apart"] = _apart(server.memory)
         return mean(server, updates, over="holders")
 
     # On a client
