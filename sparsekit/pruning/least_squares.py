@@ -17,7 +17,7 @@ _HELD = 8
 """One in this number of examples is held out of a fit, to judge it."""
 _RIDGES = (1.0, 10.0, 100.0, 1000.0)
 """Multiples of the ridge that are compared on held-out rows."""
-_BLOCK = 512
+_BLOCK = 256
 """Maximum number of rows of a matrix that are in float64 at once, apart from the matrix that is factorized."""
 
 
@@ -76,7 +76,8 @@ class LossyLayer:
     def sums_bytes(self) -> int:
         outputs = self.layer.weight.shape[0] if self.outputs is None else self.outputs.numel()
         kept = self.kept.numel() * self.layer.weight[0, 0].numel()
-        return 2 * 4 * kept * (kept + outputs)
+        inner: int = sum((rows.stop - rows.start) * rows.stop for rows in _blocks(kept))
+        return 2 * 4 * (inner + kept * outputs)
 
 
 def _choose(count: int, generator: torch.Generator) -> Tensor:
@@ -94,7 +95,10 @@ def _padding(layer: ConvNd) -> list[tuple[int, int]]:
 
 
 class _Sums:
-    """Running sums over rows of kept inputs x, float (rows, kept), and of the contribution r of the others, (rows, outputs)."""
+    """Running sums over rows of kept inputs x, float (rows, kept), and of the contribution r of the others, (rows, outputs).
+
+    x·xᵀ is symmetric, so blocks of rows end at the diagonal.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -103,19 +107,30 @@ class _Sums:
     def add(self, x: Tensor, r: Tensor) -> None:
         if not x.shape[0]:
             return
+        blocks = _blocks(x.shape[1])
         if not self.count:
-            n, m = x.shape[1], r.shape[1]
-            self._sums = [x.new_zeros(n), r.new_zeros(m), x.new_zeros(n, n), r.new_zeros(m, n), r.new_zeros(())]
+            self._sums = [
+                x.new_zeros(x.shape[1]),
+                r.new_zeros(r.shape[1]),
+                r.new_zeros(r.shape[1], x.shape[1]),
+                r.new_zeros(()),
+            ]
+            self._inner = {rows.start: x.new_zeros(rows.stop - rows.start, rows.stop) for rows in blocks}
         for total, part in zip(self._sums, (x.sum(0), r.sum(0))):
             total.add_(part)
-        self._sums[2].addmm_(x.t(), x)
-        self._sums[3].addmm_(r.t(), x)
-        self._sums[4].add_(r.square().sum())
+        self._sums[2].addmm_(r.t(), x)
+        self._sums[3].add_(r.square().sum())
+        for rows in blocks:
+            self._inner[rows.start].addmm_(x[:, rows].t(), x[:, : rows.stop])
         self.count += x.shape[0]
 
     def moment(self, place: int, rows: slice | EllipsisType = ...) -> Tensor:
-        """Return a copy, float64 on the CPU, of rows of the mean of x, r, x·xᵀ, r·xᵀ or ‖r‖²."""
+        """Return a copy, float64 on the CPU, of rows of the mean of x, r, r·xᵀ or ‖r‖²."""
         return self._sums[place][rows].to("cpu", torch.float64, copy=True).div_(self.count)
+
+    def inner(self, rows: slice) -> Tensor:
+        """Return a copy, float64 on the CPU, of a block of rows of the mean of x·xᵀ, up to the diagonal."""
+        return self._inner[rows.start].to("cpu", torch.float64, copy=True).div_(self.count)
 
 
 class Fit:
@@ -154,30 +169,32 @@ class Fit:
         if bias is None:
             x0, r0 = torch.zeros_like(x0), torch.zeros_like(r0)
         judge = self.unseen if self.unseen.count else self.seen  # a single example cannot be held out
-        there_x, there_r, there_rr = judge.moment(0), judge.moment(1), judge.moment(4)
+        there_x, there_r, there_rr = judge.moment(0), judge.moment(1), judge.moment(3)
         square = float(there_rr - 2 * there_r @ r0 + r0 @ r0)
         before = best = float(there_rr)
         chosen: tuple[Tensor, Tensor] | None = None
         for times in _RIDGES:
-            # This matrix may be several times as large as the weights, so it is factorized in place, and the others are read
-            # in blocks of rows.
-            inner = self.seen.moment(2).addr_(x0, x0, alpha=-1)
-            inner.diagonal().add_(times * ridge * inner.diagonal().mean() + 1e-12)
-            factor = inner.mT  # column by column, as the factorization needs it
+            # This matrix may be several times as large as the weights, so it is factorized in place, column by column, and the
+            # others are read in blocks of rows.
+            factor = torch.empty(len(x0), len(x0), dtype=torch.float64).t()
+            for rows in _blocks(len(x0)):
+                factor[rows, : rows.stop] = self.seen.inner(rows).addr_(x0[rows], x0[: rows.stop], alpha=-1)
+            factor.diagonal().add_(times * ridge * factor.diagonal().mean() + 1e-12)
             failed = torch.empty((), dtype=torch.int32)
             torch.linalg.cholesky_ex(factor, out=(factor, failed))
             if failed:
                 continue
             after, tried, shift = square, torch.empty(weight.flatten(1).shape, dtype=weight.dtype), torch.empty_like(r0)
             for rows in _blocks(len(r0)):
-                cross = self.seen.moment(3, rows).addr_(r0[rows], x0, alpha=-1)
+                cross = self.seen.moment(2, rows).addr_(r0[rows], x0, alpha=-1)
                 change = torch.linalg.solve_triangular(factor, cross.t(), upper=False)
                 change = torch.linalg.solve_triangular(factor.t(), change, upper=True).t()
-                about = _about(judge.moment(3, rows), there_r[rows], there_x, r0[rows], x0)
+                about = _about(judge.moment(2, rows), there_r[rows], there_x, r0[rows], x0)
                 after -= 2 * float((change * about).sum())
-                for others in _blocks(len(x0)):
-                    about = _about(judge.moment(2, others), there_x[others], there_x, x0[others], x0)
-                    after += float((change @ about.t()).mul_(change[:, others]).sum())
+                for own in _blocks(len(x0)):
+                    about = _about(judge.inner(own), there_x[own], there_x[: own.stop], x0[own], x0[: own.stop])
+                    product = (change[:, : own.start] @ about[:, : own.start].t()).mul_(2)
+                    after += float(product.addmm_(change[:, own], about[:, own].t()).mul_(change[:, own]).sum())
                 dense, kept = self.layer.dense_weight(rows)
                 tried[rows], shift[rows] = (dense[:, kept].cpu().double() + change).to(weight.dtype), change @ x0
             if after < best:
@@ -191,7 +208,7 @@ class Fit:
 
 
 def _blocks(count: int) -> list[slice]:
-    return [slice(start, start + _BLOCK) for start in range(0, count, _BLOCK)]
+    return [slice(start, min(count, start + _BLOCK)) for start in range(0, count, _BLOCK)]
 
 
 def _about(products: Tensor, a: Tensor, b: Tensor, a0: Tensor, b0: Tensor) -> Tensor:
