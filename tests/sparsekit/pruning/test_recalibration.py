@@ -16,7 +16,7 @@ from zoo_base import Lambda
 
 import sparsekit as sk
 from sparsekit.errors import InvalidValueError
-from sparsekit.pruning import reconstruction
+from sparsekit.pruning import least_squares, reconstruction
 
 
 def test_statistics_are_averages_over_the_batches() -> None:
@@ -83,6 +83,38 @@ def test_layers_are_fitted_in_parts_within_a_limit_of_memory() -> None:
     fitted = sk.reconstruct(model, none, graph, mask, batches, memory_bytes=sizes["second"])
     assert fitted["hidden"] == 1.0, "its sums alone are too large"
     assert fitted["second"] == pytest.approx(left["second"])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_fit_in_blocks_is_the_ridge_regression_that_is_best_on_held_out_rows(bias: bool) -> None:
+    torch.manual_seed(0)
+    inputs, outputs, rows = 3 * least_squares._BLOCK, least_squares._BLOCK + 9, 2000
+    layer, kept = nn.Linear(inputs, outputs, bias=bias), torch.arange(0, inputs, 2)
+    small = nn.Linear(len(kept), outputs, bias=bias)
+    x = torch.randn(16, rows // 16, 100) @ torch.randn(100, inputs) + torch.randn(16, rows // 16, inputs) + 0.3
+    lossy = least_squares.LossyLayer("layer", layer, kept, None)
+    fit = least_squares.Fit(lossy, torch.Generator())
+    with torch.no_grad():
+        small.load_state_dict({"weight": layer.weight[:, kept]} | ({"bias": layer.bias} if bias else {}))
+        lost = F.linear(x[..., 1::2], layer.weight[:, 1::2])
+        fit.add(x[..., kept], lost, 0)
+        left = fit.solve(small, 0.01)
+    held = sum(each.nbytes for sums in (fit.seen, fit.unseen) for each in (*sums._sums, *sums._inner.values()))
+    assert 0.99 * held < lossy.sums_bytes < held
+    away = torch.arange(16) % least_squares._HELD == 1
+    (x, r), (u, v) = ((x[at][..., kept].flatten(0, 1).double(), lost[at].flatten(0, 1).double()) for at in (~away, away))
+    x0, r0 = (x.mean(0), r.mean(0)) if bias else (torch.zeros(len(kept)).double(), torch.zeros(outputs).double())
+    inner, cross = (x - x0).t() @ (x - x0) / len(x), (x - x0).t() @ (r - r0) / len(x)
+    tried = {}
+    for times in least_squares._RIDGES:
+        change = torch.linalg.solve(inner + times * 0.01 * inner.diagonal().mean() * torch.eye(len(kept)), cross)
+        tried[float((v - r0 - (u - x0) @ change).square().sum() / v.square().sum())] = change
+    best = min(tried)
+    assert left == pytest.approx(best, rel=1e-3)
+    with torch.no_grad():
+        torch.testing.assert_close(small.weight, (layer.weight[:, kept] + tried[best].t()).float(), rtol=1e-3, atol=1e-4)
+        if bias:
+            torch.testing.assert_close(small.bias, (layer.bias + r0 - x0 @ tried[best]).float(), rtol=1e-3, atol=1e-4)
 
 
 def test_units_that_are_sums_of_others_are_made_up_for() -> None:
