@@ -306,22 +306,32 @@ def _milliseconds(settings: Settings, small: nn.Module, small_pass: Callable[[],
     return settings.typical_ms / pair.faster
 
 
-def notes_on_time(cut: Cut) -> list[str]:
-    """Return a note on how precisely the latency of a cut was measured; warn if it is not measurable."""
+def notes_on_time(cut: Cut, left: float) -> list[str]:
+    """Return notes on how precisely the latency of a cut was measured, and on what it cost; `left` is the share of the FLOPs.
+
+    Warn if the latency is not measurable, or if next to nothing is left.
+    """
     if not cut.turns:
         return []
+    notes = []
+    if left < _STARVED**2:  # FLOPs go with the square of a width
+        notes = [
+            f"latency_ms is met with {left:.2g} of the FLOPs: most of this network's time does not depend on its widths, and so"
+            " narrow a network is usually at chance. Ask for more time, or take another runtime, such as runtime=onnx."
+        ]
+        warnings.warn(notes[0], stacklevel=level_of_user())
     pair = cut.turns[-1]
     about = (
         f"in half of {pair.turns} turns, the pruned model was {pair.low:.2f} to {pair.high:.2f} times as fast as the dense one"
     )
     if pair.measurable:
-        return [f"latency_ms was measured: {about}."]
+        return [*notes, f"latency_ms was measured: {about}."]
     note = (
         f"latency_ms is not measurable: the machine is busy ({about}), and the widths may miss the limit. Prune again when"
         " nothing else runs, or after torch.set_num_threads(1), which is timed by processor time"
     )
     warnings.warn(note, stacklevel=level_of_user())
-    return [f"{note}."]
+    return [*notes, f"{note}."]
 
 
 def _warn_of_starved(graph: UnitGraph, counts: Counts) -> None:

@@ -409,7 +409,9 @@ def _report(
     absolute = budget.limits(settings.dense_costs) if budget is not None else {}
     latency_ms = decision.cut.latency_ms
     before = {**settings.dense_costs, **({} if latency_ms is None else {"latency_ms": settings.typical_ms})}
-    notes = [*settings.notes, *notes_on(decision.tried), *notes_on_time(decision.cut)]
+    after = own.costs.costs(mask.counts()) | ({} if latency_ms is None else {"latency_ms": latency_ms})
+    left = after["flops"] / before["flops"]
+    notes = [*settings.notes, *notes_on(decision.tried), *notes_on_time(decision.cut, left)]
     if LEFT_OUT in found:
         notes.append(f"Left out: {found[LEFT_OUT]}, since the loss on held-out examples is lower without.")
     if budget is not None and all(before[name] <= limit for name, limit in absolute.items()):
@@ -424,7 +426,7 @@ def _report(
         requested={name: getattr(budget, name) for name in absolute},
         limits=absolute,
         before=before,
-        after=own.costs.costs(mask.counts()) | ({} if latency_ms is None else {"latency_ms": latency_ms}),
+        after=after,
         minimum=settings.costs.costs(least_counts(free_counts(graph, settings.limits, multiples))),
         groups=describe(settings.costs, counts, own.costs),
         unprunable=graph.unprunable,

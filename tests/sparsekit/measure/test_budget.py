@@ -127,6 +127,27 @@ def test_milliseconds_are_met_though_the_machine_changes_its_pace(
     assert 9.2 * share < pruned.report.after["latency_ms"] <= 10.0 * share
 
 
+@pytest.mark.parametrize("share", [0.4, 0.7])
+def test_milliseconds_that_leave_next_to_nothing_of_a_network_are_met_with_a_warning(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the time of a pass, 3.9 of 10 ms do not depend on widths, as where operators are small."""
+
+    def turns(before: Any, after: Any, _timed: Any) -> TimePair:
+        after_ms = 3.9 + 6.1 * sk.count_cost(after(), X).flops / sk.count_cost(before(), X).flops
+        return TimePair(1, 1, 10.0, after_ms, 10.0 / after_ms, 9.9 / after_ms, 10.1 / after_ms, 9)
+
+    monkeypatch.setattr("sparsekit.pruning.cutting.time_turns", turns)
+    for place in ("prune", "cutting"):
+        monkeypatch.setattr(f"sparsekit.pruning.{place}.prepare", lambda module, *_: lambda: module)
+    monkeypatch.setattr("sparsekit.pruning.prune.median_ms", lambda *_: 10.0)
+    told = "most of this network's time does not depend on its widths"
+    with pytest.warns(UserWarning, match=told) if share == 0.4 else nullcontext():
+        report = sk.prune(_net(), X, budget={"latency_ms": f"{share:.0%}"}).report
+    assert report.after["latency_ms"] <= share * 10.0
+    assert any(told in note for note in report.notes) == (share == 0.4)
+
+
 @given(
     fixed=st.floats(0.0, 0.9),
     power=st.sampled_from([0.5, 1.0, 2.0]),

@@ -111,7 +111,10 @@ def test_a_supernode_that_was_killed_is_missed_and_comes_back_and_the_model_has_
 def test_devices_come_and_go_and_a_stopped_run_resumes_with_three_and_then_with_five(tmp_path, monkeypatch):
     """Client 0 waits in the rounds in which something happens, so that each change falls into one round."""
     app, events, out, log, port = tmp_path / "app", tmp_path / "events", tmp_path / "run", tmp_path / "log", free_port()
-    config, failed = {"run": f"fault_planted:PlantedLPS head=own {OPTIONS} rounds=6 eval_every=6 out={out}"}, tmp_path / "error.json"
+    config, failed = (
+        {"run": f"fault_planted:PlantedLPS head=own {OPTIONS} rounds=6 eval_every=6 out={out}"},
+        tmp_path / "error.json",
+    )
     write_app(app, {**config, "nodes": 4, "error-file": str(failed)}, port=port)
     env = {**environment(events), "FLWR_HOME": str(app / "flwr-home"), "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1"}
     clients, processes = {"a": "0-1", "b": "2", "c": "3", "d": "4", "e": "5"}, {}
