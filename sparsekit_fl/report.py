@@ -54,18 +54,12 @@ def _section(comparison: Comparison) -> list[str]:
         *(paragraph(line, "soft") for line in comparison.remarks()),
         *(paragraph(line, "failed") for line in comparison.troubles()),
         row(*curves_of(comparison.results, comparison.methods), _clients(comparison, metric, unit)),
-        *_equal(comparison, metric, unit),
+        *_at_equal_cost(comparison, metric, unit),
         *_differences(comparison, metric, unit),
         *_ratios(comparison),
         heading("Settings", 3),
         table(("setting", "value"), _settings(comparison)),
     ]
-
-
-def _equal(comparison: Comparison, metric: str, unit: str) -> list[str]:
-    head, rows = _at_equal_cost(comparison, metric, unit)
-    about = "The last score within the cost that every run reached; a dash if a method was not scored by then."
-    return [heading(f"{metric.capitalize()} at equal cost", 3), paragraph(about, "soft"), table(head, rows)] if rows else []
 
 
 def _table(frame: Any) -> str:
@@ -112,8 +106,8 @@ def _within(comparison: Comparison, metric: str, cost: str) -> tuple[float, dict
     return budget, found
 
 
-def _at_equal_cost(comparison: Comparison, metric: str, unit: str) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of a table. A cost is left out if only one of several methods has a score within it."""
+def _at_equal_cost(comparison: Comparison, metric: str, unit: str) -> list[str]:
+    """Return a table of scores. A cost is left out if only one of several methods has a score within it."""
     head, columns = ["method"], []
     for name, _, cost_unit in AXES[1:]:
         budget, scores = _within(comparison, metric, name)
@@ -121,7 +115,9 @@ def _at_equal_cost(comparison: Comparison, metric: str, unit: str) -> tuple[list
             means = [statistics.fmean(scores[method].values()) if method in scores else None for method in comparison.methods]
             head.append(f"at {number_text(cost_unit, budget)}{' FLOPs' if name == 'flops' else ' simulated'}")
             columns.append(texts(unit, means))
-    return (head, [list(cells) for cells in zip(comparison.methods, *columns, strict=True)]) if columns else ([], [])
+    rows = list(zip(comparison.methods, *columns, strict=True))
+    about = "The last score within the cost that every run reached; a dash if a method was not scored by then."
+    return [heading(f"{metric.capitalize()} at equal cost", 3), paragraph(about, "soft"), table(head, rows)] if columns else []
 
 
 def verdict(comparison: Comparison) -> str:

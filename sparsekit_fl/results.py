@@ -15,7 +15,6 @@ from sparsekit.errors import DataError, require
 from sparsekit.graph import StateDict
 from sparsekit_fl.checkpoint import write_atomically
 from sparsekit_fl.client.messages import PARTS, Cost, Evaluation
-from sparsekit_fl.client.messages import Scores as Sums
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.problem.metrics import Metric
 from sparsekit_fl.stored import SCHEMA_NUMBER, read_result
@@ -28,11 +27,6 @@ _FIELDS = dict(zip(PARTS, ("personal", "validation", "shared", "shared_validatio
 
 CHOSEN_BY = ("validation", "global_validation")
 """The `PARTS` by which a model may be chosen: scores on validation data, never on test data."""
-
-
-def _values(scores: Sums, known: Collection[str]) -> dict[str, float]:
-    """Return a client's values of the known metrics; other metrics that it sent are ignored."""
-    return {name: total / weight for name, (total, weight) in scores.items() if weight > 0 and name in known}
 
 
 def _means(clients: Sequence[Means], *, worst: Collection[str] | None = None) -> dict[str, float]:
@@ -88,8 +82,12 @@ class ClientScores(Scores):
 
     @classmethod
     def read(cls, one: Evaluation, known: Collection[str]) -> Self:
-        """Read the scores that a client sent, of the `known` metrics."""
-        found = {_FIELDS[part]: _values(scores, known) for part, scores in one.scores.items() if part in _FIELDS}
+        """Read the scores that a client sent, of the `known` metrics; others are ignored."""
+        found = {
+            _FIELDS[part]: {name: total / weight for name, (total, weight) in sums.items() if weight > 0 and name in known}
+            for part, sums in one.scores.items()
+            if part in _FIELDS
+        }
         return cls(id=one.client_id, examples=one.examples, ratio=one.ratio, own=one.own, **found)
 
 

@@ -174,14 +174,11 @@ def _report(
 
 def show(comparison: Comparison) -> None:
     """Print the first columns of a comparison's table that fit the terminal, then footnotes and failures."""
-    _show_frame(comparison.table())
+    frame = comparison.table()
+    print_table([frame.index.name, *frame], [(name, *cells) for name, cells in zip(frame.index, frame.values, strict=True)])
     print_wrapped(f"{comparison.seeds_text()}; wall time depends on what else ran on the machine, simulated time does not")
     for line in comparison.remarks() + comparison.troubles() + comparison.gains():
         typer.echo(line)
-
-
-def _show_frame(frame: Any) -> None:
-    print_table([frame.index.name, *frame], [(name, *cells) for name, cells in zip(frame.index, frame.values, strict=True)])
 
 
 report = command_app(_report, examples=("sparsekit report runs/mnist", "sparsekit report runs/mnist runs/classes --out pages"))

@@ -181,8 +181,9 @@ class ClientContext:
             mask: The part that trains; None for the whole model.
             padded_examples: The same if every batch counts as full, for the paper's FLOPs; None: `examples`.
         """
+        whole = _at(self.costs, _counts(self.costs, mask))
         # No FLOPs are spent on gradients of frozen weights.
-        step = 3 * forward_flops(self.costs, mask) - frozen_flops(self.costs, mask, self.frozen)
+        step = 3 * whole.forward - int(sum(flops for name, flops in whole.entries.items() if name in self.frozen))
         padded = examples if padded_examples is None else padded_examples
         return Cost(flops=step * examples, flops_paper=3 * rowmask_flops(self.costs, mask) * padded)
 
@@ -289,13 +290,6 @@ def rowmask_flops(costs: CostModel, mask: Mask | None = None) -> int:
         sizes = {name: int(mask[name].sum()) if name in mask else math.prod(s) for name, s in costs.graph.shapes.items()}
         return _flops(costs, sizes, bias=True, others=costs.other_flops)
     return _at(costs, _counts(costs, mask)).rowmask
-
-
-def frozen_flops(costs: CostModel, mask: Mask | None, frozen: frozenset[str]) -> int:
-    """Return the FLOPs of a forward pass of one example that are spent on frozen weights."""
-    return (
-        int(sum(flops for name, flops in _at(costs, _counts(costs, mask)).entries.items() if name in frozen)) if frozen else 0
-    )
 
 
 def part_flops(costs: CostModel, weights: Collection[str], *, bias: bool = False) -> int:

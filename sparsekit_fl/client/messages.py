@@ -261,11 +261,11 @@ def decode_request(payload: bytes, graph: UnitGraph, *, state: StateDict | None 
 
 
 def encode_reply(reply: Reply) -> bytes:
-    update, scores = reply.update, reply.evaluation
-    parts = {
-        "update": None if update is None else _told(update),
-        "evaluation": None if scores is None else vars(scores),
-    }
+    """Encode a reply with the costs that a client reports, and without the share; the server computes the rest."""
+    parts = {name: None if one is None else vars(one) for name, one in vars(reply).items() if name in ("update", "evaluation")}
+    if reply.update is not None:
+        told = {name: one for name, one in vars(reply.update).items() if name != "share"}
+        parts["update"] = told | {"cost": _reported(reply.update.cost)}
     return pack({**vars(reply), **parts})
 
 
@@ -283,11 +283,6 @@ def decode_reply(payload: bytes, request: Request, graph: UnitGraph) -> Reply:
         raise
     except Exception as error:  # an untrusted reply can raise any exception
         raise DataError(f"a malformed reply: {error!r:.{MAX_TEXT}}") from error
-
-
-def _told(update: Update) -> dict[str, Any]:
-    """Return what a client tells of its update; the server computes the share."""
-    return {name: one for name, one in vars(update).items() if name != "share"} | {"cost": _reported(update.cost)}
 
 
 def _reported(cost: Cost) -> dict[str, Any]:

@@ -107,7 +107,8 @@ class FedLPS(Method):
     def train(self, client: ClientContext, task: Task) -> Result:
         head = head_entries(client.layers) if len(client.layers) > 1 else ()
         start = {**task.state, **self._head(client, task.extra)}
-        labels, batches, levels = task.extra.get("labels"), client.batches(), self._narrower(client, task)
+        labels, batches = task.extra.get("labels"), client.batches()
+        levels = sorted({level for level in client.levels if level < task.ratio}) if self.nested else []
         numbers = client.rng.integers(len(levels), size=batches.steps).tolist() if levels else ()
         runs = {number: self._run(client, task, start, levels[number]) for number in sorted(set(numbers))}
         drawn = iter(numbers)
@@ -135,15 +136,12 @@ class FedLPS(Method):
         work += Cost(flops=spent[0], flops_paper=spent[1])
         return replace(result, extra=extra, work=work)
 
-    def _narrower(self, client: ClientContext, task: Task) -> list[float]:
-        return sorted({level for level in client.levels if level < task.ratio}) if self.nested else []
-
     def _run(
         self, client: ClientContext, task: Task, start: StateDict, level: float
     ) -> tuple[int, int, Callable[[Batch], Any]]:
         """Return a narrower level: FLOPs of training on an example, FLOPs by the paper's count, and a forward function."""
         mask = _first(client, task.extra["order"], level)
-        run = narrower(client, start, _units(task.mask), mask)
+        run = narrower(client, start, task.mask if isinstance(task.mask, UnitMask) else None, mask)
         return 3 * forward_flops(client.costs, mask), 3 * rowmask_flops(client.costs, mask), run
 
     def _head(self, client: ClientContext, extra: Mapping[str, Tensor]) -> StateDict:
@@ -153,10 +151,6 @@ class FedLPS(Method):
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
         asked = client.request
         return Model(state={**state, **self._head(client, asked.extra)}, mask=asked.mask, ratio=asked.ratio)
-
-
-def _units(mask: Any) -> UnitMask | None:
-    return mask if isinstance(mask, UnitMask) else None
 
 
 def _first(side: ServerContext | ClientContext, order: Tensor, ratio: float) -> UnitMask:

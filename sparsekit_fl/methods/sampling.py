@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsekit.graph import StateDict
 from sparsekit_fl.client.fit import Batch
-from sparsekit_fl.client.roster import ClientInfo, Ids, ids_of, table_of
+from sparsekit_fl.client.roster import Ids, ids_of, table_of
 from sparsekit_fl.config import NonNegativeCount, Ratio, option
 from sparsekit_fl.methods.base import ClientContext, Method, ServerContext, Update, drawn, mean, mean_change
 from sparsekit_fl.methods.client import Result, Task, sgd
@@ -108,7 +108,8 @@ class Oort(Method):
         memory, gained = server.memory, []
         for update in updates:
             utility = update.examples * math.sqrt(max(0.0, update.metrics[_SQUARES]))
-            pace = update.cost.seconds / _relative_time(server.roster[update.client_id])
+            info = server.roster[update.client_id]
+            pace = update.cost.seconds / (info.examples / info.capability.flops_per_second)
             found = {"utility": utility, "seconds": update.cost.seconds, "pace": pace, "round": server.round}
             memory["tried"][str(update.client_id)] = found
             if update.client_id in memory["exploited"]:
@@ -143,11 +144,6 @@ def _scores(round: int, tried: Mapping[str, Any], preferred: float) -> dict[int,
         score = (min(item["utility"], ceiling) - low) / width + math.sqrt(0.1 * math.log(round) / item["round"])
         scores[int(key)] = max(score * _late(item["seconds"], preferred), 1e-9)
     return scores
-
-
-def _relative_time(info: ClientInfo) -> float:
-    """Return the number of examples over the device's FLOPs per second, to which its training time is proportional."""
-    return info.examples / info.capability.flops_per_second
 
 
 def _largest(weights: np.ndarray[Any, np.dtype[np.float64]], count: int) -> Ids:

@@ -13,7 +13,7 @@ from sparsekit_fl.client.context import stream
 from sparsekit_fl.config import read_keywords
 from sparsekit_fl.paper.presets import Preset
 from sparsekit_fl.problem.data import Client, ClientData
-from sparsekit_fl.problem.datasets import DataSource, ImageTransform, datasets
+from sparsekit_fl.problem.datasets import DataSource, datasets
 from sparsekit_fl.problem.metrics import accuracy
 from sparsekit_fl.problem.models import ModelSpec, Network, models
 from sparsekit_fl.problem.partition import partitions
@@ -84,7 +84,7 @@ def build_task(
     if problem is None:
         problem, source = _problem_for(source, name)
     elif source.kind == "image" and source.train.inputs[0].dtype == torch.uint8 and source.train.transform is None:
-        source = source.with_transform(_transform(source, tuple(problem.example_inputs[0].shape[1:])))
+        source = _normalized(source, tuple(problem.example_inputs[0].shape[1:]))
     kind = partition or preset.partition or ("natural" if source.owners is not None else "pathological")
     keywords: dict[str, Any] = dict(preset.options) if kind == preset.partition else {}
     deal, own = partitions.find(kind), ("clients", "rng")  # passed below, so they are not options
@@ -115,7 +115,7 @@ def _problem_for(source: DataSource, name: str) -> tuple[Problem, DataSource]:
     spec = found if isinstance(found, ModelSpec) else ModelSpec(name=name, build=found)
     shape = spec.input_shape(source.kind, tuple(source.shape))
     if source.kind == "image":
-        source = source.with_transform(_transform(source, tuple(shape)))
+        source = _normalized(source, tuple(shape))
     problem = Problem(
         model=Network(spec, source.kind, shape, source.classes),
         example_inputs=tuple(torch.zeros_like(one) for one in source.train.batch(slice(1))[0]),
@@ -125,16 +125,14 @@ def _problem_for(source: DataSource, name: str) -> tuple[Problem, DataSource]:
     return problem, source
 
 
-def _transform(source: DataSource, shape: tuple[int, ...]) -> ImageTransform:
-    """Return the transform that resizes and normalizes images of a source to the input shape of a model."""
+def _normalized(source: DataSource, shape: tuple[int, ...]) -> DataSource:
     if len(shape) != 3 or not source.mean or not source.std:
         raise InvalidValueError(
             f"images of {source.name!r} are uint8, and cannot be normalized for inputs of shape {shape}; give the"
             ' DataSource mean and std, and the Problem example_inputs (batch, channels, height, width), or kind="other"'
             " and a transform of your own"
         )
-    channels, height, width = shape
-    return ImageTransform(channels, (height, width), source.mean, source.std)
+    return source.normalized(shape)
 
 
 def _load(

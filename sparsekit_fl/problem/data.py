@@ -90,12 +90,6 @@ class TensorData:
         assert isinstance(rows, Tensor), "only a slice, or none, gives a slice"
         return replace(self, index=rows)
 
-    def materialise(self, device: torch.device | str = "cpu") -> Self:
-        """Return the examples as tensors on a device, with index and transform applied, so that batches are read quickly."""
-        inputs, targets = self.batch()
-        moved = tuple(tensor.to(device) for tensor in inputs)
-        return replace(self, inputs=moved, targets=targets.to(device), index=None, transform=None)
-
     def _rows(self, positions: Positions) -> Tensor | slice:
         if positions is None:
             return slice(None) if self.index is None else self.index

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsekit.errors import DataError, install_hint
 from sparsekit.registry import Registry
-from sparsekit_fl.problem.data import TensorData, Transform, read
+from sparsekit_fl.problem.data import TensorData, read
 from sparsekit_fl.problem.models import Kind
 
 _log = logging.getLogger(__name__)
@@ -145,14 +145,12 @@ class DataSource:
 
     def pruning_data(self) -> tuple[TensorData, None]:
         """Return what `sparsekit prune` trains on; images are normalized. Test examples are not for pruning."""
-        if self.kind != "image" or self.train.transform is not None:
-            return self.train, None
-        channels, *size = self.shape
-        height, width = size
-        return replace(self.train, transform=ImageTransform(channels, (height, width), self.mean, self.std)), None
+        return (self if self.kind != "image" or self.train.transform is not None else self.normalized(self.shape)).train, None
 
-    def with_transform(self, transform: Transform | None) -> Self:
-        """Return a copy of this source with another transform."""
+    def normalized(self, shape: tuple[int, ...]) -> Self:
+        """Return a copy whose images are resized to `shape` (C, H, W) and normalized."""
+        channels, height, width = shape
+        transform = ImageTransform(channels, (height, width), self.mean, self.std)
         test = None if self.test is None else replace(self.test, transform=transform)
         return replace(self, train=replace(self.train, transform=transform), test=test)
 

@@ -27,7 +27,7 @@ from sparsekit.errors import DataError, require
 from sparsekit.rng import torch_generator
 from sparsekit_fl.checkpoint import write_atomically
 from sparsekit_fl.problem.data import TensorData
-from sparsekit_fl.problem.datasets import DataSource, ImageTransform, datasets, find_files
+from sparsekit_fl.problem.datasets import DataSource, datasets, find_files
 
 _log = logging.getLogger(__name__)
 
@@ -166,9 +166,7 @@ def _loaders(name: str, *, data_dir: Path | None = None, batch_size: int = 64, s
 
     A tenth of the training examples, drawn from `seed`, is for validation; the test set is not used.
     """
-    source = datasets[name](data_dir)
-    channels, height, width = source.shape
-    train = source.with_transform(ImageTransform(channels, (height, width), source.mean, source.std)).train
+    train, _ = datasets[name](data_dir).pruning_data()
     order = torch.from_numpy(np.random.default_rng(seed).permutation(len(train)))
     held_out = max(1, int(_VALIDATION * len(order)))
 

@@ -31,7 +31,7 @@ def test_without_options_the_digits_are_dealt_to_a_small_cnn():
     assert {len(client.data.train) for client in clients} == {44}
     assert {len(client.data.val) for client in clients} == {6}
     assert problem.example_inputs[0].shape == (1, 1, 28, 28)
-    outputs = problem.model()(*clients[0].data.train.materialise().inputs)
+    outputs = problem.model()(*clients[0].data.train.batch()[0])
     assert outputs.shape == (44, 10)
     assert {client.capability.ratio for client in clients} == {1.0}
 
@@ -198,9 +198,9 @@ def test_speakers_become_clients_of_the_lstm(data_dir):
     example = Path(__file__).parents[3] / "examples" / "text_data.py"
     preset = preset_for(dataset=f"{example}:shakespeare")
     _, clients = fl.build_problem(preset, model="lstm", data_dir=data_dir, clients=20)
-    data = clients[0].data.train.materialise()
-    assert data.inputs[0].shape[1:] == data.targets.shape[1:] == (9,)
-    assert data.inputs[0].dtype == torch.int64
+    (tokens,), targets = clients[0].data.train.batch()
+    assert tokens.shape[1:] == targets.shape[1:] == (9,)
+    assert tokens.dtype == torch.int64
 
 
 def test_a_data_set_brings_its_own_preset_and_a_preset_takes_another_data_set():
@@ -226,7 +226,7 @@ def test_presets_give_the_client_sizes_of_table_one(data_dir, name, train, val, 
     if name == "mnist":
         again = fl.build_problem(preset_for(preset=name), data_dir=data_dir)[1]
         assert all(torch.equal(a.data.train.index, b.data.train.index) for a, b in zip(clients, again, strict=True))
-    assert clients[0].data.val.materialise().inputs[0].isfinite().all()
+    assert clients[0].data.val.batch()[0][0].isfinite().all()
 
 
 def test_images_are_normalized_for_a_problem_of_ones_own_or_refused(own):

@@ -7,11 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from personal import Read
+from personal import Read, chain
 from torch.utils.data import Subset, TensorDataset
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError, InvalidValueError
+from sparsekit_fl.client.fit import Examples
 from sparsekit_fl.problem.data import TensorData, read
 from sparsekit_fl.problem.partition import dirichlet, natural, pathological
 
@@ -26,7 +27,7 @@ def test_positions_may_be_a_list_an_array_a_tensor_or_a_slice(positions):
     assert pool().take([5, 4, 3]).batch(positions)[1].tolist() == [4, 3]
 
 
-def test_the_transform_runs_when_a_batch_is_read_and_once_when_materialised():
+def test_the_transform_runs_when_a_batch_is_read_and_once_for_the_batches_of_a_client():
     calls = []
 
     def double(rows):
@@ -34,10 +35,10 @@ def test_the_transform_runs_when_a_batch_is_read_and_once_when_materialised():
         return rows * 2.0
 
     view = TensorData(pool().inputs, pool().targets, torch.tensor([1, 3]), double)
-    ready = view.materialise()
-    assert ready.transform is None
-    assert ready.index is None
-    assert ready.batch([1])[0][0].tolist() == [[12.0, 14.0]]
+    assert view.batch([1])[0][0].tolist() == [[12.0, 14.0]]
+    assert calls.pop() == 1
+    ready = Examples(chain(2, 3), view, device="cpu")
+    assert [batch.inputs[0].tolist() for _ in range(2) for batch in ready.batches(None, [(1, 2)])] == [[[12.0, 14.0]]] * 2
     assert calls == [2]
 
 
