@@ -140,11 +140,10 @@ class Remembered(dict[int, dict[str, Any]]):
 
     def write(self, round: int) -> dict[int, int]:
         """Write the memories that were changed and are not empty. Return the versions of all files."""
-        store, versions = self._memories, dict(self._versions)
+        versions = dict(self._versions)
         for client_id, memory in self.items():
-            if memory:
-                before = versions.get(client_id)
-                versions[client_id] = round if store is None else store.write(client_id, round, memory, before=before)
+            if memory and self._memories is not None:
+                versions[client_id] = self._memories.write(client_id, round, memory, before=versions.get(client_id))
         return versions
 
 
