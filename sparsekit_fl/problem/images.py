@@ -10,8 +10,10 @@ import io
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -46,50 +48,27 @@ def digits(root: Path | str | None = None) -> DataSource:  # noqa: ARG001 (every
     return DataSource(name="digits", kind="image", train=train, test=test, classes=10, mean=(0.3054,), std=(0.3763,))
 
 
-def _hub(
-    name: str,
-    about: str,
-    *,
-    repo: str,
-    shape: tuple[int, int, int],
-    aliases: Sequence[str] = (),
-    test: str = "test",
-    **known: Any,
-) -> Callable[..., DataSource]:
-    """Return a function that reads `<root>/<name>/**/*.parquet`, or the hub's copy; every image has `shape` (C, H, W)."""
+def _hub(name: str, row: Mapping[str, Any]) -> Callable[..., DataSource]:
+    """Return a function that reads `<root>/<name>/**/*.parquet`, or the hub's copy, of a data set in `images.toml`."""
 
     def load(root: Path | str | None = None) -> DataSource:
+        test = row.get("test", "test")
         layout, patterns = f"{name}/train.parquet and {name}/{test}.parquet", ("train*.parquet", f"{test}*.parquet")
-        files = find_files(name, root, *patterns, layout=layout, repo=repo, aliases=aliases)
+        found = find_files(name, root, *patterns, layout=layout, repo=row["repo"], aliases=row.get("aliases", ()))
         pools = (
-            cached_tensors(f"{name}-{split}", own, partial(read_images, own, shape))
-            for split, own in zip(("train", "test"), files, strict=True)
+            cached_tensors(f"{name}-{split}", own, partial(read_images, own, tuple(row["shape"])))
+            for split, own in zip(("train", "test"), found, strict=True)
         )
         learned, scored = (TensorData((pool["images"],), pool["labels"]) for pool in pools)
+        known: dict[str, Any] = {"classes": row["classes"], "mean": tuple(row["mean"]), "std": tuple(row["std"])}
         return DataSource(name=name, kind="image", train=learned, test=scored, **known)
 
-    load.__doc__ = about
+    load.__doc__ = row["about"]
     return load
 
 
-mnist = _hub(
-    "mnist", "Load 60,000 + 10,000 handwritten digits.", repo="ylecun/mnist", classes=10, shape=(1, 28, 28),
-    mean=(0.1307,), std=(0.3081,),
-)  # fmt: skip
-cifar10 = _hub(
-    "cifar10", "Load 50,000 + 10,000 small photographs of 10 classes.", repo="uoft-cs/cifar10", classes=10, shape=(3, 32, 32),
-    mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616),
-)  # fmt: skip
-cifar100 = _hub(
-    "cifar100", "Load 50,000 + 10,000 small photographs of 100 classes, the fine labels.", repo="uoft-cs/cifar100",
-    classes=100, shape=(3, 32, 32), mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762),
-)  # fmt: skip
-# The labels of the true test split were never published.
-tiny_imagenet = _hub(
-    "tiny-imagenet", "Load photographs of 200 classes; the validation split is the test set.", repo="zh-plus/tiny-imagenet",
-    classes=200, shape=(3, 64, 64), mean=(0.4802, 0.4481, 0.3975), std=(0.2770, 0.2691, 0.2821), aliases=("tiny_imagenet",),
-    test="valid",
-)  # fmt: skip
+_ROWS = tomllib.loads(files(__package__).joinpath("images.toml").read_text(encoding="utf-8"))
+mnist, cifar10, cifar100, tiny_imagenet = (_hub(name, row) for name, row in _ROWS.items())
 
 
 # Increase this number when the meaning of cached tensors changes, so that older files are ignored.
