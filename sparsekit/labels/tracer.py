@@ -69,6 +69,7 @@ class Tracer:
         """Release the tensors of the last pass, which hooks on its model would otherwise keep alive."""
         self.alive, self._known, self.numbers, self._waiting, self._model = [], {}, {}, {}, nn.Module()
         self.rearranged.clear()
+        self.answers.clear()
 
     def follow(self, model: nn.Module) -> None:
         """Keep `modules` up to date while `model`, a private copy, runs."""

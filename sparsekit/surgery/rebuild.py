@@ -4,7 +4,7 @@ import copy
 import functools
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, cast
 
@@ -26,7 +26,7 @@ from sparsekit.graph import StateDict, UnitGraph, cut_axes, gather
 from sparsekit.graph.edit import inside
 from sparsekit.graph.groups import Constant
 from sparsekit.graph.held import ATOMS, OWN_ATTRIBUTES, empty, held_at, held_tensors, is_atomic, set_held, shown, tensors_in
-from sparsekit.graph.index import moved_axes
+from sparsekit.graph.index import Axes, moved_axes
 from sparsekit.layers import LayerRule, resize
 from sparsekit.runtime.free_lengths import free_lengths
 from sparsekit.runtime.safe_convolution import guard_convolutions
@@ -211,12 +211,24 @@ def in_format(tensor: Tensor, wanted: torch.memory_format | None) -> Tensor:
     return tensor if wanted is None else tensor.contiguous(memory_format=wanted)
 
 
+def selected(tensor: Tensor, axes: Axes) -> Tensor:
+    """Return the entries at `axes` as a new tensor, in the memory format of the whole one."""
+    whole = tensor.detach()
+    piece = gather(whole, axes)
+    return in_format(piece.clone() if piece is whole else piece, memory_format(tensor))
+
+
 def narrow_state(
-    state: StateDict, graph: UnitGraph, keep: Mapping[str, Tensor], indices: Mapping[str, Mapping[int, Tensor]] | None = None
+    state: StateDict,
+    graph: UnitGraph,
+    keep: Mapping[str, Tensor],
+    indices: Mapping[str, Mapping[int, Tensor]] | None = None,
+    lend: Callable[[Tensor, Axes], Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Return the state entries and constants that hold units, without the positions of dropped units; other keys are absent.
 
     `indices`: key → axis → kept positions, in any order, of the tensors to return; by default, all tensors that hold units.
+    `lend`: as in `narrow_module`.
     """
     narrow: dict[str, Tensor] = {}
     done: dict[int, Tensor] = {}
@@ -227,9 +239,11 @@ def narrow_state(
     for name, axes in indices.items():
         tensor = state[name]
         if id(tensor) not in done:
-            whole = tensor.detach()
-            piece = gather(whole, axes_that_change(whole.shape, axes))
-            done[id(tensor)] = in_format(piece.clone() if piece is whole else piece, memory_format(tensor))
+            cut = axes_that_change(tensor.shape, axes)
+            if lend is None or not isinstance(tensor, nn.Parameter):
+                done[id(tensor)] = selected(tensor, cut)
+            else:
+                done[id(tensor)] = lend(tensor, cut) if cut else tensor
         narrow[name] = done[id(tensor)]
     return narrow
 
@@ -242,16 +256,16 @@ def narrow_module(
     indices: Mapping[str, Mapping[int, Tensor]] | None = None,
     outside: Mapping[int, object] | None = None,
     *,
-    lend: bool = False,
+    lend: Callable[[Tensor, Axes], Tensor] | None = None,
 ) -> nn.Module:
     """Return a copy of `model` without the dropped units, and with updated size attributes.
 
     `indices`: kept positions of each entry along each axis, if their order is not that of the model. `outside`: as in
-    `copy_with`. `lend`: share the parameters that lose nothing, and run the copy in `ReadOnly`.
+    `copy_with`. `lend`: share parameters that lose nothing, and cut others by this function; run the copy in `ReadOnly`.
     """
     tensors = named_entries(model) | named_constants(model, graph)
-    lent = {name: own for name, own in tensors.items() if isinstance(own, nn.Parameter)} if lend else {}
-    small = copy_with(model, lent | narrow_state(tensors, graph, keep, indices), graph.constants.values(), outside)
+    lent = {name: own for name, own in tensors.items() if isinstance(own, nn.Parameter)} if lend is not None else {}
+    small = copy_with(model, lent | narrow_state(tensors, graph, keep, indices, lend), graph.constants.values(), outside)
     _fit(small, graph, keep, rules)
     return small
 
@@ -268,7 +282,7 @@ def narrow_in_place(
     for name, axes in graph.kept_indices(keep).items():
         entry = entries[name]
         if id(entry) not in done and (cut := cut_axes(entry.shape, axes)):
-            reshape_leaf(entry, in_format(gather(entry.detach(), cut), memory_format(entry)))
+            reshape_leaf(entry, selected(entry, cut))
         done.add(id(entry))
     constants = narrow_state(named_constants(model, graph), graph, keep, graph.kept_constants(keep))
     put_constants(model, constants, graph.constants.values())

@@ -14,7 +14,7 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -26,9 +26,9 @@ from sparsekit.errors import UnsupportedModelError
 from sparsekit.graph.edit import inside, only
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.layers import Rules
-from sparsekit.surgery.rebuild import named_entries, narrow_module
+from sparsekit.surgery.rebuild import named_entries, narrow_module, selected
 from sparsekit.tracing.inputs import Copied, ModelInputs, find_tensors, plain_copy, with_tokens
-from sparsekit.tracing.passes import Snapshot, lent_copy, train_without_dropout
+from sparsekit.tracing.passes import CutOnRead, Snapshot, lent_copy, train_without_dropout
 from sparsekit.tracing.perturbed import is_meta
 from sparsekit.tracing.record import Record
 from sparsekit.tracing.search import Search
@@ -204,13 +204,14 @@ class BlockVerifier:
         """
         narrow: nn.Module | None = None
         self._narrow_runs = []
-        half = Trial(0, widths=dict.fromkeys(graph.groups, (1, 3)))
-        for trial in (half, Trial(1)):
+        half, reads = Trial(0, widths=dict.fromkeys(graph.groups, (1, 3))), CutOnRead()
+        for trial, lend, mode in ((half, reads.lend, reads), (Trial(1), selected, nullcontext())):
             with contextlib.suppress(Exception):  # the comparison of the whole model will find it
                 keep = self._masks.draw(graph, graph.groups, trial)[1]
                 narrow = None
-                narrow = narrow_module(self._copy, graph, keep, self.rules, lend=True)
-                self._narrow_runs.append(Record.of_shapes(narrow, self._drawn[0]))
+                narrow = narrow_module(self._copy, graph, keep, self.rules, lend=lend)
+                with mode:
+                    self._narrow_runs.append(Record.of_shapes(narrow, self._drawn[0]))
         return {} if narrow is None else {**dict(narrow.named_modules()), **named_entries(narrow)}
 
     def _outside(self, home: str) -> list[tuple[object, object]]:
@@ -342,8 +343,16 @@ class BlockVerifier:
         passes = [(False, inputs) for inputs in self._drawn]
         passes += [(True, self.calls[at].doubled() if twice else self.calls[at]) for at, twice in self.training]
         before = Snapshot(self._copy)
+        own = {id(entry) for home in homes for entry in self._modules[home].parameters()}
+        reads = CutOnRead()
         try:
-            narrow = narrow_module(self._copy, graph, keep, self.rules, lend=True)
+            narrow = narrow_module(
+                self._copy,
+                graph,
+                keep,
+                self.rules,
+                lend=lambda entry, axes: (reads.lend if id(entry) in own else selected)(entry, axes),
+            )
             snapshots = before, Snapshot(narrow)
             for number, (training, inputs) in enumerate(passes):
                 if training and number == len(self._drawn):  # train mode starts from the same state as eval mode
@@ -353,7 +362,9 @@ class BlockVerifier:
                     train_without_dropout(model) if training else set_mode(model, False)
                 if number not in self._whole_runs:
                     self._whole_runs[number] = Record.of_shapes(self._copy, inputs)
-                reason = self._whole_runs[number].difference(Record.of_shapes(narrow, inputs), homes, shapes=shapes)
+                with reads:
+                    record = Record.of_shapes(narrow, inputs)
+                reason = self._whole_runs[number].difference(record, homes, shapes=shapes)
                 if reason is not None:
                     return reason
         except Exception as error:  # noqa: BLE001

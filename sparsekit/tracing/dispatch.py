@@ -72,39 +72,43 @@ class Dispatcher(DispatchMode):
         return Call(self.tracer, returning, name, arguments, ())
 
     def _propagate(self, call: Call, mutates: bool) -> None:
-        key = self._key(call)
-        if key is not None and key in self.tracer.answers:
-            self._attach(call, self.tracer.answers[key][1], mutates)
+        key, decides = self._key(call)
+        _, before = self.tracer.answers.get(key, (None, None))
+        if before is not None and decides:
+            self._attach(call, before, mutates)
             return
         entering = [self.tracer.known(tensor) for tensor in call.tensors]
         found = self._ask(call)
         if found is None:
             return
-        if key is not None:
+        if before is not None and len(found) == len(before) and all(map(_are_same, found, before)):
+            found = before  # the same objects, which keys of later calls refer to
+        elif key is not None:
             self.tracer.answers[key] = entering, found
         self._attach(call, found, mutates)
 
-    def _key(self, call: Call) -> tuple[Any, ...] | None:
-        """Return a cache key for the answer of a handler; None if the answer may depend on values, such as an index."""
+    def _key(self, call: Call) -> tuple[tuple[Any, ...] | None, bool]:
+        """Return a cache key of a call, and whether it decides the answer of the handler, unlike values, such as an index."""
         key: list[Any] = [call.func, self.tracer.module, self.tracer.given.key]
+        decides = True
         for name, value in call.arguments.items():
             if isinstance(value, Tensor):
                 labels = self.tracer.known(value)
-                if labels is None and not value.is_floating_point():
-                    return None
+                decides &= labels is not None or value.is_floating_point()
                 key.append((name, id(labels), value.shape))
             elif isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
                 known = [self.tracer.known(item) if isinstance(item, Tensor) else None for item in value]
-                if None in known:
-                    return None
-                key.append((name, tuple((id(each), item.shape) for each, item in zip(known, value, strict=True))))
+                decides &= None not in known
+                key.append(
+                    (name, tuple((id(each), getattr(item, "shape", item)) for each, item in zip(known, value, strict=True)))
+                )
             elif call.name not in SAME_IN_TRAIN_MODE:
                 key.append((name, tuple(value) if isinstance(value, list) else value))
         try:
             hash(found := tuple(key))
         except TypeError:
-            return None
-        return found
+            return None, False
+        return found, decides
 
     def _ask(self, call: Call) -> list[TensorLabels | None] | None:
         """Return the labels of the outputs; None if labels were given up because of too much work."""
@@ -211,6 +215,19 @@ class Dispatcher(DispatchMode):
         for tensor in call.outputs:
             self._viewed.add(storage_id(tensor))
             self.tracer.alive.append(tensor)
+
+
+def _are_same(own: TensorLabels | None, other: TensorLabels | None) -> bool:
+    if own is None or other is None:
+        return own is other
+    numbers = [[axis and axis.numbers for axis in labels.axes] for labels in (own, other)]
+    return (
+        own.same(other)
+        and own.entry is other.entry
+        and own.mixed is other.mixed
+        and own.from_state == other.from_state
+        and numbers[0] == numbers[1]
+    )
 
 
 def _written_over(tracer: Tracer, tensor: Tensor, target: Tensor, written: TensorLabels, reason: str) -> TensorLabels | None:

@@ -29,14 +29,17 @@ from sparsekit._torch import (
     without_fast_path,
 )
 from sparsekit.graph.held import OWN_ATTRIBUTES
+from sparsekit.graph.index import Axes, narrow_shape
 from sparsekit.rng import same_random_state
-from sparsekit.surgery.rebuild import copy_with, named_entries
+from sparsekit.surgery.rebuild import copy_with, named_entries, selected
 from sparsekit.tracing.ops.call import tensors_of
 
 _STATISTICS = frozenset({"running_mean", "running_var"})
 """Arguments of batch norms that are written to, though the schemas of the older ones do not say so."""
 # Uninitialized memory differs from pass to pass. Circular padding, for example, allocates its result with new_empty.
 _UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+_PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm"))
+_PIECE = 1 << 20  # numbers of a matrix that are in float64 at once, in a product
 
 
 class Signature(NamedTuple):
@@ -104,6 +107,35 @@ class ReadOnly(DispatchMode):
         return tree_map_only(Tensor, lambda t: t.clone() if storage_id(t) in self._storages else t, value)
 
 
+class CutOnRead(DispatchMode):
+    """Cuts the matrices of a narrow copy each time an operator reads one, so that the copy takes no memory for them.
+
+    Code that reads a matrix without an operator, such as by `tolist`, gets zeros.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cuts: dict[int, tuple[Tensor, Tensor, Axes]] = {}  # storage → the narrow tensor, the whole one, what is left
+
+    def lend(self, tensor: Tensor, axes: Axes) -> Tensor:
+        """Return a tensor of zeros in one place of memory, instead of the entries at `axes`."""
+        if tensor.dim() < 2 or type(tensor) is not nn.Parameter or tensor.layout is not torch.strided:
+            return selected(tensor, axes)
+        narrow = tensor.detach().new_zeros(()).expand(narrow_shape(tensor.shape, axes))
+        self._cuts[storage_id(narrow)] = narrow, tensor, axes
+        return narrow
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tree_map_only(Tensor, self._cut, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _cut(self, tensor: Tensor) -> Tensor:
+        _, whole, axes = self._cuts.get(storage_id(tensor), (None, None, {}))
+        return tensor if whole is None else selected(whole, axes)
+
+
 def in_float64(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute an operator in float64, with its arguments converted.
 
@@ -131,8 +163,25 @@ def in_float64(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return wanted if value.is_floating_point else value
         return tree_map_only(Tensor, one, value) if isinstance(value, (list, tuple)) else value
 
+    if func in _PRODUCTS and args[-1].numel() > 1 << 16 and args[-1].is_floating_point() and args[-1].dtype != wanted:
+        return _by_columns(func, *map(one, args[:-1]), args[-1], **kwargs)
     args = tuple(convert(name, value) for name, value in zip(names, args, strict=False))
     return func(*args, **{name: convert(name, value) for name, value in kwargs.items()})
+
+
+def _by_columns(func: Any, *terms: Tensor, **kwargs: Any) -> Tensor:
+    """Multiply by some columns of the last matrix at a time, so that few of them are in float64 at once."""
+    *added, left, matrix = terms
+    count = matrix.shape[-1]
+    # So much memory comes from the system and goes back there. Less would come from a heap, in which gaps would remain.
+    memory = torch.empty(1 << 22, dtype=torch.float64, device=matrix.device)
+    split = [t.expand(*left.shape[:-1], count).split(max(1, _PIECE * count // matrix.numel()), -1) for t in added]
+    made = []
+    for *own, columns in zip(*split, matrix.split(max(1, _PIECE * count // matrix.numel()), -1), strict=True):
+        wide = memory[: columns.numel()]
+        wide = wide.view(columns.mT.shape).mT if columns.stride(-2) == 1 else wide.view(columns.shape)
+        made.append(func(*own, left, wide.copy_(columns), **kwargs))
+    return torch.cat(made, -1)
 
 
 class InFloat64(DispatchMode):

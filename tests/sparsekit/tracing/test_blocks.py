@@ -12,10 +12,12 @@ from readers import is_wrong
 from torch import Tensor, nn
 
 import sparsekit as sk
+from sparsekit.surgery.rebuild import narrow_module
 from sparsekit.tracing import blocks, inputs
 from sparsekit.tracing.blocks import BlockVerifier
 from sparsekit.tracing.inputs import ModelInputs, find_tensors
-from sparsekit.tracing.passes import private_passes
+from sparsekit.tracing.passes import CutOnRead, private_passes
+from sparsekit.tracing.record import Record
 
 
 class Attention(nn.Module):
@@ -160,6 +162,30 @@ def test_of_blocks_that_are_alike_one_is_compared_and_all_are_compared_as_a_whol
     assert compared.count("blocks.1.attention") == 0
     assert "blocks.1.up" in graph.groups
     assert "blocks.2.up" not in graph.groups
+
+
+def test_a_narrow_copy_of_a_large_model_takes_no_memory_for_matrices_and_computes_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, taken = Record.of_shapes.__func__, []  # type: ignore[attr-defined]
+    model, tokens = _text()
+    weights = sum(entry.nbytes for entry in model.parameters())
+
+    def of_shapes(cls: type[Record], copied: nn.Module, inputs: ModelInputs) -> Record:
+        lent = {entry.untyped_storage().data_ptr() for entry in model.parameters()}
+        own = [entry.untyped_storage() for entry in copied.parameters()]
+        taken.append(sum(storage.nbytes() for storage in own if storage.data_ptr() not in lent) / weights)
+        return one(cls, copied, inputs)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(Record, "of_shapes", classmethod(of_shapes))
+    graph = trace(model, tokens)[0]
+    assert taken[0] < 0.05  # half of all units
+    keep = {name: torch.arange(group.size) % 2 == 0 for name, group in graph.groups.items()}
+    reads = CutOnRead()
+    lazy = narrow_module(model, graph, keep, lend=reads.lend)
+    assert torch.equal(lazy.blocks[0].up.weight, torch.zeros_like(lazy.blocks[0].up.weight))
+    with torch.no_grad(), reads:
+        assert torch.equal(lazy(tokens), narrow_module(model, graph, keep)(tokens))
 
 
 class Outside(Text):
