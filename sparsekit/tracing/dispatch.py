@@ -73,7 +73,7 @@ class Dispatcher(DispatchMode):
 
     def _propagate(self, call: Call, mutates: bool) -> None:
         key, decides = self._key(call)
-        _, before = self.tracer.answers.get(key, (None, None))
+        before = None if key is None or key not in self.tracer.answers else self.tracer.answers[key][1]
         if before is not None and decides:
             self._attach(call, before, mutates)
             return
