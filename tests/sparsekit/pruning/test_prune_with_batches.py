@@ -13,6 +13,7 @@ from small import make_trained
 from torch import nn
 
 import sparsekit as sk
+from sparsekit._torch import DispatchMode, storage_id, tree_leaves
 from sparsekit.criteria.batches import Batch
 from sparsekit.errors import ForeignMaskError
 from sparsekit.pruning.calibration import Calibration
@@ -20,6 +21,7 @@ from sparsekit.pruning.cutting import StarvedGroupsWarning
 from sparsekit.pruning.reconstruction import statistics_prior
 from sparsekit.pruning.settings import CANDIDATES, UncalibratedWarning
 from sparsekit.pruning.verdict import Losses, Verdict
+from sparsekit.tracing import blocks
 
 X = torch.randn(1, 12, generator=torch.Generator().manual_seed(0))
 
@@ -310,3 +312,61 @@ def test_a_plan_that_is_given_to_another_model_is_refused_with_what_differs(take
     by_weights = taker in ("a mask from it", "scores")
     with pytest.raises(ForeignMaskError, match="with other weights" if by_weights else r"of shape \(\d+"):
         TAKERS[taker](pruned, foreign, batches, tmp_path)
+
+
+class Largest(DispatchMode):
+    """Notes operators that take at least some bytes of new memory."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least = least
+        self.found: list[tuple[str, torch.Size]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given, made = ([t for t in tree_leaves(each) if isinstance(t, torch.Tensor)] for each in ((args, kwargs), result))
+        known = set(map(storage_id, given))
+        self.found += [
+            (func.name(), tensor.shape)
+            for tensor in made
+            if not tensor.is_meta and tensor.untyped_storage().nbytes() >= self.least and storage_id(tensor) not in known
+        ]
+        return result
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.down(F.relu(self.up(self.norm(x))))
+        return y
+
+
+def test_frozen_parameters_that_lose_nothing_cost_no_gradients_statistics_or_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "LARGE_NUMBERS", 0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(4000, 16), nn.Sequential(Residual(), Residual()), nn.Linear(16, 4000)).eval()
+    model[0].requires_grad_(False)
+    model[2].requires_grad_(False)
+    batches = [(torch.randint(4000, (2, 3)), torch.randint(4000, (6,))) for _ in range(3)]
+    example, context = batches[0][0], sk.criteria.ScoringContext(model=model)
+
+    def loss(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(y.flatten(0, 1), target)
+
+    with Largest(model[0].weight.nbytes) as seen:
+        graph = sk.trace_units(model, example)
+        assert set(graph.groups) == {"1.0.up", "1.1.up"}
+        fisher = [sk.criteria.Fisher(batches, loss, per_position=each) for each in (False, True)]
+        for criterion in (*fisher, sk.criteria.Taylor(batches, loss), sk.criteria.Wanda(batches)):
+            criterion.scores(graph, context)
+        settings: dict[str, Any] = {"budget": "flops=99%", "batches": batches, "loss": loss, "graph": graph}
+        decided = sk.plan(model, example, criterion="fisher", allocation="by_loss", **settings)
+        sk.reconstruct(model, model, graph, decided.mask, batches)
+    assert seen.found == []
+    frozen = [name for name, entry in model.named_parameters() if not entry.requires_grad]
+    assert frozen == ["0.weight", "2.weight", "2.bias"]
+    assert all(entry.grad is None for entry in model.parameters())
+    assert min(block.up.out_features for block in model[1]) < 24
