@@ -4,7 +4,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 from itertools import accumulate, pairwise
@@ -18,7 +18,7 @@ from sparsekit.errors import DataError, InvalidValueError, SparsekitError
 from sparsekit.version import __version__
 from sparsekit_fl.checkpoint import Memories, write_atomically
 from sparsekit_fl.client.messages import MAX_TEXT, Reply, Request, decode_reply, encode_request, request_bytes
-from sparsekit_fl.engines import one_thread
+from sparsekit_fl.engines import RunClients, one_thread
 from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.packing import pack
 from sparsekit_fl.problem.data import Capability, Client, ClientData
@@ -53,10 +53,6 @@ class GridEngine:
         simulated: Number of processes of Flower's simulation; 0: the nodes are devices. Each node of a simulation has all
             clients and writes their memories into the folder of the run, and a process that fails ends the run. Devices
             describe their clients, keep their memories and personal models, and cannot stop a run.
-
-    Attributes:
-        workers: Number of clients that train at the same time.
-        keeps_models: Whether personal models stay on the nodes.
     """
 
     def __init__(
@@ -151,9 +147,7 @@ class GridEngine:
             time.sleep(min(_LOOK_SECONDS, self._wait_seconds))
 
     @contextmanager
-    def open(
-        self, spec: RunSpec, clients: Mapping[int, Client], memories: Memories
-    ) -> Iterator[Callable[[Sequence[Request]], Iterator[Reply]]]:
+    def open(self, spec: RunSpec, clients: Mapping[int, Client], memories: Memories) -> Iterator[RunClients]:
         """Run clients on the nodes. On devices, these are the clients that the method `clients` found."""
         del clients
         if self._simulated:
@@ -194,13 +188,13 @@ class GridEngine:
             if len(parts) != len(requests):
                 raise DataError(f"its answer cannot be used: it has {len(parts)} replies to {len(requests)} requests")
         except DataError as error:
-            return [_failed(request, str(error)) for request in requests]
+            return [Reply(client_id=request.client_id, error=str(error)) for request in requests]
         replies = []
         for request, payload in zip(requests, parts, strict=True):
             try:
                 replies.append(decode_reply(payload, request, spec.graph))
             except DataError as error:
-                replies.append(_failed(request, f"its answer cannot be used: {error}"))
+                replies.append(Reply(client_id=request.client_id, error=f"its answer cannot be used: {error}"))
             if self._simulated and replies[-1].stored and not memories.path(request.client_id, request.round).exists():
                 raise DataError(
                     f"the memory of client {request.client_id} was written on another disk; on a cluster, --out must be a"
@@ -223,10 +217,6 @@ class GridEngine:
                     yield node, reply
             time.sleep(_POLL_SECONDS if waiting else 0.0)
         yield from ((node, f"no reply within {seconds:g} seconds") for node in waiting.values())
-
-
-def _failed(request: Request, reason: str) -> Reply:
-    return Reply(client_id=request.client_id, error=reason)
 
 
 def content(*parts: bytes, run: str = "") -> RecordDict:
