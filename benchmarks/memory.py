@@ -3,7 +3,8 @@
     python benchmarks/memory.py 1.1 > rows.jsonl     0.1, 0.4 or 1.1 billion parameters; "tiny" for a try
     python benchmarks/memory.py 1.1 --in-place       prune the dense model in place, without a second model
     python benchmarks/memory.py 3.2 --folder large > rows.jsonl     sk.prune_folder, on a random Llama made there
-    python benchmarks/memory.py 3.2 --folder large --data           with data, block by block
+    python benchmarks/memory.py 3.2 --folder large --data           with data, block by block; --blocks 2 makes two of them,
+                                                                    of which --budget params=88% cuts as much
 
 Memory is the peak resident set of a step in GiB, weights included, without the memory of the process before the model is made.
 Linux only: the peak is read from /proc, and reset before each step. On a core without bfloat16 instructions, use
@@ -41,14 +42,17 @@ LLAMAS = {
 """Width, inner width, blocks, heads, heads for keys and values, and words: of SmolLM2-135M, and of Llama 3.2 of 1B and 3B."""
 
 
-def write_llama(size: str, folder: Path) -> dict[str, Any]:
-    """Write a random Llama in bfloat16, a shard for each block, unless it is there; return numbers and GiB of its parts."""
+def write_llama(size: str, folder: Path, blocks: int = 0) -> dict[str, Any]:
+    """Write a random Llama in bfloat16, a shard for each block, unless it is there; return numbers and GiB of its parts.
+
+    If `blocks` is not 0, it has so many.
+    """
     import transformers
     from safetensors.torch import save_file
 
-    width, inner, blocks, heads, kv_heads, words = LLAMAS[size]
+    width, inner, every, heads, kv_heads, words = LLAMAS[size]
     config = transformers.LlamaConfig(
-        hidden_size=width, intermediate_size=inner, num_hidden_layers=blocks, num_attention_heads=heads,
+        hidden_size=width, intermediate_size=inner, num_hidden_layers=blocks or every, num_attention_heads=heads,
         num_key_value_heads=kv_heads, vocab_size=words, tie_word_embeddings=True, dtype="bfloat16",
         architectures=["LlamaForCausalLM"],
     )  # fmt: skip
@@ -121,7 +125,7 @@ def resident(what: str) -> int:
 def main() -> None:
     options = options_of(
         __doc__, "size", choices={"size": SIZES | LLAMAS}, examples=8, tokens=16, criterion="fisher", in_place=False,
-        folder=str, data=False,
+        folder=str, data=False, blocks=0, budget="params=70%",
     )  # fmt: skip
     torch.manual_seed(0)
     about: dict[str, Any] = {"size": options.size}
@@ -139,18 +143,19 @@ def main() -> None:
         return result
 
     if options.folder is not None:
-        folder = Path(options.folder, options.size)
-        about |= write_llama(options.size, folder) | {"examples": options.examples, "tokens": options.tokens}
+        folder = Path(options.folder, f"{options.size}-{options.blocks or 'all'}")
+        about |= write_llama(options.size, folder, options.blocks)
+        about |= {name: getattr(options, name) for name in ("blocks", "budget", "examples", "tokens")}
         tokens = torch.randint(1, LLAMAS["tiny"][-1], (options.examples, 1, options.tokens))
         data = {"batches": [{"input_ids": each, "labels": each} for each in tokens]} if options.data else {}
         out = Path(options.folder, f"{options.size}-pruned")
         with tempfile.TemporaryDirectory() as small:  # which imports all modules before memory is measured
             write_llama("tiny", Path(small, "dense"))
-            sk.prune_folder(Path(small, "dense"), Path(small, "out"), budget="params=70%", **data)
+            sk.prune_folder(Path(small, "dense"), Path(small, "out"), budget=options.budget, **data)
         gc.collect()
         base = resident("RSS")
         named = f"folder{' with data' * options.data}"
-        step(named, lambda: sk.prune_folder(folder, out, budget="params=70%", **data) and None)
+        step(named, lambda: sk.prune_folder(folder, out, budget=options.budget, **data) and None)
         shutil.rmtree(out)
         return
     sizes = SIZES[options.size]

@@ -70,5 +70,6 @@ def folders() -> Lines:
         fixed = f"{row['embedding'] + 3 * row['block']:.2f}"
         data = f"{row['examples']} × {row['tokens']} tokens" if row["step"].endswith("data") else "none"
         pace = row["seconds"] / 60 / (row["parameters"] / 1e9)
-        taken = [f"{row['peak']:.2f}", f"{row['seconds']:.0f} s", f"{pace:.1f}"]
-        yield [f"{row['size']} billion", f"{row['weights']:.2f}", fixed, data, *taken]
+        taken = [f"{row['peak']:.2f}", f"{row['seconds']:.0f} s", "" if row["blocks"] else f"{pace:.1f}"]
+        size = f"{row['size']} billion" + f", {row['blocks']} blocks of it" * bool(row["blocks"])
+        yield [size, f"{row['weights']:.2f}", fixed, data, *taken]
