@@ -43,8 +43,7 @@ MOMENTARY = ("config", "resume", "as_json", "quiet")
 _CODE = ("dataset", "model", "partition", "callback", "optimizer")
 """Options whose values may name code to import: package.module:name, or a Python file."""
 
-PARTITION = "partition."
-"""Prefix of the paths of partition options."""
+PARTITION = "partition."  # the paths of partition options begin with it
 
 _FRONT = tuple(name for names in FLAGS.values() for name in names)
 _FROM_PRESET = {*options_of(Preset), *options_of(TrainingConfig), "heterogeneity"}
@@ -196,12 +195,9 @@ def text_of(value: Any) -> str:
 
 
 def toml_of(values: Mapping[str, Any]) -> str:
-    """Return name → number, text, path or list as lines of TOML; None becomes "none"."""
-    # JSON and TOML write these types in the same way.
-    texts = {
-        name: json.dumps("none" if value is None else value, default=str, ensure_ascii=False) for name, value in values.items()
-    }
-    return "".join(f"{name} = {text}\n" for name, text in texts.items())
+    """Return name → number, text, path or list as lines of TOML, which JSON writes alike; None becomes "none"."""
+    plain = {name: "none" if value is None else value for name, value in values.items()}
+    return "".join(f"{name} = {json.dumps(value, default=str, ensure_ascii=False)}\n" for name, value in plain.items())
 
 
 def by_path(given: Mapping[str, Any], *without: str) -> dict[str, Any]:
@@ -289,10 +285,8 @@ def _parameter(name: str, panel: str) -> inspect.Parameter:
 
 def _plain(hint: Any) -> Any:
     """Return the type that Typer reads: int for `Annotated[int, …] | None`, str for words, a list for a tuple."""
-    if get_origin(hint) is tuple:
-        return list[str]
-    if get_origin(hint) is Literal:
-        return str
+    if get_origin(hint) in (tuple, Literal):
+        return list[str] if get_origin(hint) is tuple else str
     return _plain(get_args(hint)[0]) if get_args(hint) else hint
 
 
