@@ -15,7 +15,7 @@ from sparsekit._torch import modules_of
 from sparsekit.graph.groups import Constant, Kind, Refusal
 from sparsekit.graph.held import Path
 from sparsekit.labels.facts import OUTPUT, Borrow, Cause, Compare, Count, Fact, Keep, Make, Merge, Read, user_line
-from sparsekit.labels.numbers import Given, Held, Number, Size, Source
+from sparsekit.labels.numbers import Given, Held, Number, Size, Source, parts_of
 from sparsekit.labels.values import ALWAYS_ZERO, NO_UNIT, NOT_ZERO, Entry, IntArray, Labels, TensorLabels, mark_inputs
 
 
@@ -373,9 +373,13 @@ class Tracer:
         self.facts.append(Count(nodes, tuple(read), literals=tuple(literal.values()), cause=cause))
         for axis, (each, size) in enumerate(zip(given, lengths, strict=True)):
             self._borrow(nodes, each.numbers.get(size), dims[axis] if dims else None, rank)
-        for axis, size in literal.items():
-            for held in self.held.get(self.module, ()):
-                if held.value == size:
+        free = [axis for axis, dim in enumerate(dims) if len(self.given.shape) == rank and self.given.shape[dim] == -1]
+        # Of `x.view(len(x), -1, self.heads // self.key_heads, size)`, the second length is the number of key heads.
+        beside = {held for n in self.given.shape for factors in parts_of(n) if len(factors) > 1 for held in factors}
+        equal = [(axis, size, self.held.get(self.module, ())) for axis, size in literal.items()]
+        for axis, size, found in (*equal, *((axis, lengths[axis], beside) for axis in free)):
+            for held in found:
+                if isinstance(held, Held) and held.value == size:
                     alone = [frozenset({held}) if other == axis else frozenset() for other in range(len(lengths))]
                     self.facts.append(Count(nodes, tuple(alone), "equal"))
 

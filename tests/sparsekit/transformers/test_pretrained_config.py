@@ -33,6 +33,8 @@ _SIZES = {
 _GROUPED = {**_SIZES, "num_key_value_heads": 2}
 _IMAGES = {**{k: v for k, v in _SIZES.items() if k not in ("vocab_size", "max_position_embeddings")}, "image_size": 8}
 
+_FALCON = {**{k: v for k, v in _SIZES.items() if k != "intermediate_size"}, "num_kv_heads": 2}
+
 
 def _ids(**more: Any) -> Callable[[], dict[str, Any]]:
     return lambda: {"input_ids": torch.randint(17, (2, 5)), **more}
@@ -48,6 +50,7 @@ MODELS: dict[str, tuple[str, str, Mapping[str, Any], Callable[[], dict[str, Any]
     "llama-without-cache": ("LlamaForCausalLM", "LlamaConfig", _GROUPED, _ids(use_cache=False), 2, 2),  # the other branch
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _GROUPED, _ids(), 2, 2),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"vocab_size": 17, "n_embd": 16, "n_layer": 2, "n_head": 4}, _ids(), 2, 4),
+    "falcon": ("FalconForCausalLM", "FalconConfig", _FALCON | {"new_decoder_architecture": True}, _ids(), 2, 2),
     "gpt-neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _SIZES, _ids(), 2, 4),
     "bert": (
         "BertForSequenceClassification",
@@ -118,6 +121,14 @@ def test_equal_widths_are_written_into_a_configuration_that_needs_no_modeling_fi
     for loaded in (again, sk.load_pretrained(tmp_path)):
         with torch.no_grad():
             torch.testing.assert_close(loaded(**inputs).logits, small(**inputs).logits, rtol=0, atol=1e-5)
+
+
+def test_heads_that_share_one_key_in_a_fused_layer_stay_and_the_reason_has_the_line() -> None:
+    torch.manual_seed(0)
+    model = transformers.FalconForCausalLM(transformers.FalconConfig(**_FALCON, new_decoder_architecture=False)).eval()
+    graph, _ = trace(model, _ids()())
+    assert {group.kind for group in graph.groups.values()} == {"feature"}
+    assert any("rearranged by 'index'" in each.reason and "modeling_falcon.py:" in each.reason for each in graph.unprunable)
 
 
 def test_heads_that_a_configuration_cannot_count_are_named() -> None:
