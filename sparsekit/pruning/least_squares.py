@@ -182,8 +182,8 @@ class Fit:
             factor.diagonal().add_(times * ridge * factor.diagonal().mean() + 1e-12)
             failed = torch.empty((), dtype=torch.int32)
             torch.linalg.cholesky_ex(factor, out=(factor, failed))
-            if failed:
-                continue
+            if failed:  # the inputs hardly vary: only the means are fitted, as with an infinite ridge
+                factor.zero_().fill_diagonal_(torch.inf)
             after, tried, shift = square, torch.empty(weight.flatten(1).shape, dtype=weight.dtype), torch.empty_like(r0)
             for rows in _blocks(len(r0)):
                 cross = self.seen.moment(2, rows).addr_(r0[rows], x0, alpha=-1)
