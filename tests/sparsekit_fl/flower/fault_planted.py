@@ -55,9 +55,9 @@ def environment(events):
     return {**os.environ, **QUIET, **more}
 
 
-def until(condition, what, *, seconds=600.0):
+def until(condition, what):
     """Wait until a condition is true; the limit is only there so that a test that hangs ends some day."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + 600
     while not condition():
-        assert time.monotonic() < end, f"{what}: not within {seconds:g} seconds"
+        assert time.monotonic() < end, f"{what}: not within ten minutes"
         time.sleep(0.1)

@@ -45,7 +45,7 @@ def test_a_simulation_has_the_results_of_one_process_and_leaves_no_process(tmp_p
     monkeypatch.setenv("PATH", os.defpath)  # of a shell whose environment is not activated
     there = command(shlex.split(f"{LINE} --workers 1"), capsys)
     here = command(shlex.split(f"{LINE} --engine flower --workers 2 --set supernodes=3 --out {tmp_path / 'run'}"), capsys)
-    until(lambda: not marked(str(tmp_path)), "no process is left", seconds=30.0)
+    until(lambda: not marked(str(tmp_path)), "no process is left")
     assert here["final"] == there["final"]
     assert [record["evaluation"] for record in here["rounds"]] == [record["evaluation"] for record in there["rounds"]]
     for name in ("uplink_bytes", "downlink_bytes", "flops", "simulated_seconds"):
