@@ -1,16 +1,15 @@
 """Pretrained networks, pruned to equal FLOPs by our rules and published ones: in one shot, after equal training, and timed.
 
-    python benchmarks/real.py scores smollm2 --out real            scores by every criterion, once for all budgets
     python benchmarks/real.py cut smollm2 --out real               one-shot results that real/smollm2.jsonl lacks
-    python benchmarks/real.py train efficientnet-lite0 --out real  train the reconstructed network, three orders of batches
+    python benchmarks/real.py cut smollm2 --out real --draw 1      the same with other calibration data
+    python benchmarks/real.py train smollm2 --out real --shares 0.65   train reconstructed networks, three orders of batches
     python benchmarks/real.py distil smollm2 --out real --arms "logits|hidden"   only logits, or hidden outputs too
     python benchmarks/real.py time efficientnet-lite0 --out real   milliseconds of passes, eager and in ONNX Runtime
     python benchmarks/real.py blocks efficientnet-lite0 --out real --shares 0.5   whole blocks, then widths; three draws
     python benchmarks/real.py table --out real
 
-`--arms` and `--shares` select cells. Four fifths of the calibration batches score units and refit layers, and the last
-fifth judges candidates. This is as in `prune`, whose default is the candidate with the lowest loss there. The test set is used
-once for each cell.
+`--arms` and `--shares` select cells. Four fifths of the calibration batches score units and refit layers, the last fifth
+judges candidates, as in `prune`, whose default has the lowest loss there. The test set is used once for each cell.
 """
 
 import copy
@@ -25,7 +24,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from common import add, in_turns, mask_of, options_of, over, read, show
+from common import add, in_turns, mask_of, options_of, over, read, show, spread
 from real_nets import NETWORKS, Network, images
 from torch import Tensor, nn
 
@@ -54,14 +53,14 @@ USES = {"wanda-sp": "wanda", "llm-pruner": "taylor", "flap": "fluctuation", "ran
 """Published rule → the scores that it ranks units by."""
 
 
-def mask_of_rule(rule: str, graph: sk.UnitGraph, costs: CostModel, scores: dict[str, Scores], budget: sk.Budget) -> sk.UnitMask:
+def mask_of_rule(rule: str, graph: sk.UnitGraph, costs: CostModel, own: Scores, budget: sk.Budget) -> sk.UnitMask:
     """Return the mask of the units that a published rule keeps within a budget.
 
     Wanda (Sun et al., ICLR 2024), summed over units: one share of the features of every layer, all heads stay. LLM-Pruner (Ma
     et al., NeurIPS 2023), Σ |w·∂L/∂w|: the same, and outer layers are spared. FLAP (An et al., AAAI 2024), variance of inputs
     times norm of weights: standardized, one ranking. "random": one share of every group.
     """
-    own, allocation, whole = scores[USES[rule]], uniform, set[str]()
+    allocation, whole = uniform, set[str]()
     if rule == "flap":
         own = {name: (each - each.mean()) / each.std().clamp_min(1e-30) for name, each in own.items()}
         allocation = partial(global_ranking, scale="none")
@@ -138,6 +137,8 @@ def shortgpt(network: Network, share: float, batches: Sequence[Any]) -> nn.Modul
     small = copy.deepcopy(network.model)
     small.model.layers = nn.ModuleList(small.model.layers[place] for place in kept)
     small.config.num_hidden_layers = len(kept)
+    for number, layer in enumerate(small.model.layers):
+        layer.self_attn.layer_idx = number  # its place in the cache
     return small
 
 
@@ -186,25 +187,22 @@ class Bench:
         self.costs = cost_model(model, example, self.graph)
         self.prior: Scores | None = None
         self.pruned: dict[float, nn.Module] = {}  # of `distil`, by share
-        path = out / f"{name}.scores.pt"
-        self.scores: dict[str, Scores] = torch.load(path) if path.exists() else {}
+        self.path = out / f"{name}{options.get('draw', '')}.scores.pt"
+        self.scores: dict[str, Scores] = torch.load(self.path) if self.path.exists() else {}
 
-    def score(self) -> None:
-        model = self.network.model
-        context = sk.ScoringContext(weights=model.state_dict(), model=model, generator=torch.Generator().manual_seed(0))
-        for name in CRITERIA:
-            if name not in self.scores:
+    def score(self, name: str) -> Scores:
+        """Return the scores by a criterion, computed once for all budgets."""
+        if name not in self.scores:
+            model = self.network.model
+            context = sk.ScoringContext(weights=model.state_dict(), model=model, generator=torch.Generator().manual_seed(0))
+            if name == "fluctuation":
+                self.scores[name] = fluctuation(self.network, self.graph, self.fit)
+            else:
                 plain: Any = {"magnitude": Magnitude(), "random": Random()}.get(name, name)
                 criterion = with_data(plain, self.fit, self.network.loss)
                 self.scores[name] = {key: each.double() for key, each in score_units(criterion, self.graph, context).items()}
-                self.save()
-                print(name, round(time.process_time()), flush=True)
-        if self.name == "smollm2" and "fluctuation" not in self.scores:
-            self.scores["fluctuation"] = fluctuation(self.network, self.graph, self.fit)
-            self.save()
-
-    def save(self) -> None:
-        torch.save(self.scores, self.out / f"{self.name}.scores.pt")
+            torch.save(self.scores, self.path)
+        return self.scores[name]
 
     def budget(self, share: float) -> sk.Budget:
         kept = self.network.kept_flops
@@ -213,13 +211,13 @@ class Bench:
     def mask(self, arm: str, share: float) -> sk.UnitMask:
         """Return the mask of an arm: `criterion/allocation`, or the name of a published rule."""
         if arm in USES:
-            return mask_of_rule(arm, self.graph, self.costs, self.scores, self.budget(share))
+            return mask_of_rule(arm, self.graph, self.costs, self.score(USES[arm]), self.budget(share))
         if arm.startswith("tp "):
             return torch_pruning(self.network, self.graph, share, arm[3:], self.fit)
         criterion, allocation, *rest = arm.split("/")
         keep = {name: (1.0, 1.0) for name, group in self.graph.groups.items() if rest == ["heads"] and group.kind == "head"}
         multiple: Any = {"any width": 1, "up to 8": PreferredMultiple(8)}.get("".join(rest), PreferredMultiple())
-        own, rule = self.scores[criterion], registry[allocation]
+        own, rule = self.score(criterion), registry[allocation]
         counts = allocate(rule, self.graph, own, self.costs, budget=self.budget(share), limits=keep, multiple_of=multiple)
         return sk.mask_from_scores(self.graph, own, counts)
 
@@ -268,9 +266,9 @@ def cells(name: str) -> list[tuple[str, float, str]]:
     return found
 
 
-def train(bench: Bench, share: float, seed: int) -> tuple[nn.Module, dict[str, Any]]:
-    arm = "position_fisher/by_loss" if bench.network.loss is None else "fisher/by_cost"
-    small, flops = bench.cut(arm, share, "reconstructed")
+def train(bench: Bench, arm: str, share: float, seed: int) -> tuple[nn.Module, dict[str, Any]]:
+    own = "position_fisher/by_loss" if bench.network.loss is None else "fisher/by_cost"
+    small, flops = bench.cut(own if arm == "fixed" else arm, share, "reconstructed")
     return trained(bench.network, small, seed), {"flops": flops}
 
 
@@ -377,25 +375,31 @@ def milliseconds(bench: Bench, small: nn.Module) -> dict[str, float]:
 
 
 def table(rows: list[dict[str, Any]], metric: str) -> None:
-    """Print a row per arm and a column per share; the default is the candidate with the lowest loss on the judging batches."""
-    shares = sorted({row["share"] for row in rows if row["what"] == "cut"}, reverse=True)
-    found = {(row["arm"], row["how"], row["share"]): row for row in rows if row["what"] == "cut"}
-    best = {}
+    """Print a row per arm and a column per share: means ± standard deviations over draws of calibration data.
+
+    The default is the candidate with the lowest loss on the judging batches of the first draw.
+    """
+    found: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["what"] == "cut":
+            found.setdefault((row["arm"], row["how"], row["share"]), []).append(row)
+    digits = 1 if metric == "perplexity" else 3
+    shares, best = sorted({share for _, _, share in found}, reverse=True), {}
     for share in shares:
-        tried = [(f"{a}/{b}", "reconstructed", share) for a, b in CANDIDATES if (f"{a}/{b}", "reconstructed", share) in found]
+        tried = [found[key] for a, b in CANDIDATES if (key := (f"{a}/{b}", "reconstructed", share)) in found]
         if tried:
-            best[share] = found[min(tried, key=lambda key: found[key]["judge"])]
+            best[share] = min(tried, key=lambda own: own[0]["judge"])
     lines = [("**default**", best)] + [
         (f"{arm}, {how}", {share: found[arm, how, share] for share in shares if (arm, how, share) in found})
         for arm, how in dict.fromkeys((arm, how) for arm, how, _ in found)
     ]
-    numbers = {name: {share: f"{row[metric]:.4g}" for share, row in each.items()} for name, each in lines}
-    show(({"arm": name, **{f"{share:.0%}": each.get(share, "") for share in shares}} for name, each in numbers.items()), False)
+    told = {name: {share: spread([row[metric] for row in own], digits) for share, own in each.items()} for name, each in lines}
+    show(({"arm": name, **{f"{share:.0%}": each.get(share, "") for share in shares}} for name, each in told.items()), False)
 
 
 def main() -> None:
-    words = {"what": ("scores", "cut", "train", "distil", "time", "blocks", "table"), "network": NETWORKS}
-    options = options_of(__doc__, "what", "network?", choices=words, out=Path("real"), arms=".*", shares=[float])
+    words = {"what": ("cut", "train", "distil", "time", "blocks", "table"), "network": NETWORKS}
+    options = options_of(__doc__, "what", "network?", choices=words, out=Path("real"), arms=".*", shares=[float], draw=0)
     options.out.mkdir(exist_ok=True)
     if options.what == "table":
         for name in NETWORKS:
@@ -408,19 +412,18 @@ def main() -> None:
     if options.what == "blocks":
         blocks(options.network, path, options.shares or [0.5])
         return
+    given = {"draw": options.draw} if options.draw else {}
     short = {"length": 128} if options.what == "distil" and options.network == "smollm2" else {}
-    bench = Bench(options.network, options.out, **short)
-    if options.what == "scores":
-        bench.score()
-        return
+    bench = Bench(options.network, options.out, **given, **short)
     todo = cells(options.network)
     if options.what == "train":
-        todo = [("fixed", SHARES[options.network][1], f"seed {seed}") for seed in range(3)]
+        rivals = ("llm-pruner", "wanda-sp") if options.network == "smollm2" else ()
+        todo = [(arm, share, f"seed {n}") for n in range(3) for arm in ("fixed", *rivals) for share in SHARES[options.network]]
     if options.what == "distil":
         todo = [(arm, SHARES[options.network][1], f"seed {seed}") for seed in range(3) for arm in ("logits", "hidden")]
     for arm, share, how in [("dense", 1.0, "as it is"), *todo]:
-        key = {"what": options.what, "arm": arm, "share": share, "how": how}
-        known = any(key == {name: row[name] for name in key} for row in read(path))
+        key = {"what": options.what, "arm": arm, "share": share, "how": how, **given}
+        known = any(all(row.get(name) == key.get(name) for name in {*key, "draw"}) for row in read(path))
         if known or (options.shares and share not in options.shares) or not re.search(options.arms, f"{arm}, {how}"):
             continue
         torch.manual_seed(0)
@@ -433,7 +436,7 @@ def main() -> None:
             small, told = distil(bench, arm, share, int(how.removeprefix("seed ")))
             flops = share
         elif options.what == "train":
-            small, told = train(bench, share, int(how.removeprefix("seed ")))
+            small, told = train(bench, arm, share, int(how.removeprefix("seed ")))
             flops, judge = share, bench.network.validation if bench.network.loss is None else judge
         else:
             small, flops = bench.cut(arm, share, how)

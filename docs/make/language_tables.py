@@ -73,3 +73,31 @@ def folders() -> Lines:
         taken = [f"{row['peak']:.2f}", f"{row['seconds']:.0f} s", "" if row["blocks"] else f"{pace:.1f}"]
         size = f"{row['size']} billion" + f", {row['blocks']} blocks of it" * bool(row["blocks"])
         yield [size, f"{row['weights']:.2f}", fixed, data, *taken]
+
+
+@table("docs/evidence/real.md", "SmolLM2-135M, perplexity (dense 24.4)", "80 % of the FLOPs", "65 %", "50 %")
+def smollm2() -> Lines:
+    """As pruned, and after an arrow as trained. More than one draw has a mean and a standard deviation."""
+    for label, arm, how in (
+        ("**Fisher per position, by loss**, a candidate of the default", "position_fisher/by_loss", "reconstructed"),
+        ("LLM-Pruner's units, refitted by sparsekit", "llm-pruner", "reconstructed"),
+        ("LLM-Pruner's units", "llm-pruner", "as cut"),
+        ("Wanda-sp's units, refitted by sparsekit", "wanda-sp", "reconstructed"),
+        ("Wanda-sp's units, with its own bias", "wanda-sp", "bias"),
+        ("FLAP's units, refitted by sparsekit", "flap", "reconstructed"),
+        ("FLAP's units, with its own bias", "flap", "bias"),
+        ("random units, uniform, refitted by sparsekit", "random", "reconstructed"),
+        ("ShortGPT: whole layers", "shortgpt", "as cut"),
+    ):
+        cells = []
+        for share in (0.8, 0.65, 0.5):
+            key = {"network": "smollm2", "share": share}
+            pruned = values("real.csv", "perplexity", arm=arm, how=how, **key)
+            own = "fixed" if arm == "position_fisher/by_loss" else arm
+            tuned = values("real.csv", "perplexity", arm=own, how="trained seed 0", **key) if how == "reconstructed" else []
+            cells.append(" → ".join(_perplexity(each) for each in (pruned, tuned) if each))
+        yield [label, *cells]
+
+
+def _perplexity(values: list[float]) -> str:
+    return spread(values) if max(values) < 1000 else f"{sum(values) / len(values):,.0f}"

@@ -267,22 +267,6 @@ def steps() -> Lines:
 REAL = "docs/evidence/real.md"
 
 
-@table(REAL, "SmolLM2-135M, perplexity on 15 × 256 tokens (dense 24.4)", "65 %", "50 %")
-def smollm2() -> Lines:
-    for label, arm, how in (
-        ("**Fisher per position, by loss**, a candidate of the default", "position_fisher/by_loss", "reconstructed"),
-        ("LLM-Pruner's units; five outer layers spared at 65 %, two at 50 %", "llm-pruner", "reconstructed"),
-        ("Wanda-sp's units", "wanda-sp", "reconstructed"),
-        ("Wanda-sp's units, with its own bias", "wanda-sp", "bias"),
-        ("FLAP's units", "flap", "reconstructed"),
-        ("FLAP's units, with its own bias", "flap", "bias"),
-        ("random units, uniform", "random", "reconstructed"),
-        ("ShortGPT: 20 and 15 of 30 layers, not refitted", "shortgpt", "as cut"),
-    ):
-        found = [values("real.csv", "perplexity", network="smollm2", arm=arm, how=how, share=share) for share in (0.65, 0.5)]
-        yield [label, *((f"{each[0]:.1f}" if each[0] < 100 else f"{each[0]:,.0f}") if each else "" for each in found)]
-
-
 @table(REAL, "EfficientNet-Lite0, accuracy in % (dense 44.6)", "75 %", "50 %", "35 %")
 def lite0() -> Lines:
     for label, arm, how in (
@@ -302,11 +286,13 @@ def lite0() -> Lines:
 @table(REAL, "method", "EfficientNet-Lite0 at 50 %, accuracy in %, 100 steps", "SmolLM2 at 65 %, perplexity, 50 steps")
 def trained() -> Lines:
     def cell(network: str, column: str, arm: str, times: float = 1.0) -> str:
-        key = {"network": network, "arm": arm}
+        key = {"network": network, "arm": arm, "share": SHARES[1] if times > 1 else 0.65, "draw": None}
         found = [row for row in rows("real.csv", **key) if str(row["how"]).startswith("trained")]
         return spread([times * row[column] for row in found]) + (f" ({len(found)} seeds)" if len(found) > 1 else "")
 
-    whole = one("real.csv", "perplexity", network="smollm2", arm="position_fisher/by_loss", how="reconstructed", share=0.65)
+    whole = one(
+        "real.csv", "perplexity", network="smollm2", arm="position_fisher/by_loss", how="reconstructed", share=0.65, draw=None
+    )
     cut = one("real.csv", "accuracy", times=100, arm="fisher/by_cost", how="reconstructed", share=0.5, **LITE0)
     yield ["not trained", cut, whole]
     for label, arm in (
