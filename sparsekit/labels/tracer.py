@@ -375,9 +375,9 @@ class Tracer:
             self._borrow(nodes, each.numbers.get(size), dims[axis] if dims else None, rank)
         free = [axis for axis, dim in enumerate(dims) if len(self.given.shape) == rank and self.given.shape[dim] == -1]
         # Of `x.view(len(x), -1, self.heads // self.key_heads, size)`, the second length is the number of key heads.
-        beside = {held for n in self.given.shape for factors in parts_of(n) if len(factors) > 1 for held in factors}
+        divided = {held for n in self.given.shape for factors in parts_of(n) if len(factors) > 1 for held in factors}
         equal = [(axis, size, self.held.get(self.module, ())) for axis, size in literal.items()]
-        for axis, size, found in (*equal, *((axis, lengths[axis], beside) for axis in free)):
+        for axis, size, found in (*equal, *((axis, lengths[axis], divided) for axis in free)):
             for held in found:
                 if isinstance(held, Held) and held.value == size:
                     alone = [frozenset({held}) if other == axis else frozenset() for other in range(len(lengths))]

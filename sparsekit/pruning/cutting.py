@@ -316,8 +316,8 @@ def notes_on_time(cut: Cut, left: float) -> list[str]:
     notes = []
     if left < _STARVED**2:  # FLOPs go with the square of a width
         notes = [
-            f"latency_ms is met with {left:.2g} of the FLOPs: most of this network's time does not depend on its widths, and so"
-            " narrow a network is usually at chance. Ask for more time, or take another runtime, such as runtime=onnx."
+            f"latency_ms is met with {left:.1%} of the FLOPs: most of this network's time does not depend on its widths, and so"
+            " narrow a network can hardly keep its accuracy. Ask for more time, or prune for another runtime."
         ]
         warnings.warn(notes[0], stacklevel=level_of_user())
     pair = cut.turns[-1]

@@ -70,10 +70,8 @@ class FedLPS(Method):
 
     def offer(self, server: ServerContext, client_id: int) -> Task:
         ratio = offered(server, client_id, server.roster[client_id].capability.ratio)
-        order, own = (
-            self._order(server),
-            self.head == "own" or (self.head == "auto" and server.memory.get("apart", 0.0) > _APART),
-        )
+        order = self._order(server)
+        own = self.head == "own" or (self.head == "auto" and server.memory.get("apart", 0.0) > _APART)
         extra = {"order": order, "own head": torch.tensor(own)}
         return Task(mask=None if ratio == 1.0 else _first(server, order, ratio), ratio=ratio, extra=extra)
 

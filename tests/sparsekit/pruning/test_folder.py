@@ -223,8 +223,6 @@ def test_with_data_a_folder_is_pruned_block_by_block_as_its_model_in_memory(
 def test_scores_from_gradients_of_block_after_block_are_those_of_the_whole_model(
     family: str, criterion: str, labels: bool, tmp_path: Path
 ) -> None:
-    if criterion != "position_fisher" and family == "Qwen3":
-        pytest.skip("as in Llama")
     model = _folder(family, tmp_path / "dense")
     given: dict[str, Any] = {"budget": "params=70%", "batches": _batches(labels=labels), "criterion": criterion}
     given |= {"allocation": "by_loss" if criterion == "position_fisher" else "by_cost"}

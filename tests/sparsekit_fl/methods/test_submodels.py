@@ -291,7 +291,7 @@ def test_efd_and_fjord_weigh_clients_by_examples_heterofl_and_fedrolex_alike(mak
 
 
 class Scaled(nn.Module):
-    """A network whose outputs depend on a buffer that it replaces in each training step, beside batch norm."""
+    """A network whose outputs depend on a buffer that it replaces in each training step, and on batch norm."""
 
     def __init__(self):
         super().__init__()
